@@ -10,6 +10,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+from gpt2core.errors import ConfigError, counted
+
 LIMIT = 120  # seconds of one function (default); a rank that waits longer for another rank ends with an error
 
 
@@ -22,11 +24,15 @@ class TorchRanks:
 
     backend: "gloo", or "nccl" with one GPU per rank. threads: CPU threads of each rank. environment: variables of the
     processes. They start with the first call, and again with the first call after an error.
+
+    share_gpus: with "nccl", rank r has GPU r % (number of GPUs). NCCL refuses two ranks of one host on one GPU, so the
+    ranks state different hosts and send through sockets. Results and memory of each rank are as on as many GPUs; times
+    are not. The first call raises ConfigError if there are too few GPUs.
     """
 
-    def __init__(self, size, backend="gloo", threads=1, limit=LIMIT, environment=()):
+    def __init__(self, size, backend="gloo", threads=1, limit=LIMIT, environment=(), share_gpus=False):
         self.size, self.backend, self.threads, self.limit = size, backend, threads, limit
-        self.environment, self.processes = dict(environment), []
+        self.environment, self.share_gpus, self.processes = dict(environment), share_gpus, []
 
     def __enter__(self):
         return self
@@ -38,13 +44,35 @@ class TorchRanks:
             process.join()
         self.processes = []
 
+    def check_gpus(self):
+        """Raise ConfigError if there are too few GPUs."""
+        import torch
+
+        gpus, needed = torch.cuda.device_count(), 1 if self.share_gpus else self.size
+        if gpus < needed:
+            advice = "use gloo on the CPU" if gpus == 0 else "use fewer ranks, or nccl-shared"
+            found = f"NCCL with {counted(self.size, 'rank')} needs {counted(needed, 'GPU')}, but there are {gpus}"
+            raise ConfigError(f"{found}: {advice}")
+
     def start(self):
+        if self.backend == "nccl":
+            self.check_gpus()
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name, "store"))
         for rank in range(self.size):
             pipe, end = context.Pipe()
-            args = rank, self.size, self.backend, self.threads, self.limit, self.environment, store, end
+            args = (
+                rank,
+                self.size,
+                self.backend,
+                self.threads,
+                self.limit,
+                self.environment,
+                self.share_gpus,
+                store,
+                end,
+            )
             self.processes.append((context.Process(target=serve, args=args, daemon=True), pipe))
             self.processes[-1][0].start()
             end.close()
@@ -70,7 +98,7 @@ class TorchRanks:
         return results
 
 
-def serve(rank, size, backend, threads, limit, environment, store, pipe):
+def serve(rank, size, backend, threads, limit, environment, share_gpus, store, pipe):
     """One rank: call the functions that arrive in the pipe."""
     os.environ.update(environment)
     import torch
@@ -78,7 +106,10 @@ def serve(rank, size, backend, threads, limit, environment, store, pipe):
 
     torch.set_num_threads(threads)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        if share_gpus:
+            os.environ["NCCL_HOSTID"] = f"host {rank // gpus}"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=limit)
     )

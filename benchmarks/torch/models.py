@@ -24,10 +24,12 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 
 VOCABULARY = 10_000
-BACKENDS = {  # name: (the backend of torch.distributed, environment of its processes)
-    "gloo": ("gloo", {}),
-    "nccl": ("nccl", {}),
-    "nccl-sockets": ("nccl", {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),  # through the host's network stack
+BACKENDS = {  # name: options of TorchRanks
+    "gloo": dict(backend="gloo"),
+    "nccl": dict(backend="nccl"),
+    # through the host's network stack
+    "nccl-sockets": dict(backend="nccl", environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
+    "nccl-shared": dict(backend="nccl", share_gpus=True),  # more ranks than GPUs
 }
 SIZES = {  # name: (d_model, layers, heads)
     "small": (768, 12, 12),
@@ -139,9 +141,9 @@ class Groups:
     def run(self, name, ranks, function, *args):
         if self.key != (name, ranks):
             self.__exit__()
-            backend, environment = BACKENDS[name]
             threads = max(1, (os.cpu_count() or 1) // ranks)
-            self.key, self.ranks = (name, ranks), TorchRanks(ranks, backend, threads, self.limit, environment)
+            self.key = name, ranks
+            self.ranks = TorchRanks(ranks, threads=threads, limit=self.limit, **BACKENDS[name])
         try:
             return self.ranks.run(function, *args)
         except RanksFailed as error:
@@ -195,8 +197,8 @@ def check_device(args):
 
 
 def device_of_rank():
-    """The device of this rank: a GPU for nccl."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """The device of this rank: its GPU for nccl."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def wait_for(device):

@@ -1,6 +1,7 @@
 """Small PyTorch models for the tests of torch_bridge: plain, tied, with frozen parameters and with an unused layer."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -94,8 +95,9 @@ def batches():
         yield x.to(device), y.to(device)
 
 
-def rows(rank, ranks):
-    """The samples of a rank."""
+def rows():
+    """The samples of this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     return slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
 
 

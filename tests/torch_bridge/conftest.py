@@ -1,4 +1,7 @@
-"""Two ranks for the tests of data parallelism, started once per session: on gloo, and on nccl with two GPUs."""
+"""Ranks for the tests of data parallelism, started once per session: on gloo, and on nccl with two GPUs.
+
+Three ranks have parts of different lengths. Four ranks on two GPUs send through sockets, as ranks of two hosts do.
+"""
 
 import functools
 
@@ -7,13 +10,21 @@ import pytest
 from benchmarks.harness.torch_ranks import TorchRanks
 from tests.support.torch_models import on_gpu
 
+RANKS = [
+    pytest.param(dict(size=2, backend="gloo"), id="gloo-2"),
+    pytest.param(dict(size=3, backend="gloo"), id="gloo-3"),
+    pytest.param(dict(size=2, backend="nccl"), id="nccl-2", marks=pytest.mark.gpu),
+    pytest.param(dict(size=4, backend="nccl", share_gpus=True), id="nccl-shared-4", marks=pytest.mark.gpu),
+]
 
-@pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+
+@pytest.fixture(scope="session", params=RANKS)
 def run(request):
-    """run(function, *args) -> [function(*args) of each of two ranks]; on nccl new tensors are on the rank's GPU."""
+    """run(function, *args) -> [function(*args) of each rank]; on nccl new tensors are on the rank's GPU."""
     import torch
 
-    if request.param == "nccl" and torch.cuda.device_count() < 2:
+    on_gpus = request.param["backend"] == "nccl"
+    if on_gpus and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    with TorchRanks(2, request.param) as ranks:
-        yield functools.partial(ranks.run, on_gpu) if request.param == "nccl" else ranks.run
+    with TorchRanks(**request.param) as ranks:
+        yield functools.partial(ranks.run, on_gpu) if on_gpus else ranks.run

@@ -1,4 +1,4 @@
-"""FSDP trains as one process does, and each of two ranks has a part of the weights."""
+"""FSDP trains as one process does, and each rank has a part of the weights."""
 
 import functools
 
@@ -72,11 +72,15 @@ def train_sharded(dtype):
     rank, found = dist.get_rank(), {}
     for name, model, kind in cases():
         fsdp = FSDP(build(model, seed=rank), compute_dtype=dtype, shard=SHARD.get(name, (nn.Linear, nn.Embedding)))
-        losses = torch.tensor(train(fsdp, kind, rows(rank, 2), fsdp.finish_gradient_synchronization))
+        losses = torch.tensor(train(fsdp, kind, rows(), fsdp.finish_gradient_synchronization))
         dist.all_reduce(losses)
         assert all(shard.full.untyped_storage().nbytes() == 0 for shard in fsdp.shards.values())
         assert all(p.grad.dtype == p.dtype == torch.float32 for p in fsdp.parameters() if p.grad is not None)
-        found[name] = losses / 2, fsdp.gather_full_params(), sum(p.numel() for p in fsdp.parameters())
+        found[name] = (
+            losses / dist.get_world_size(),
+            fsdp.gather_full_params(),
+            sum(p.numel() for p in fsdp.parameters()),
+        )
     return found
 
 
@@ -87,8 +91,8 @@ def test_fsdp_trains_every_model_as_one_process(run, dtype):
         reference = build(model, seed=0)
         sizes = [(p.dim(), p.numel()) for p in reference.parameters()]
         losses = torch.tensor(train(reference, kind, slice(None)))
-        for rank in range(2):
-            got, parameters, held = found[rank][name]
+        for each in found:
+            got, parameters, held = each[name]
             # fp32: the order of the sums differs. bf16: weights and activations have 8 bits.
             torch.testing.assert_close(got, losses, rtol=1e-5 if dtype is None else 0.02, atol=1e-5, msg=str)
             wanted = dict(reference.named_parameters(remove_duplicate=False))
@@ -96,15 +100,14 @@ def test_fsdp_trains_every_model_as_one_process(run, dtype):
             for key, tensor in wanted.items() if dtype is None else ():
                 torch.testing.assert_close(parameters[key], tensor.detach(), rtol=1e-3, atol=1e-4)
                 assert torch.equal(parameters[key], found[0][name][1][key])
-            assert held == sum(-(-n // 2) if axes > 1 else n for axes, n in sizes)
+            assert held == sum(-(-n // len(found)) if axes > 1 else n for axes, n in sizes)
 
 
 def save_and_load():
-    """Whole parameters on one rank, the error for parts of two ranks there, and an evaluation between two steps."""
-    rank = dist.get_rank()
-    own = [dist.new_group([each]) for each in range(2)][rank]
+    """Whole parameters on one rank, the error for parts of all ranks there, and an evaluation between two steps."""
+    own = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
     fsdp = FSDP(build(Words, seed=0))
-    train(fsdp, "words", rows(rank, 2), fsdp.finish_gradient_synchronization)
+    train(fsdp, "words", rows(), fsdp.finish_gradient_synchronization)
     whole, tokens = fsdp.gather_full_params(), TOKENS[0].to(torch.get_default_device())
     with torch.no_grad():
         logits = fsdp(tokens)
@@ -134,10 +137,11 @@ def save_and_load():
 
 
 def test_whole_parameters_load_on_another_number_of_ranks_and_parts_do_not(run):
-    for rank, ((logits, *others), errors, gradients) in enumerate(run(save_and_load)):
+    found = run(save_and_load)
+    for rank, ((logits, *others), errors, gradients) in enumerate(found):
         for other in others:
             torch.testing.assert_close(other, logits)
-        assert f"parts of rank {rank} of 2, and this is rank 0 of 1: save gather_full_params()" in errors[0]
+        assert f"parts of rank {rank} of {len(found)}, and this is rank 0 of 1: save gather_full_params()" in errors[0]
         assert "parameter up.weight is missing, and this model needs (24, 8)" in errors[1]
         assert "parameter up.weight is (2, 2), and this model needs (24, 8)" in errors[2]
         assert "Words has no module of the types Conv1d, Conv2d, so nothing would be sharded" in errors[3]

@@ -1,4 +1,4 @@
-"""ShardedOptimizer gives the bits of the plain optimizer, with a part of its state on each of two ranks."""
+"""ShardedOptimizer gives the bits of the plain optimizer, with a part of its state on each rank."""
 
 import copy
 
@@ -75,18 +75,19 @@ def test_ten_steps_equal_the_plain_optimizer_and_each_rank_has_its_part_of_the_s
                 np.testing.assert_allclose(sharded[name], plain[name])  # rtol 1e-7, as the assignment asks
         assert sum(found[case][2] for found in ranks) == ranks[0][case][3]
         largest = 3 * max(array.size for array in plain.values())  # two moments and a step counter
-        assert abs(ranks[0][case][2] - ranks[1][case][2]) <= largest
+        held = [found[case][2] for found in ranks]
+        assert max(held) - min(held) <= largest
 
 
 def save_and_resume():
-    """Three steps on two ranks; then three more on two ranks, on one rank and with the plain optimizer."""
-    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    """Three steps on all ranks; then three more on all ranks, on one rank and with the plain optimizer."""
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model = build(Toy, 5)
     optimizer = ShardedOptimizer(groups_of(model), torch.optim.AdamW, **ADAMW)
     train(model, optimizer, 3)
     state, weights = optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     found = {}
-    for way in ("two ranks", "one rank", "plain"):
+    for way in ("all ranks", "one rank", "plain"):
         model = build(Toy, 7)
         model.load_state_dict(weights)
         options = ADAMW | {"lr": 9.0}  # the state's learning rate replaces it
@@ -114,7 +115,7 @@ def test_a_state_is_whole_and_loads_on_another_number_of_ranks_and_in_the_plain_
     for found, state in run(save_and_resume):
         plain = torch.optim.AdamW(groups_of(build(Toy, 5)), **ADAMW)
         plain.load_state_dict(state)  # the plain optimizer's format
-        for way in ("two ranks", "one rank"):
+        for way in ("all ranks", "one rank"):
             for name, array in found["plain"][0].items():
                 np.testing.assert_array_equal(found[way][0][name], array)
             assert_same_state(found[way][1], found["plain"][1])
