@@ -406,4 +406,5 @@ TABLES = {
     **tables_of("torch/ddp_model", model_tables, {"ddp-model": "rows"}),
     **tables_of("torch/ddp_model_sockets", model_tables, {"ddp-model-sockets": "rows"}),
     **tables_of("torch/sharding", sharding_tables, {"sharding": "rows"}),
+    **tables_of("torch/sharding_shared", sharding_tables, {"sharding-shared": "rows"}),
 }

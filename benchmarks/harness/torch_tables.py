@@ -20,19 +20,22 @@ def attention():
 
 
 def matmul():
-    rows = []
-    for result in load("torch/matmul_search")["results"]:
-        if result["name"].endswith("/ comparison"):
-            ours = result["ms"]["ours"]["median"]
-            for name, ms in result["ms"].items():
-                rows.append(
-                    {
-                        "": name,
-                        "size": result["name"].split(" /")[0],
-                        "us": f"{1e3 * ms['median']:.1f}",
-                        "time of this row / time of ours": f"{ms['median'] / ours:.2f}",
-                    }
-                )
+    results = load("torch/matmul_search")["results"]
+    comparisons = {
+        int(result["name"].split(" /")[0]): result["ms"]
+        for result in results
+        if result["name"].endswith("/ comparison")
+    }
+    rows = [
+        {
+            "": name,
+            "size": size,
+            "us": f"{1e3 * ms['median']:.1f}",
+            "time of this row / time of ours": f"{ms['median'] / times['ours']['median']:.2f}",
+        }
+        for size, times in sorted(comparisons.items())
+        for name, ms in times.items()
+    ]
     return rows, ["torch/matmul_search"]
 
 
