@@ -76,7 +76,8 @@ class TokenStep:
         ways = {name: functools.partial(window.logits, ids) for name, window in windows.items()}
         what = f"window {T} x {self.wte.shape[1]}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
         what += f"{self.backend.precision}, threads {runtime.threads}"
-        return windows[choose(what, ways, fastest) if count > 1 else "BLAS threads"]
+        time_ways = functools.partial(fastest, seconds=0.5)
+        return windows[choose(what, ways, time_ways) if count > 1 else "BLAS threads"]
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.

@@ -296,7 +296,7 @@ def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, 
 
 def test_the_choice_of_a_window_is_kept_in_a_file(rng, models, monkeypatch, tmp_path):
     model, timed = models[1], []
-    monkeypatch.setattr(token_step_module, "fastest", lambda ways: timed.append(list(ways)) or "workers")
+    monkeypatch.setattr(token_step_module, "fastest", lambda ways, seconds: timed.append(list(ways)) or "workers")
     prompt = rng.integers(0, 37, model.config.block_size).tolist()
     one = list(generate(models[0], prompt, 4))
     for _ in range(2):  # a second process reads the file
@@ -312,6 +312,8 @@ def test_the_fastest_way_has_the_least_time():
     ways = {"slow": lambda: calls.append("slow") or time.sleep(0.02), "fast": lambda: calls.append("fast")}
     assert timed_choice.fastest(ways, rounds=2) == "fast"
     assert calls == ["slow", "slow", "fast", "fast"] * 2
+    assert timed_choice.fastest({"slow": ways["slow"]}, seconds=0.05) == "slow"
+    assert 2 <= len(calls) - 8 <= 3  # of at least 0.02 s each
 
 
 def test_blas_has_one_thread_in_the_context_and_the_earlier_number_afterwards():
