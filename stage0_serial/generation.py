@@ -61,20 +61,17 @@ class GenerationKernels(Backend):
 
     decoder_batch = 32  # more prompts need more memory for their caches
     row_products = None  # made at the first use
-    worker_pool = None  # made at the first use
 
     def decoder(self, model, batch):
         step = token_step(model)
         return BatchDecoder(model, step) if step else None
 
-    def workers(self, count):
+    def new_workers(self, count):
         """A WorkerPool of `count` backends of the same precision, whose products use runtime.blas on one thread."""
-        if self.worker_pool is None or self.worker_pool.size != count:
-            backends = [type(self)(self.precision) for _ in range(count)]
-            for backend in backends:
-                backend.runtime.use_blas(self.runtime.blas)
-            self.worker_pool = WorkerPool(backends)
-        return self.worker_pool
+        backends = [type(self)(self.precision) for _ in range(count)]
+        for backend in backends:
+            backend.runtime.use_blas(self.runtime.blas)
+        return WorkerPool(backends)
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""

@@ -42,6 +42,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute_dtype = self.dtype
         self.pool, self.constants, self.runtime = BufferPool(), {}, CpuRuntime(precision)
+        self.window_pools = {}  # {sizes of a model: the WorkerPool that computes its windows}, see token_step.py
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -157,8 +158,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             np.multiply(a, -2 * GELU_A * GELU_B, out=s)
             np.subtract(s, 2 * GELU_A, out=s)
             np.multiply(s, xb, out=s)
-            with np.errstate(over="ignore"):
-                np.exp(s, out=s)  # in NumPy, exp takes less time than tanh
+            with np.errstate(over="ignore"):  # if x is below about -10, exp is infinite in float32, and y is -0
+                np.exp(s, out=s)
             np.add(s, 1, out=s)
             np.divide(xb, s, out=yb)
             if derivative is not None:
@@ -258,15 +259,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     def attention_forward(self, qkv, n_head):
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
-        return y, self.attention_of_heads(q3, y)
-
-    def attention_of_heads(self, q3, y):
-        """q3 (B, 3, H, T, D): q, k and v of each head -> (E, 1 / rowsum(E)); the heads are written to y (B, T, C)."""
-        B, _, n_head, T, D = q3.shape
-        exps = self.empty((B, n_head, T, T), y.dtype)  # blocks above the diagonal are never written
-        inverse_sums = self.empty((B, n_head, T), y.dtype)
-        k, factors = self.empty((n_head, D, T), y.dtype), self.empty((T, n_head * D), y.dtype)
-        columns, position = columns_of_heads(n_head, D, y.dtype), np.arange(QUERIES)
+        exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
+        inverse_sums = self.empty((B, n_head, T), qkv.dtype)
+        k, factors = self.empty((n_head, D, T), qkv.dtype), self.empty((T, n_head * D), qkv.dtype)
+        columns, position = columns_of_heads(n_head, D, qkv.dtype), np.arange(QUERIES)
         later = position > position[:, None]  # (queries, keys): True for keys after the query
         for b in range(B):
             q, v, sums, out = q3[b, 0], q3[b, 2], inverse_sums[b], heads(y[b], n_head)
@@ -279,7 +275,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.matmul(e, v[:, :j], out=out[:, i:j])
             np.divide(1, sums, out=sums)
             np.multiply(y[b], np.matmul(sums.T, columns, out=factors), out=y[b])
-        return exps, inverse_sums
+        return y, (exps, inverse_sums)
 
     def exp_of_scores(self, q, k, later, e, sums):
         """q (H, n, D), k (H, D, m), later (n, n) of the last n keys -> e (H, n, m) = exp(q k), sums of its rows (H, n).

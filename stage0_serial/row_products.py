@@ -2,20 +2,20 @@
 
 A product of one row reads each element of the weight once, so its time is that of reading memory. The fastest way
 differs between CPUs: on AMD Zen 4 it is einsum, on an Intel Xeon it is BLAS. Therefore the ways are timed when a weight
-of a new shape is used first, and the choice is kept in a file. A training step multiplies many rows, so its bits do not
-depend on this choice.
+of a new shape is used first, and the choice is kept in a file (timed_choice.py).
 """
 
 import functools
 
 import numpy as np
 
-from stage0_serial import mkl, timed_choice
+from stage0_serial import mkl
+from stage0_serial.timed_choice import fastest_way, stored_choice
 
 MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
 PART = 384  # rows of the weight in one product of in_parts()
-ROUNDS = 3  # of the timing
+SECONDS = 0.02  # for which each way is timed
 MEMORY = 1 << 25  # bytes of copies of the weight that are timed in turn, so that they are not in the first cache levels
 
 
@@ -41,7 +41,7 @@ class RowProducts:
         order = "by rows" if w.flags.c_contiguous else "by columns"
         what = f"one row, {w.dtype} {w.shape[0]} x {w.shape[1]} stored {order}, threads {self.runtime.threads}"
         what += ", with MKL" if "mkl" in ways else ""
-        self.names[what] = name = timed_choice.choose(what, ways, lambda ways: fastest(ways, x, w, y))
+        self.names[what] = name = stored_choice(what, ways, lambda: fastest(ways, x, w, y))
         return ways[name]
 
     def candidates(self, w):
@@ -77,4 +77,4 @@ def fastest(ways, x, w, y):
         for copy in copies:
             way(x, copy, y)
 
-    return timed_choice.fastest({name: functools.partial(each_copy, way) for name, way in ways.items()}, ROUNDS)
+    return fastest_way({name: functools.partial(each_copy, way) for name, way in ways.items()}, SECONDS)

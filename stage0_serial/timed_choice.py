@@ -1,9 +1,8 @@
 """The fastest of several ways to compute the same: timed when it is first needed, and kept in a file for later runs.
 
-Only generation chooses by timing. A choice can change the last bits of logits, but no training curve.
+In stages 0 and 1 only generation chooses by timing. A choice can change the last bits of logits, but no training curve.
 """
 
-import itertools
 import time
 
 import numpy as np
@@ -12,40 +11,36 @@ import threadpoolctl
 from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
 
-def choose(what, ways, time_ways):
-    """The name of one of the `ways`: from the file, or time_ways(ways), whose result is added to the file.
+def stored_choice(what, names, time_ways):
+    """One of `names`: from the file, or the result of time_ways(), which is then added to the file.
 
     what: the name of the choice in the file; it states all that the choice depends on, except the CPU and the versions
-    of NumPy and its BLAS. ways: {name: function}.
+    of NumPy and of the libraries for matrix products.
     """
     directory = cache_directory()
     tuned_for = f"{processor()}, {blas_version()}, NumPy {np.__version__}"
     file = directory and cache_file(directory, tuned_for)
     name = read_choices(file, tuned_for).get(what) if file else None
-    if name not in ways:
-        name = time_ways(ways)
+    if name not in names:
+        name = time_ways()
         if file:
             write_choices(file, tuned_for, {what: name})
     return name
 
 
-def fastest(ways, rounds=1, seconds=0):
-    """The name of the way whose shortest call takes the least time.
+def fastest_way(ways, seconds):
+    """The name of the way whose shortest call takes the least time. ways: {name: function without arguments}.
 
-    In each round a way is called at least twice in a row, and at least for so many seconds: during the first calls,
-    BLAS threads of the previous way may still wait in a busy loop and use the cores.
+    A way is called until `seconds` have passed, at least once. Its first calls may be slow, because BLAS threads of the
+    previous way still wait in a busy loop.
     """
-    times = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            for call in itertools.count():
-                start = time.perf_counter()
-                if call >= 2 and start - began >= seconds:
-                    break
-                way()
-                times[name].append(time.perf_counter() - start)
-    return min(ways, key=lambda name: min(times[name]))
+    times = {}
+    for name, way in ways.items():
+        end, times[name] = time.perf_counter() + seconds, float("inf")
+        while (start := time.perf_counter()) < end or times[name] == float("inf"):
+            way()
+            times[name] = min(times[name], time.perf_counter() - start)
+    return min(times, key=times.get)
 
 
 def blas_version():

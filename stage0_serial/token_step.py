@@ -16,10 +16,12 @@ from gpt2core.communicator import Solo
 from gpt2core.parallel.threads import WorkerPool
 from gpt2core.sampler import next_logits
 from stage0_serial.bf16_products import MIN_ROWS
-from stage0_serial.timed_choice import choose, fastest
+from stage0_serial.timed_choice import fastest_way, stored_choice
 from stage0_serial.window import Window
 
 MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
+MIN_TIMED = 1 << 15  # elements of a window (T, C); a smaller one takes a few milliseconds, and BLAS computes it
+TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 
 def token_step(model):
@@ -63,21 +65,30 @@ class TokenStep:
         return self.next_positions([ids], [cache])[0]
 
     def new_window(self, model, ids):
-        """The faster Window for `ids`: with BLAS's threads, or with worker threads, each with at least MIN_ROWS rows.
+        """The faster Window for `ids`: with BLAS's threads, or with worker threads; the choice is kept in the backend.
 
-        With fewer rows, bf16 products would be computed in fp32.
+        A worker has at least MIN_ROWS rows; with fewer, bf16 products would be computed in fp32.
         """
-        runtime, T = self.backend.runtime, self.block_size
-        windows = {"BLAS threads": Window([self], WorkerPool([self.backend]))}
-        count = min(runtime.threads, T // MIN_ROWS)
-        if count > 1:
-            pool = self.backend.workers(count)
-            windows["workers"] = Window([TokenStep(model, backend) for backend in pool.backends], pool)
-        ways = {name: functools.partial(window.logits, ids) for name, window in windows.items()}
-        what = f"window {T} x {self.wte.shape[1]}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
+        runtime, (T, C), pools = self.backend.runtime, self.wpe.shape, self.backend.window_pools
+        what = f"window {T} x {C}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
         what += f"{self.backend.precision}, threads {runtime.threads}"
-        time_ways = functools.partial(fastest, seconds=0.5)
-        return windows[choose(what, ways, time_ways) if count > 1 else "BLAS threads"]
+        if what not in pools:
+            ways, workers = {"BLAS threads": WorkerPool([self.backend])}, min(runtime.threads, T // MIN_ROWS)
+            if workers > 1 and T * C >= MIN_TIMED:
+                ways["workers"] = self.backend.new_workers(workers)
+            pools[what] = ways[self.fastest_pool(model, ids, what, ways)]
+        return self.window_of(model, pools[what])
+
+    def fastest_pool(self, model, ids, what, ways):
+        """The name of the WorkerPool in `ways` that computes the window of `ids` in the least time."""
+        if len(ways) == 1:
+            return next(iter(ways))
+        calls = {name: functools.partial(self.window_of(model, pool).logits, ids) for name, pool in ways.items()}
+        return stored_choice(what, ways, lambda: fastest_way(calls, TIMED_SECONDS))
+
+    def window_of(self, model, pool):
+        """A Window with the backends of the pool."""
+        return Window([self] if pool.size == 1 else [TokenStep(model, each) for each in pool.backends], pool)
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.

@@ -75,7 +75,8 @@ class Window:
 
     def attend(self, step, heads):
         """Compute the causal attention of some heads: their columns of y."""
-        T, D = len(self.y), self.y.shape[1] // step.n_head
-        if heads.start < heads.stop:  # there may be fewer heads than workers
-            q3 = self.qkv.reshape(T, 3, step.n_head, D)[:, :, heads].transpose(1, 2, 0, 3)  # (3, heads, T, D)
-            step.backend.attention_of_heads(q3[None], self.y[None, :, heads.start * D : heads.stop * D])
+        T, count = len(self.y), heads.stop - heads.start
+        if count:  # there may be fewer heads than workers
+            qkv = self.qkv.reshape(T, 3, step.n_head, -1)[:, :, heads].reshape(1, T, -1)
+            y = step.backend.attention_forward(qkv, count)[0]
+            self.y.reshape(T, step.n_head, -1)[:, heads] = y.reshape(T, count, -1)

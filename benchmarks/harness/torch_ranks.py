@@ -25,9 +25,10 @@ class TorchRanks:
     backend: "gloo", or "nccl" with one GPU per rank. threads: CPU threads of each rank. environment: variables of the
     processes. They start with the first call, and again with the first call after an error.
 
-    share_gpus: with "nccl", rank r has GPU r % (number of GPUs). NCCL refuses two ranks of one host on one GPU, so the
-    ranks state different hosts and send through sockets. Results and memory of each rank are as on as many GPUs; times
-    are not. The first call raises ConfigError if there are too few GPUs.
+    share_gpus: with "nccl", rank r has GPU r % (number of GPUs), and there may be more ranks than GPUs. By default NCCL
+    refuses two ranks on the same GPU of one host. So NCCL_HOSTID gives every group of as many ranks as GPUs another
+    name of a host. Ranks of different hosts send through the network. Results and memory are those of one GPU per rank;
+    times are not. The first call raises ConfigError if there are too few GPUs.
     """
 
     def __init__(self, size, backend="gloo", threads=1, limit=LIMIT, environment=(), share_gpus=False):
@@ -44,38 +45,31 @@ class TorchRanks:
             process.join()
         self.processes = []
 
-    def check_gpus(self):
-        """Raise ConfigError if there are too few GPUs."""
+    def start(self):
+        environments = [self.environment] * self.size
+        if self.backend == "nccl":
+            gpus = self.number_of_gpus()
+            if self.share_gpus:
+                hosts = (f"host {rank // gpus}" for rank in range(self.size))
+                environments = [self.environment | {"NCCL_HOSTID": host} for host in hosts]
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name, "store"))
+        for rank, environment in enumerate(environments):
+            pipe, end = context.Pipe()
+            args = rank, self.size, self.backend, self.threads, self.limit, environment, store, end
+            self.processes.append((context.Process(target=serve, args=args, daemon=True), pipe))
+            self.processes[-1][0].start()
+            end.close()
+
+    def number_of_gpus(self):
         import torch
 
         gpus, needed = torch.cuda.device_count(), 1 if self.share_gpus else self.size
         if gpus < needed:
-            advice = "use gloo on the CPU" if gpus == 0 else "use fewer ranks, or nccl-shared"
-            found = f"NCCL with {counted(self.size, 'rank')} needs {counted(needed, 'GPU')}, but there are {gpus}"
-            raise ConfigError(f"{found}: {advice}")
-
-    def start(self):
-        if self.backend == "nccl":
-            self.check_gpus()
-        context = multiprocessing.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        store = str(Path(self.folder.name, "store"))
-        for rank in range(self.size):
-            pipe, end = context.Pipe()
-            args = (
-                rank,
-                self.size,
-                self.backend,
-                self.threads,
-                self.limit,
-                self.environment,
-                self.share_gpus,
-                store,
-                end,
-            )
-            self.processes.append((context.Process(target=serve, args=args, daemon=True), pipe))
-            self.processes[-1][0].start()
-            end.close()
+            found = f"NCCL with {counted(self.size, 'rank')} needs {counted(needed, 'GPU')}, but PyTorch found {gpus}"
+            raise ConfigError(f"{found}: use " + ("gloo on the CPU" if gpus == 0 else "fewer ranks, or share the GPUs"))
+        return gpus
 
     def run(self, function, *args):
         """Call the function on every rank; raises RanksFailed with the traceback of each rank that fails."""
@@ -98,7 +92,7 @@ class TorchRanks:
         return results
 
 
-def serve(rank, size, backend, threads, limit, environment, share_gpus, store, pipe):
+def serve(rank, size, backend, threads, limit, environment, store, pipe):
     """One rank: call the functions that arrive in the pipe."""
     os.environ.update(environment)
     import torch
@@ -106,10 +100,7 @@ def serve(rank, size, backend, threads, limit, environment, share_gpus, store, p
 
     torch.set_num_threads(threads)
     if backend == "nccl":
-        gpus = torch.cuda.device_count()
-        torch.cuda.set_device(rank % gpus)
-        if share_gpus:
-            os.environ["NCCL_HOSTID"] = f"host {rank // gpus}"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=limit)
     )

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks  # noqa: E402
 from benchmarks.torch import ddp, ddp_model  # noqa: E402
 from benchmarks.torch.models import Groups  # noqa: E402
+from gpt2core.errors import ConfigError  # noqa: E402
 
 S, W, CALL = 6e9, 5e10, 2e-5  # bytes, bytes per second, seconds
 SIZES = (10**6, 10**7, 10**8, 10**9)
@@ -64,6 +65,38 @@ def test_too_little_memory_on_a_rank_is_that_error_here(monkeypatch, message, ki
     monkeypatch.setattr(TorchRanks, "run", fail)
     with Groups() as groups, pytest.raises(kind):
         groups.run("gloo", 2, print)
+
+
+@pytest.mark.parametrize(
+    "gpus, share, message",
+    [
+        (2, False, "NCCL with 4 ranks needs 4 GPUs, but PyTorch found 2: use fewer ranks, or share the GPUs"),
+        (0, False, "NCCL with 4 ranks needs 4 GPUs, but PyTorch found 0: use gloo on the CPU"),
+        (0, True, "NCCL with 4 ranks needs 1 GPU, but PyTorch found 0: use gloo on the CPU"),
+    ],
+)
+def test_too_few_gpus_for_the_ranks_are_an_error_that_names_both_numbers(monkeypatch, gpus, share, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=message), TorchRanks(4, "nccl", share_gpus=share) as ranks:
+        ranks.run(print)
+
+
+def test_ranks_that_share_gpus_name_a_host_for_each_group(monkeypatch):
+    """Four ranks on two GPUs; the processes are not started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    started = []
+
+    class Process:
+        def __init__(self, target, args, daemon):
+            started.append(args)
+
+        def start(self):
+            pass
+
+    monkeypatch.setattr("multiprocessing.context.SpawnContext.Process", Process)
+    TorchRanks(4, "nccl", environment={"A": "1"}, share_gpus=True).start()
+    hosts = ["host 0", "host 0", "host 1", "host 1"]
+    assert [args[5] for args in started] == [{"A": "1", "NCCL_HOSTID": host} for host in hosts]
 
 
 def test_intervals_of_a_lane_with_a_small_gap_are_joined():

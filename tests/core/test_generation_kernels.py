@@ -41,7 +41,9 @@ def one_blas_thread_afterwards():
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(timed_choice, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(token_step_module, "MIN_TIMED", 0)
     monkeypatch.setattr(row_products, "MEMORY", 0)  # times are not compared here
+    monkeypatch.setattr(row_products, "SECONDS", 0)
     monkeypatch.setattr(row_products, "MIN_ELEMENTS", 0)
 
 
@@ -164,7 +166,7 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
 
 
 def window_of(model, workers):
-    pool = model.head.backend.workers(workers)
+    pool = model.head.backend.new_workers(workers)
     return Window([TokenStep(model, backend) for backend in pool.backends], pool)
 
 
@@ -194,7 +196,7 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
         assert_allclose(window_of(model, workers).logits(ids), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["attention_of_heads", "residual_layernorm_forward"])
+@pytest.mark.parametrize("kernel", ["attention_forward", "residual_layernorm_forward"])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing, kernel):
     """Before and after the first barrier; the next window is right, and OpenBLAS has its threads again."""
@@ -259,7 +261,7 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
     one = list(generate(model, prompt, 8))
     runtime.use_blas("mkl")
     runtime.use_threads(2)
-    monkeypatch.setattr(token_step_module, "choose", lambda *_: "workers")
+    monkeypatch.setattr(token_step_module, "fastest_way", lambda *_: "workers")
     fastest = row_products.fastest
     monkeypatch.setattr(row_products, "fastest", lambda *a: timing_threads.add(current_thread()) or fastest(*a))
     computed = []
@@ -273,47 +275,56 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
 
 @no_grad()
 @pytest.mark.parametrize("blas", ["openblas", "mkl"])
-def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, blas):
+@pytest.mark.parametrize(
+    "fastest, threads, workers", [(None, 1, 1), ("BLAS threads", 2, 1), ("workers", 2, 2), ("workers", 1000, 3)]
+)
+def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, blas, fastest, threads, workers):
     """Each worker has at least 32 rows, and decoders share the threads. One thread has no choice to make."""
-    model, backend, offered = models[0], models[0].head.backend, []  # 96 positions
+    model, backend, timed = models[0], models[0].head.backend, []  # 96 positions
     ids = [0] * model.config.block_size
-    backend.runtime.blas = blas
-    for faster, count, workers in (("", 1, 1), ("BLAS threads", 2, 1), ("workers", 2, 2), ("workers", 1000, 3)):
-        backend.runtime.threads = count
-        monkeypatch.setattr(
-            token_step_module, "choose", lambda what, ways, _, name=faster: offered.append(ways) or name
-        )
-        windows = [token_step(model).new_window(model, ids) for _ in range(2)]
-        assert {len(window.steps) for window in windows} == {workers}
-        assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
-        assert (windows[0].steps[0].backend is backend) == (workers == 1)
-        assert {step.backend.runtime.blas for step in windows[0].steps} == {blas}
-    assert len(offered) == 6
-    for ways in offered:
-        of_blas, of_workers = (ways[name]().copy() for name in ("BLAS threads", "workers"))
+    backend.runtime.blas, backend.runtime.threads = blas, threads
+    monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(calls) or fastest)
+    windows = [token_step(model).new_window(model, ids) for _ in range(2)]
+    assert {len(window.steps) for window in windows} == {workers}
+    assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
+    assert (windows[0].steps[0].backend is backend) == (workers == 1)
+    assert {step.backend.runtime.blas for step in windows[0].steps} == {blas}
+    assert len(timed) == (fastest is not None)
+    for calls in timed:
+        of_blas, of_workers = (calls[name]().copy() for name in ("BLAS threads", "workers"))
         assert_allclose(of_blas, of_workers, rtol=1e-9, atol=1e-9)
 
 
 def test_the_choice_of_a_window_is_kept_in_a_file(rng, models, monkeypatch, tmp_path):
-    model, timed = models[1], []
-    monkeypatch.setattr(token_step_module, "fastest", lambda ways, seconds: timed.append(list(ways)) or "workers")
-    prompt = rng.integers(0, 37, model.config.block_size).tolist()
+    timed, prompt = [], rng.integers(0, 37, models[0].config.block_size).tolist()
+    monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(list(calls)) or "workers")
     one = list(generate(models[0], prompt, 4))
-    for _ in range(2):  # a second process reads the file
+    for _ in range(2):  # the second process reads the file
+        backend = NumpyBackend("fp64")
+        backend.runtime.use_blas("openblas")
+        backend.runtime.use_threads(3)
+        model = load_model(models[0].config, {k: p.data for k, p in models[0].parameters.items()}, backend)
         assert list(generate(model, prompt, 4)) == one
+        assert [pool.size for pool in backend.window_pools.values()] == [3]
     assert timed == [["BLAS threads", "workers"]]
     (file,) = tmp_path.iterdir()
     windows = {what: way for what, way in json.loads(file.read_text())["choices"].items() if "window" in what}
     assert windows == {"window 96 x 24, 2 layers, 4 heads, openblas, fp64, threads 3": "workers"}
 
 
-def test_the_fastest_way_has_the_least_time():
+def test_a_small_window_is_not_timed(models, monkeypatch):
+    monkeypatch.setattr(token_step_module, "MIN_TIMED", models[1].config.block_size * models[1].config.n_embd + 1)
+    monkeypatch.setattr(token_step_module, "fastest_way", None)
+    assert list(generate(models[1], [0] * 96, 2)) == list(generate(models[0], [0] * 96, 2))
+
+
+def test_the_fastest_way_has_the_shortest_call():
     calls = []
     ways = {"slow": lambda: calls.append("slow") or time.sleep(0.02), "fast": lambda: calls.append("fast")}
-    assert timed_choice.fastest(ways, rounds=2) == "fast"
-    assert calls == ["slow", "slow", "fast", "fast"] * 2
-    assert timed_choice.fastest({"slow": ways["slow"]}, seconds=0.05) == "slow"
-    assert 2 <= len(calls) - 8 <= 3  # of at least 0.02 s each
+    assert timed_choice.fastest_way(ways, seconds=0) == "fast"
+    assert calls == ["slow", "fast"]
+    assert timed_choice.fastest_way({"slow": ways["slow"]}, seconds=0.03) == "slow"
+    assert calls[2:] in (["slow"] * 2, ["slow"])  # of at least 0.02 s each
 
 
 def test_blas_has_one_thread_in_the_context_and_the_earlier_number_afterwards():

@@ -1,6 +1,6 @@
 """Ranks for the tests of data parallelism, started once per session: on gloo, and on nccl with two GPUs.
 
-Three ranks have parts of different lengths. Four ranks on two GPUs send through sockets, as ranks of two hosts do.
+With three ranks, the parts of a weight have different lengths. With four ranks on two GPUs, two ranks share a GPU.
 """
 
 import functools
