@@ -64,7 +64,7 @@ class CpuRuntime(Runtime):
     def use_threads(self, count):
         """Divide each product of generation over `count` threads of OpenBLAS; training divides the batch instead.
 
-        With MKL a full window is divided over worker threads (window.py).
+        A full window may be divided over worker threads instead (token_step.py).
         """
         self.threads = count
         limit_blas(count)

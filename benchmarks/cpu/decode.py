@@ -65,7 +65,7 @@ def cases(block_size, new):
 def process_specs(args, threads):
     """Yield a ProcessSpec for each program.
 
-    This project divides matrix products over `threads` Python threads; PyTorch uses `threads` OpenMP threads.
+    This project uses `threads` threads of OpenBLAS, or of Python for a full window; PyTorch uses OpenMP threads.
     """
     sizes = {"preset": args.preset, "threads": threads}
     yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, sizes)
