@@ -80,7 +80,7 @@ class TokenStep:
         return self.window_of(model, pools[what])
 
     def fastest_pool(self, model, ids, what, ways):
-        """The name of the WorkerPool in `ways` that computes the window of `ids` in the least time."""
+        """The name of the pool that computes the window of `ids` in the least time. ways: {name: WorkerPool}."""
         if len(ways) == 1:
             return next(iter(ways))
         calls = {name: functools.partial(self.window_of(model, pool).logits, ids) for name, pool in ways.items()}
@@ -88,7 +88,7 @@ class TokenStep:
 
     def window_of(self, model, pool):
         """A Window with the backends of the pool."""
-        return Window([self] if pool.size == 1 else [TokenStep(model, each) for each in pool.backends], pool)
+        return Window([TokenStep(model, backend) for backend in pool.backends], pool)
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.

@@ -25,10 +25,10 @@ class TorchRanks:
     backend: "gloo", or "nccl" with one GPU per rank. threads: CPU threads of each rank. environment: variables of the
     processes. They start with the first call, and again with the first call after an error.
 
-    share_gpus: with "nccl", rank r has GPU r % (number of GPUs), and there may be more ranks than GPUs. By default NCCL
-    refuses two ranks on the same GPU of one host. So NCCL_HOSTID gives every group of as many ranks as GPUs another
-    name of a host. Ranks of different hosts send through the network. Results and memory are those of one GPU per rank;
-    times are not. The first call raises ConfigError if there are too few GPUs.
+    share_gpus: with "nccl", rank r has GPU r % n, where n is the number of GPUs, and there may be more than n ranks. By
+    default NCCL refuses two ranks on the same GPU of one host. So NCCL_HOSTID tells it that ranks 0 to n - 1 are on one
+    host, ranks n to 2 n - 1 on another, and so on; ranks of different hosts send through the network. Results and
+    memory are as with one GPU per rank; times are not. The first call raises ConfigError if there are too few GPUs.
     """
 
     def __init__(self, size, backend="gloo", threads=1, limit=LIMIT, environment=(), share_gpus=False):
@@ -63,12 +63,13 @@ class TorchRanks:
             end.close()
 
     def number_of_gpus(self):
+        """Raises ConfigError if there are too few for the ranks."""
         import torch
 
         gpus, needed = torch.cuda.device_count(), 1 if self.share_gpus else self.size
         if gpus < needed:
             found = f"NCCL with {counted(self.size, 'rank')} needs {counted(needed, 'GPU')}, but PyTorch found {gpus}"
-            raise ConfigError(f"{found}: use " + ("gloo on the CPU" if gpus == 0 else "fewer ranks, or share the GPUs"))
+            raise ConfigError(f"{found}: use " + ("gloo on the CPU" if gpus == 0 else "fewer ranks"))
         return gpus
 
     def run(self, function, *args):

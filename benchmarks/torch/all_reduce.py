@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
-from benchmarks.torch.models import BACKENDS, Groups, add_run_flags, device_of_rank, print_rows, slowest, timed
+from benchmarks.torch.models import TIMED_BACKENDS, Groups, add_run_flags, device_of_rank, print_rows, slowest, timed
 
 BENCHMARK = "benchmarks.torch.all_reduce"
 SIZES = [10**k for k in range(6, 10)]
 MPI = "mpi"
-LIBRARIES = [*BACKENDS, MPI]
+LIBRARIES = [*TIMED_BACKENDS, MPI]
 
 
 def all_reduces(size, warm_up, repeats):

@@ -31,7 +31,7 @@ BACKENDS = {  # name: options of TorchRanks
     "nccl-sockets": dict(backend="nccl", environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
     "nccl-shared": dict(backend="nccl", share_gpus=True),  # more ranks than GPUs
 }
-BACKENDS_HELP = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
+TIMED_BACKENDS = [name for name in BACKENDS if name != "nccl-shared"]  # whose times are those of a GPU per rank
 SIZES = {  # name: (d_model, layers, heads)
     "small": (768, 12, 12),
     "medium": (1024, 24, 16),
