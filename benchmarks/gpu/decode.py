@@ -1,7 +1,8 @@
 """How many microseconds does a generated token take on the GPU, compared with PyTorch?
 
-The cases have one sequence or several. With --variants, the script does not compare with PyTorch: it times several
-values of each constant of this project's kernels.
+The cases have one sequence or several. For each case a search finds the fastest variant of PyTorch's program, which is
+then compared with this project's. With --variants, the script does not compare with PyTorch: it times several values of
+each constant of this project's kernels.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from gpt2core.app.presets import PRESETS
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
 OURS = "ours"
+PEER_MODULE = "benchmarks.peers.torch_decode_cuda"
 PEERS = {  # PyTorch's programs: their names for --peers and in the tables
     "graph": "torch compiled + each step a graph",
     "overhead": "torch compiled, reduce-overhead",
@@ -34,6 +36,17 @@ CASES = {
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
+# The options of PyTorch's program (peers/torch_decode_cuda.py) that the search times, one option after another, as
+# --variants does. The first values are where it begins.
+CACHED_SEARCH = {
+    "attention": ["sdpa", "matmul", "sums", "flex"],
+    "products": ["library", "templates"],
+    "cut": [128, 0],
+}
+ONE_SEQUENCE_SEARCH = CACHED_SEARCH | {"products": ["library", "sums", "templates"]}
+WINDOW_SEARCH = {"attention": ["sdpa", "matmul"], "products": ["library", "templates"]}
+SEARCH_ROUNDS = 3
+EAGER = {"attention": "sdpa", "products": "library"}  # the other values are fast only if they are compiled
 # The values of DecodeTiling's fields that --variants times, for one sequence and for several. It times one field after
 # another, and keeps the fastest value of each field for the next ones.
 ONE_SEQUENCE = {
@@ -66,17 +79,26 @@ def prepare(module, preset, batch, precision, **options):
     of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles.
     run_round() returns the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens,
     "token" for each token after the first.
+
+    run_round(prompt, new, **variant) has further options of CudaGenerator; if they fail, it returns the "error".
     """
     config = PRESETS[preset]
-    build = functools.cache(lambda: module.CudaGenerator(config, batch, precision, **options))
-    warm_lengths = set()  # prompt lengths of earlier rounds
+    build = functools.cache(lambda **variant: module.CudaGenerator(config, batch, precision, **options, **variant))
+    warm = set()  # prompt lengths and variants of earlier rounds
 
-    def run_round(prompt, new):
-        generate = build()
+    def run_round(prompt, new, **variant):
+        try:
+            return timed(build(**variant), prompt, new, (prompt, *variant.items()))
+        except Exception as error:
+            if not variant:
+                raise
+            return {"error": (str(error).splitlines() or [type(error).__name__])[0]}
+
+    def timed(generate, prompt, new, key):
         prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
         ids, first, total = generate(prompts, new)
-        if prompt not in warm_lengths:
-            warm_lengths.add(prompt)
+        if key not in warm:
+            warm.add(key)
             generate(prompts, new)  # the second call captures the CUDA graph; it is not timed
         return {"ids": ids.tolist(), "first": first, "total": total, "token": (total - first) / (new - 1)}
 
@@ -86,21 +108,61 @@ def prepare(module, preset, batch, precision, **options):
 # -- in the parent process --------------------------------------------------------------------------------------------
 
 
-def process_specs(args, preset, batch, precision):
-    """Yield a ProcessSpec for each row of a table: this project's program, then PyTorch's in the order of --peers."""
-    sizes = dict(preset=preset, batch=batch, precision=precision)
+def process_specs(args, sizes, variant):
+    """Yield a ProcessSpec for each row of a table: this project's program, then PyTorch's in the order of --peers.
+
+    variant: the result of the search, options of the compiled programs of PyTorch.
+    """
     yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, sizes)
     for kind in args.peers:
-        yield ProcessSpec(PEERS[kind], "benchmarks.peers.torch_decode_cuda", args.threads, dict(sizes, kind=kind))
+        options = {**sizes, "kind": kind, **variant, **(EAGER if kind == "eager" else {})}
+        yield ProcessSpec(PEERS[kind], PEER_MODULE, args.threads, options)
+
+
+def search(run_round, candidates, request):
+    """Find the fastest variant of PyTorch's program; returns (variant, [each tried variant with its us_per_token]).
+
+    run_round(**request, **variant): see prepare(). candidates: {option: values}. The search times the values of one
+    option after another, and keeps the fastest value of each option for the next ones.
+    """
+    fastest, tried = {option: values[0] for option, values in candidates.items()}, []
+    for option, values in candidates.items():
+        for value in values:
+            variant = fastest | {option: value}
+            if any(each.items() >= variant.items() for each in tried):
+                continue
+            rounds = [run_round(**request, **variant)]  # compiles
+            while "error" not in rounds[-1] and len(rounds) <= SEARCH_ROUNDS:
+                rounds.append(run_round(**request, **variant))
+            error = rounds[-1].get("error")
+            answer = {"error": error} if error else {"us_per_token": 1e6 * min(each["token"] for each in rounds[1:])}
+            tried.append(variant | answer)
+            print("variant of PyTorch:", *variant.values(), *answer.values(), flush=True)
+        timed = [each for each in tried if "us_per_token" in each]
+        if not timed:
+            raise SystemExit(f"no value of {option} works: {tried[-1]['error']}")
+        best = min(timed, key=lambda each: each["us_per_token"])
+        fastest = {name: best[name] for name in candidates}
+    return fastest, tried
 
 
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
+    A result of a compiled program of PyTorch has the "tried" variants, of which it is the fastest.
+
     Raises SystemExit if this project's program does not generate the same tokens in every round.
     """
     preset, batch, prompt, new, _ = CASES[case]
-    request, specs = {"prompt": prompt, "new": new}, list(process_specs(args, preset, batch, precision))
+    request, sizes = {"prompt": prompt, "new": new}, dict(preset=preset, batch=batch, precision=precision)
+    variant, tried = {}, []
+    if set(args.peers) - {"eager"}:
+        window = prompt == PRESETS[preset].block_size
+        candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
+        spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
+        with BenchmarkProcess(spec, BENCHMARK, args.timeout) as process:
+            variant, tried = search(process.run_round, candidates, request)
+    specs = list(process_specs(args, sizes, variant))
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, request, request)
@@ -118,6 +180,7 @@ def measure(args, case, precision):
                 "case": case,
                 **spec.options,
                 **request,
+                **({"tried": tried} if spec.options.get("kind", "eager") != "eager" else {}),
                 **{key: [each[key] for each in rounds] for key in ("first", "token", "total")},
                 "cold": measured[spec.name]["warm_up"]["total"],
             }

@@ -218,6 +218,14 @@ def gpu_products():
     return rows, ["gpu/products"]
 
 
+def decode_variant(result):
+    """The fastest variant that the search found, for the title of a row of PyTorch; "" without a search."""
+    if "tried" not in result:
+        return ""
+    cut = f", cache cut to a multiple of {result['cut']}" if result.get("cut") else ""
+    return f" (attention: {result['attention']}, products: {result['products']}{cut})"
+
+
 def gpu_decode():
     names = ["gpu/decode", "gpu/decode_eight", "gpu/decode_paper"]
     rows, ours = [], None
@@ -229,7 +237,7 @@ def gpu_decode():
             )
             rows.append(
                 {
-                    "": f"{title}, {result['name']}",
+                    "": f"{title}, {result['name']}{decode_variant(result)}",
                     "us per step": number(result["token"], 1e6),
                     "quartiles": spread(result["token"], 1e6),
                     "tokens/s": f"{result['batch'] / result['token']['median']:,.0f}",

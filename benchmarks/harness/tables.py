@@ -36,7 +36,9 @@ def headline():
     torch_ranks = on_ranks["torch DDP, gloo"]
 
     our_gpu_step, torch_gpu_step = load("gpu/step_gpt2")["results"]
-    our_decode, torch_decode, *_ = load("gpu/decode")["results"]  # the first of PyTorch's variants is its fastest
+    our_decode, *torch_decodes = [each for each in load("gpu/decode")["results"] if each["case"] == "one"]
+    torch_decode = min(torch_decodes, key=lambda result: result["token"]["median"])
+    decode_peer = torch_decode["name"].removeprefix("torch ").replace(" + each step a graph", ", CUDA graph")
 
     on_gpus = {result["name"]: result for result in load("gpus/scaling")["results"]["scaling"][0]["rows"]}
     our_gpus, torch_gpus = on_gpus["ours, 4 GPUs --dp flat --zero 1"], on_gpus["DDP, 4 GPUs"]
@@ -81,7 +83,7 @@ def headline():
         ),
         row(
             "time per generated token, GPT-2 124M, bf16, one H200", "gpu-decode",
-            token_time(our_decode), f"{token_time(torch_decode)} (compiled, CUDA graph)",
+            token_time(our_decode), f"{token_time(torch_decode)} ({decode_peer})",
             our_decode["times_as_fast"][torch_decode["name"]],
         ),
         row(

@@ -1,148 +1,236 @@
-"""The PyTorch program of gpu/decode.py: decoding with a KV cache of fixed size, eager, compiled or in CUDA graphs."""
+"""The PyTorch program of gpu/decode.py: decoding with a KV cache, eager, compiled or in CUDA graphs, in variants."""
 
+import math
 import time
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.peers import torch_gpt2
+from benchmarks.peers.torch_gpt2_cuda import PAD
 
-# B batch, T new positions, C channels, H heads, D = C // H, V vocabulary
+# B batch, T new positions, C channels, H heads, D = C // H, L cached positions that a step reads, V vocabulary
 
 KINDS = ("eager", "compiled", "overhead", "graph")
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+ATTENTION = ("sdpa", "matmul", "sums", "flex")  # see attend()
+PRODUCTS = {  # {value of `products`: options of torch.compile}
+    "library": {},  # cuBLAS
+    "sums": {"coordinate_descent_tuning": True},  # one sequence: see apply_linear(); tiles are tuned by timing
+    "templates": {"max_autotune": True, "coordinate_descent_tuning": True},  # cuBLAS or Triton, whichever is faster
+}
+CUT = 128  # see CudaGenerator
+
+
+def attend(kind, q, k, v, positions):
+    """Attention of q (B, H, T, D) to k and v (B, H, L, D); the query of row t sees the keys 0 to positions[t].
+
+    kind: "sdpa", PyTorch's fused attention. "matmul", two products and a softmax in fp32. "sums", for T = 1, the same
+    with sums instead of products, which torch.compile fuses into kernels of its own. "flex", flex_attention, which
+    has a kernel that divides the keys of one query over many programs.
+    """
+    if kind == "flex":
+        return flex_attention(q, k, v, lambda score, b, h, t, key: torch.where(key <= positions[t], score, -math.inf))
+    visible = torch.arange(k.shape[2], device=q.device) <= positions[:, None]  # (T, L)
+    if kind == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    scale = q.shape[-1] ** -0.5
+    if kind == "matmul":
+        scores = (q @ k.transpose(2, 3)).float() * scale  # (B, H, T, L)
+        return scores.masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype) @ v
+    scores = (q.float() * k).sum(-1) * scale  # (B, H, L)
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    return (weights[..., None] * v).sum(2, keepdim=True).to(v.dtype)
+
+
+def apply_linear(linear, x, products):
+    """linear(x); with products="sums", a product of one row as a sum, which torch.compile fuses into its own kernel."""
+    if products == "sums" and x.numel() == x.shape[-1]:
+        return (x.float()[..., None, :] * linear.weight).sum(-1).to(x.dtype) + linear.bias
+    return linear(x)
 
 
 class Attention(torch_gpt2.Attention):
-    """Attention over a cache of fixed size, so that all steps have equal shapes; a mask hides the unused positions.
+    """Attention with a KV cache: two buffers for each layer, so that torch.compile updates them in place.
 
-    forward: x (B, T, C); caches (2, B, H, block, D), or None for attention over only the new positions; positions (T).
+    forward: x (B, T, C). positions: None for causal attention among the T positions of x, or the positions (T) of x,
+    which then also see the earlier positions in the cache. length: with positions, how many cached positions the step
+    reads; without, how many of the T positions are stored. last_only: return only the last position (B, 1, C).
     """
 
-    def forward(self, x, caches, positions):
+    def __init__(self, config, batch, attention, products):
+        super().__init__(config)
+        self.attention, self.products = attention, products
+        shape = batch, config.n_head, config.block_size, config.n_embd // config.n_head
+        self.register_buffer("keys", torch.zeros(shape), persistent=False)
+        self.register_buffer("values", torch.zeros(shape), persistent=False)
+
+    def forward(self, x, positions, length, last_only):
         B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
-        if caches is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qkv = apply_linear(self.c_attn, x, self.products).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in qkv)
+        if positions is not None:
+            self.keys.index_copy_(2, positions, k)
+            self.values.index_copy_(2, positions, v)
+            y = attend(self.attention, q, self.keys[:, :, :length], self.values[:, :, :length], positions)
         else:
-            keys, values = caches
-            keys.index_copy_(2, positions, k)
-            values.index_copy_(2, positions, v)
-            visible = torch.arange(keys.shape[2], device=x.device)[None, :] <= positions[:, None]  # (T, block)
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+            if length:
+                self.keys[:, :, :length] = k
+                self.values[:, :, :length] = v
+            if last_only:
+                y = F.scaled_dot_product_attention(q[:, :, -1:], k, v)
+            elif self.attention == "matmul":
+                y = attend("matmul", q, k, v, torch.arange(T, device=x.device))
+            else:
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return apply_linear(self.c_proj, y.transpose(1, 2).reshape(B, -1, C), self.products)
 
 
 class CachedGPT2(torch_gpt2.TorchGPT2):
-    """`forward(ids (B, T), positions (T), cached)` returns the most probable next token (B, 1).
+    """GPT-2 with the state of greedy decoding in buffers, so that a step needs no input and one graph contains it.
 
-    cached: whether to store k and v in the cache and attend to the cache.
+    tokens: (B, 2 * block), prompt and new tokens. position: (1), the index of the newest token. Each function computes
+    the next token of every sequence, writes it to `tokens` and advances `position`. The vocabulary is padded to a
+    multiple of PAD, as in nanoGPT.
     """
 
-    def __init__(self, config, batch):
-        super().__init__(config)
+    def __init__(self, config, batch, attention="sdpa", products="library"):
+        super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
+        self.vocab_size, self.products = config.vocab_size, products
         for block in self.h:
-            block.attn = Attention(config)
+            block.attn = Attention(config, batch, attention, products)
         self.apply(self._initialise)
-        shape = config.n_layer, 2, batch, config.n_head, config.block_size, config.n_embd // config.n_head
-        self.register_buffer("caches", torch.zeros(shape), persistent=False)
+        self.register_buffer("tokens", torch.zeros(batch, 2 * config.block_size, dtype=torch.long), persistent=False)
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long), persistent=False)
 
-    def forward(self, ids, positions, cached=True):
+    def prompt_step(self, length):
+        """Compute the first `length` tokens and fill the cache."""
+        self.append_token(self.tokens[:, :length], self.positions[:length], length=length)
+
+    def cached_step(self, length):
+        """Compute the newest token; read the first `length` positions of the cache."""
+        self.append_token(self.tokens.index_select(1, self.position), self.position, self.position, length)
+
+    def window_step(self, length):
+        """Compute the last `length` tokens, without the cache."""
+        positions = self.positions[:length]
+        self.append_token(self.tokens.index_select(1, self.position + 1 - length + positions), positions)
+
+    def append_token(self, ids, positions, cached_positions=None, length=0):
         x = self.wte(ids) + self.wpe(positions)  # (B, T, C)
-        for layer, block in enumerate(self.h):
-            x = x + block.attn(block.ln_1(x), self.caches[layer] if cached else None, positions)
-            x = x + block.c_proj(F.gelu(block.c_fc(block.ln_2(x)), approximate="tanh"))
-        return self.lm_head(self.ln_f(x[:, -1:]))[:, -1].float().argmax(-1, keepdim=True)
+        for block in self.h:
+            last_only = block is self.h[-1] and cached_positions is None
+            y = block.attn(block.ln_1(x), cached_positions, length, last_only)
+            x = (x[:, -1:] if last_only else x) + y
+            hidden = F.gelu(apply_linear(block.c_fc, block.ln_2(x), self.products), approximate="tanh")
+            x = x + apply_linear(block.c_proj, hidden, self.products)
+        y = self.ln_f(x)  # (B, 1, C)
+        if self.products == "sums" and len(y) == 1:
+            logits = (y[:, 0].float()[:, None] * self.lm_head.weight).sum(-1)  # (1, padded V)
+        else:
+            logits = self.lm_head(y)[:, 0].float()
+        self.position.add_(1)
+        self.tokens.index_copy_(1, self.position, self.most_probable(logits))
+
+    def most_probable(self, logits):
+        """The indices (B, 1) of the largest of the first V logits; logits (B, padded V).
+
+        Two steps, because torch.compile computes one argmax of a row in one block of threads.
+        """
+        padding = torch.arange(logits.shape[1], device=logits.device) >= self.vocab_size
+        best, column = logits.masked_fill(padding, -math.inf).view(len(logits), PAD, -1).max(-1)  # (B, PAD)
+        row = best.argmax(-1, keepdim=True)
+        return row * (logits.shape[1] // PAD) + column.gather(1, row)
 
 
 class CudaGenerator:
     """Greedy decoding: `generate(prompts, new)` returns (ids (B, new), seconds until the first token, seconds for all).
 
-    prompts: a NumPy int64 array (B, T). new: number of new tokens. The argument `kind` says how a step runs:
+    prompts: a NumPy int64 array (B, T), T at most the model's block. new: number of new tokens, at most one block. The
+    argument `kind` says how a step runs:
 
         eager       without torch.compile
         compiled    with torch.compile
-        overhead    with torch.compile in mode "reduce-overhead", which captures the model in CUDA graphs of its own
-        graph       with torch.compile; our code captures the whole step, with its state, in a CUDA graph and replays it
+        overhead    with torch.compile and its own CUDA graphs, as in the mode "reduce-overhead"
+        graph       with torch.compile; our code captures the whole step in a CUDA graph and replays it
+
+    attention, products: see attend() and PRODUCTS. cut: a step reads only the filled part of the cache, rounded up to a
+    multiple of `cut` positions, so each multiple has its own compiled step; 0: a step reads the whole cache. A prompt
+    is compiled, and captured, for each length.
 
     The host waits only for the first and the last token. When the model's block is full, each step computes the whole
     window of the last tokens again, because the learned position of each token in the window changes.
     """
 
-    def __init__(self, config, batch, precision="bf16", kind="graph", device="cuda"):
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r}: use one of {KINDS}")
+    def __init__(
+        self, config, batch, precision="bf16", kind="graph", attention="sdpa", products="library", cut=CUT,
+        device="cuda",
+    ):  # fmt: skip
+        given = {"kind": (kind, KINDS), "attention": (attention, ATTENTION), "products": (products, tuple(PRODUCTS))}
+        for name, (value, values) in given.items():
+            if value not in values:
+                raise ValueError(f"{name}={value!r}: use one of {values}")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
-        self.device, self.kind, self.block = device, kind, config.block_size
-        self.model = CachedGPT2(config, batch).eval().to(device, DTYPES[precision])
-        mode = "reduce-overhead" if kind == "overhead" else None
-        self.forward = self.model if kind == "eager" else torch.compile(self.model, mode=mode, dynamic=False)
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.window = torch.zeros(batch, self.block, dtype=torch.long, device=device)
-        self.all_positions = torch.arange(self.block, device=device)
-        self.graphs = {}  # {function: CUDAGraph}
+        self.device, self.kind, self.block, self.cut = device, kind, config.block_size, cut or config.block_size
+        self.model = CachedGPT2(config, batch, attention, products).eval().to(device, DTYPES[precision])
+        self.steps = {name: getattr(self.model, f"{name}_step") for name in ("prompt", "cached", "window")}
+        if kind != "eager":
+            # Every length is compiled separately. After too many lengths, PyTorch would run a step without compiling.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            options = PRODUCTS[products] | {"triton.cudagraphs": kind == "overhead"}
+            for name, step in self.steps.items():
+                self.steps[name] = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+        self.graphs = {}  # {(name of a step, length): CUDAGraph}
 
-    def call_model(self, *arguments):
-        """The next token (B, 1). kind "overhead": a copy, because the next replay overwrites the result of a graph."""
-        if self.kind != "overhead":
-            return self.forward(*arguments)
-        torch.compiler.cudagraph_mark_step_begin()
-        return self.forward(*arguments).clone()
-
-    def cached_step(self):
-        """Compute the next token from the newest token and the cache."""
-        self.token.copy_(self.call_model(self.token, self.position))
-        self.position += 1
-
-    def window_step(self):
-        """Compute the next token from the whole window, and append it to the window."""
-        self.token.copy_(self.call_model(self.window, self.all_positions, False))
-        self.window.copy_(torch.cat([self.window[:, 1:], self.token], 1))
-
-    def step(self, function):
-        """Run function(); with kind="graph", replay its CUDA graph, which is captured at the first call."""
+    def run_step(self, name, length):
+        """Run a step; with kind="graph", replay its CUDA graph, which is captured at the first call."""
+        if self.kind == "overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         if self.kind != "graph":
-            return function()
-        if function not in self.graphs:
-            state = self.token, self.position, self.window
-            saved = [tensor.clone() for tensor in state]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    function()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graphs[function] = torch.cuda.CUDAGraph()
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)  # the warm-up calls have changed the state
-            with torch.cuda.graph(self.graphs[function]):
-                function()
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
-        self.graphs[function].replay()
+            return self.steps[name](length)
+        if (name, length) not in self.graphs:
+            self.graphs[name, length] = self.capture(name, length)
+        self.graphs[name, length].replay()
+
+    def capture(self, name, length):
+        """The CUDA graph of a step. The state is the same before and after: warm-up steps change it."""
+        state = self.model.tokens, self.model.position
+        saved = [tensor.clone() for tensor in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # the first call compiles
+                self.steps[name](length)
+                for tensor, value in zip(state, saved, strict=True):
+                    tensor.copy_(value)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.steps[name](length)
+        return graph
 
     @torch.no_grad()
     def __call__(self, prompts, new):
+        T = prompts.shape[1]
+        if not 0 < T <= self.block or not 0 < new <= self.block:
+            raise ValueError(f"{T} prompt tokens and {new} new tokens: use 1 to {self.block}, one block, of each")
         started = time.perf_counter()
-        prompts = torch.from_numpy(prompts).to(self.device)
-        T, ids = prompts.shape[1], []
-        self.window[:, -T:] = prompts
-        for number in range(new):
-            if T + number >= self.block:
-                if number and T + number == self.block:  # the first step after the cached ones
-                    self.window.copy_(torch.cat([prompts, *ids], 1))
-                self.step(self.window_step)
-            elif number == 0:
-                positions = self.all_positions[:T]
-                self.token.copy_(self.model(prompts, positions))  # not compiled, because prompts have many lengths
-                self.position.fill_(T)
+        tokens = self.model.tokens
+        tokens[:, :T] = torch.from_numpy(prompts).to(self.device)
+        self.model.position.fill_(T - 1)
+        for end in range(T, T + new):  # end: number of tokens so far
+            if end > self.block or T == self.block:
+                self.run_step("window", self.block)
+            elif end == T:
+                self.run_step("prompt", T)
             else:
-                self.step(self.cached_step)
-            ids.append(self.token.clone())
-            if number == 0:
-                ids[0].cpu()
+                self.run_step("cached", min(self.block, -(-end // self.cut) * self.cut))
+            if end == T:
+                tokens[:, T].cpu()
                 first_seconds = time.perf_counter() - started
-        ids = torch.cat(ids, 1).cpu()
+        ids = tokens[:, T : T + new].cpu()
         return ids.numpy(), first_seconds, time.perf_counter() - started

@@ -1,0 +1,153 @@
+"""PyTorch's program of gpu/decode.py: its variants generate the same tokens, and the search finds the fastest one."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.gpu import decode  # noqa: E402
+from benchmarks.harness import gpu_tables, tables  # noqa: E402
+from benchmarks.peers import torch_gpt2  # noqa: E402
+from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
+from gpt2core.model import GPT2Config  # noqa: E402
+
+V, BLOCK = 101, 24
+CONFIG = GPT2Config(vocab_size=V, block_size=BLOCK, n_layer=2, n_head=2, n_embd=32, tied=False)
+COMPILED = [("sdpa", "library"), ("matmul", "templates"), ("sums", "sums"), ("flex", "library")]
+
+
+def expected_tokens(model, prompts, new):
+    """Greedy decoding in float64 without a cache: every token is computed from the last BLOCK tokens."""
+    reference = torch_gpt2.TorchGPT2(model.config).to(next(model.parameters()).device, torch.float64)
+    reference.load_state_dict(model.state_dict())
+    ids = torch.from_numpy(prompts).to(reference.positions.device)
+    with torch.no_grad():
+        for _ in range(new):
+            ids = torch.cat([ids, reference(ids[:, -BLOCK:])[:, -1:, :V].argmax(-1)], 1)
+    return ids[:, prompts.shape[1] :].cpu().numpy()
+
+
+def check_tokens(rng, batch, prompt_lengths, device="cpu", new=BLOCK, **options):
+    """Compare with the reference for prompts that leave, fill and exceed the cache; weights whose tokens differ."""
+    generate = CudaGenerator(CONFIG, batch, "fp32", device=device, **options)
+    with torch.no_grad():
+        for name, weight in generate.model.named_parameters():
+            scale = 1.0 if name.startswith("w") else 0.3
+            weight.copy_(torch.from_numpy(scale * rng.standard_normal(weight.shape)))
+    for length in prompt_lengths:
+        prompts = rng.integers(0, V, (batch, length))
+        got, first, total = generate(prompts, new)
+        # fp32 and float64 would differ only if two logits were equal up to 1e-6
+        np.testing.assert_array_equal(got, expected_tokens(generate.model, prompts, new))
+        assert 0 < first <= total
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_every_variant_of_pytorch_s_decoding_generates_the_tokens_of_a_model_without_a_cache(rng, attention, batch):
+    for products in PRODUCTS if batch == 1 else ["library"]:  # one row: "sums" has another formula
+        check_tokens(rng, batch, [rng.integers(1, BLOCK)], kind="eager", attention=attention, products=products, cut=8)
+    check_tokens(rng, batch, [1, BLOCK], kind="eager", attention=attention, cut=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention, products", [("sdpa", "library"), ("sums", "sums")])
+def test_compiled_variants_generate_the_same_tokens(rng, attention, products):
+    check_tokens(rng, 1, [5], kind="compiled", attention=attention, products=products, cut=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "kind, attention, products", [("graph", *each) for each in COMPILED] + [("overhead", *COMPILED[0])]
+)
+def test_captured_variants_generate_the_same_tokens(rng, kind, attention, products, batch):
+    check_tokens(rng, batch, [5, 5], "cuda", kind=kind, attention=attention, products=products, cut=16)
+
+
+def test_an_unknown_variant_or_too_many_tokens_are_refused():
+    for options in ({"kind": "fast"}, {"attention": "flash"}, {"products": "none"}):
+        (name, value), *_ = options.items()
+        with pytest.raises(ValueError, match=f"{name}='{value}': use one of"):
+            CudaGenerator(CONFIG, 1, "fp32", **{"kind": "eager", "device": "cpu", **options})
+    generate = CudaGenerator(CONFIG, 1, "fp32", "eager", device="cpu")
+    for length, new in ((BLOCK + 1, 1), (1, BLOCK + 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"{length} prompt tokens and {new} new tokens: use 1 to {BLOCK}"):
+            generate(np.zeros((1, length), np.int64), new)
+
+
+# -- the search of gpu/decode.py ---------------------------------------------------------------------------------------
+
+
+def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_twice(capsys):
+    cost = {"sdpa": 9.0, "matmul": 5.0, "sums": 4.0, "library": 3.0, "templates": 1.0, 128: 2.0, 0: 7.0}
+    calls = []
+
+    def run_round(prompt, new, **variant):
+        assert (prompt, new) == (8, 4)
+        calls.append(tuple(variant.values()))
+        if variant["attention"] == "flex" or variant["products"] == "sums":
+            return {"error": "no kernel for this GPU"}
+        compiling = calls.count(calls[-1]) == 1  # the first round is not timed
+        return {
+            "token": 0.0 if compiling else 1e-6 * sum(cost[value] for value in variant.values()) + 1e-7 * len(calls)
+        }
+
+    request = {"prompt": 8, "new": 4}
+    best, tried = decode.search(run_round, decode.ONE_SEQUENCE_SEARCH, request)
+    assert best == {"attention": "sums", "products": "templates", "cut": 128}
+    assert len({tuple(each[name] for name in best) for each in tried}) == len(tried) == 4 + 2 + 1
+    assert [each.get("error") for each in tried].count("no kernel for this GPU") == 2
+    assert calls.count(("sums", "templates", 128)) == 1 + decode.SEARCH_ROUNDS
+    assert "sums library 128" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no value of attention works: broken"):
+        decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, request)
+
+
+def test_a_variant_that_fails_is_an_answer_and_a_program_that_fails_is_an_error():
+    class Peer:
+        def CudaGenerator(config, batch, precision, kind, attention="sdpa"):
+            if attention == "flex":
+                raise RuntimeError("unsupported\nlong explanation")
+            return lambda prompts, new: (np.zeros((batch, new), np.int64), 1.0, 4.0)
+
+    run_round = decode.prepare(Peer, "nano", 2, "fp32", kind="graph")
+    assert run_round(prompt=3, new=4) == {"ids": [[0] * 4] * 2, "first": 1.0, "total": 4.0, "token": 1.0}
+    assert run_round(prompt=3, new=4, attention="matmul")["token"] == 1.0
+    assert run_round(prompt=3, new=4, attention="flex") == {"error": "unsupported"}
+    with pytest.raises(RuntimeError, match="unsupported"):
+        decode.prepare(Peer, "nano", 2, "fp32", kind="graph", attention="flex")(prompt=3, new=4)
+
+
+def test_the_compiled_programs_use_the_variant_of_the_search_and_the_eager_one_its_own():
+    from types import SimpleNamespace
+
+    args = SimpleNamespace(threads=1, peers=["graph", "overhead", "eager"])
+    variant = {"attention": "flex", "products": "templates", "cut": 128}
+    own, graph, overhead, eager = decode.process_specs(args, {"batch": 1}, variant)
+    assert own.options == {"batch": 1} and set(decode.PEERS) == set(KINDS)
+    assert graph.options == {"batch": 1, "kind": "graph", **variant} and overhead.options["attention"] == "flex"
+    assert eager.options == {"batch": 1, "kind": "eager", "attention": "sdpa", "products": "library", "cut": 128}
+
+
+def test_the_headline_uses_pytorch_s_fastest_program_and_the_row_names_its_variant(monkeypatch):
+    def result(name, median, **more):
+        stats = {"median": median, "q1": median, "q3": median, "n": 7}
+        return {
+            "name": name, "case": "one", "preset": "gpt2", "precision": "bf16", "batch": 1, "prompt": 1, "new": 2,
+            **dict.fromkeys(("first", "token", "total"), stats), **more,
+        }  # fmt: skip
+
+    graph, overhead = "torch compiled + each step a graph", "torch compiled, reduce-overhead"
+    speedups = {graph: {"median": 3.0}, overhead: {"median": 2.0}}
+    variant = {"attention": "sums", "products": "library", "cut": 128, "tried": []}
+    results = [result("ours", 1e-6, times_as_fast=speedups), result(graph, 3e-6, **variant), result(overhead, 2e-6)]
+    results.append(result("ours", 9e-6) | {"case": "eight"})
+    real_load = tables.load
+    monkeypatch.setattr(tables, "load", lambda name: {"results": results} if name == "gpu/decode" else real_load(name))
+    row = next(row for row in tables.headline() if "generated token" in row[""])
+    assert (row["this project"], row["PyTorch"], row["speedup"]) == ("1 µs", "2 µs (compiled, reduce-overhead)", "2.00")
+    assert gpu_tables.decode_variant(results[1]) == (
+        " (attention: sums, products: library, cache cut to a multiple of 128)"
+    )
+    assert gpu_tables.decode_variant(results[2]) == ""
