@@ -137,7 +137,8 @@ def search(run_round, candidates, request):
             error = rounds[-1].get("error")
             answer = {"error": error} if error else {"us_per_token": 1e6 * min(each["token"] for each in rounds[1:])}
             tried.append(variant | answer)
-            print("variant of PyTorch:", *variant.values(), *answer.values(), flush=True)
+            text = error or f"{answer['us_per_token']:.1f} us/token"
+            print("PyTorch,", ", ".join(f"{name}: {each}" for name, each in variant.items()) + ":", text, flush=True)
         timed = [each for each in tried if "us_per_token" in each]
         if not timed:
             raise SystemExit(f"no value of {option} works: {tried[-1]['error']}")

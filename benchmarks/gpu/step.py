@@ -26,12 +26,20 @@ PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in pee
     "eager": {"compiled": False},
     "overhead": {"compiled": True, "graph": "trees"},  # PyTorch's CUDA graph trees: mode reduce-overhead
     "graph": {"compiled": True, "graph": "step"},  # one CUDA graph of the whole step
+    "autotune": {"compiled": True, "autotune": True},  # products by cuBLAS or Triton, whichever is faster
+    "cudnn": {"compiled": True, "attention": "cudnn"},
+    "autotune-cudnn": {"compiled": True, "autotune": True, "attention": "cudnn"},
+    "autotune-cudnn-graph": {"compiled": True, "autotune": True, "attention": "cudnn", "graph": "step"},
 }
 TITLES = {
     "compiled": "torch compiled",
     "eager": "torch eager",
     "overhead": "torch compiled, reduce-overhead",
     "graph": "torch compiled + whole-step graph",
+    "autotune": "torch compiled, max-autotune",
+    "cudnn": "torch compiled, cuDNN attention",
+    "autotune-cudnn": "torch compiled, max-autotune, cuDNN attention",
+    "autotune-cudnn-graph": "torch compiled, max-autotune, cuDNN attention + whole-step graph",
 }
 # preset: (sequences per step, steps per round, names of the peers); other presets use the entry of gpt2
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
@@ -208,7 +216,8 @@ def main():
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
     text = (
         "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
-        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph "
+        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph. autotune: torch.compile with mode "
+        "max-autotune-no-cudagraphs. cudnn: torch.compile with cuDNN's attention. The other names combine these "
         "(default compiled; for preset paper: graph compiled eager)"
     )
     add("--peers", choices=PEERS, nargs="+", help=text)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import torch_gpt2
@@ -14,6 +15,8 @@ from benchmarks.peers import torch_gpt2
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 PAD = 64  # the vocabulary is padded to a multiple of PAD; nanoGPT pads 50257 to 50304
 GRAPHS = (None, "trees", "step")  # values of the argument `graph` of CudaSteps
+ATTENTION = {"default": nullcontext, "cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)}
+AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
 class Attention(torch_gpt2.Attention):
@@ -54,21 +57,27 @@ class CudaSteps:
 
     precision: "fp32", "tf32", or "bf16" (autocast over fp32 weights; operations that stay in fp32 use TF32). graph:
     None: no CUDA graph. "trees": torch.compile captures forward and backward (mode="reduce-overhead"). "step": the
-    whole step, with clipping and optimizer, is captured once and replayed. With wait=False the loss is a tensor, and
-    float(loss) waits for the device.
+    whole step, with clipping and optimizer, is captured once and replayed. autotune: torch.compile times cuBLAS and
+    Triton kernels for each product and uses the fastest (mode="max-autotune-no-cudagraphs"). attention: "default", the
+    backend that PyTorch chooses, or "cudnn". With wait=False the loss is a tensor, and float(loss) waits for the
+    device.
     """
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, device="cuda"):
+    def __init__(
+        self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, autotune=False,
+        attention="default", device="cuda",
+    ):  # fmt: skip
         if graph not in GRAPHS or (graph == "trees" and not compiled):
             raise ValueError(f"graph={graph!r}, compiled={compiled}: use one of {GRAPHS}; 'trees' needs compiled=True")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.graph_kind, self.shape = device, graph, (batch_size, seq_len)
-        self.precision, self.graph = precision, None
+        self.precision, self.graph, self.attention = precision, None, attention
         self.model = NanoGPT(config).to(device)
         self.loss_module = self.model  # called as loss_module(ids, targets)
         if compiled:
-            self.loss_module = torch.compile(self.model, mode="reduce-overhead" if graph == "trees" else None)
+            options = AUTOTUNE if autotune else {}
+            self.loss_module = torch.compile(self.model, options=options | {"triton.cudagraphs": graph == "trees"})
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -80,7 +89,7 @@ class CudaSteps:
     def update(self, inputs, targets):
         """One step on device tensors (B, T); returns the loss, a tensor, without waiting for the device."""
         autocast = torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
-        with autocast:
+        with autocast, ATTENTION[self.attention]():
             loss = self.loss_module(inputs, targets)
         loss.backward()
         clip_grad_norm_(self.model.parameters(), CLIP)

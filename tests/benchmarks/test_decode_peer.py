@@ -99,7 +99,7 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
     assert len({tuple(each[name] for name in best) for each in tried}) == len(tried) == 4 + 2 + 1
     assert [each.get("error") for each in tried].count("no kernel for this GPU") == 2
     assert calls.count(("sums", "templates", 128)) == 1 + decode.SEARCH_ROUNDS
-    assert "sums library 128" in capsys.readouterr().out
+    assert "PyTorch, attention: sums, products: library, cut: 128: " in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no value of attention works: broken"):
         decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, request)
 
