@@ -38,14 +38,14 @@ CASES = {
 }
 # The options of PyTorch's program (peers/torch_decode_cuda.py) that the search times, one option after another, as
 # --variants does. The first values are where it begins.
-CACHED_SEARCH = {
-    "attention": ["sdpa", "matmul", "sums", "flex"],
-    "products": ["library", "templates"],
+CACHED_SEARCH = {"products": ["library", "templates"], "attention": ["sdpa", "matmul"], "cut": [128, 0]}
+ONE_SEQUENCE_SEARCH = {
+    "products": ["library", "sums", "templates"],
+    "attention": ["sdpa", "matmul", "sums"],
     "cut": [128, 0],
 }
-ONE_SEQUENCE_SEARCH = CACHED_SEARCH | {"products": ["library", "sums", "templates"]}
 WINDOW_SEARCH = {"attention": ["sdpa", "matmul"], "products": ["library", "templates"]}
-SEARCH_ROUNDS = 3
+SEARCH_ROUNDS, SEARCH_NEW = 3, 128  # new tokens: the first ones, for which few lengths of the cache are compiled
 EAGER = {"attention": "sdpa", "products": "library"}  # the other values are fast only if they are compiled
 # The values of DecodeTiling's fields that --variants times, for one sequence and for several. It times one field after
 # another, and keeps the fastest value of each field for the next ones.
@@ -162,7 +162,7 @@ def measure(args, case, precision):
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
         spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
         with BenchmarkProcess(spec, BENCHMARK, args.timeout) as process:
-            variant, tried = search(process.run_round, candidates, request)
+            variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
     specs = list(process_specs(args, sizes, variant))
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]

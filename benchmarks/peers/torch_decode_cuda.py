@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.peers import torch_gpt2
 from benchmarks.peers.torch_gpt2_cuda import PAD
@@ -15,7 +14,7 @@ from benchmarks.peers.torch_gpt2_cuda import PAD
 
 KINDS = ("eager", "compiled", "overhead", "graph")
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-ATTENTION = ("sdpa", "matmul", "sums", "flex")  # see attend()
+ATTENTION = ("sdpa", "matmul", "sums")  # see attend()
 PRODUCTS = {  # {value of `products`: options of torch.compile}
     "library": {},  # cuBLAS
     "sums": {"coordinate_descent_tuning": True},  # one sequence: see apply_linear(); tiles are tuned by timing
@@ -28,11 +27,8 @@ def attend(kind, q, k, v, positions):
     """Attention of q (B, H, T, D) to k and v (B, H, L, D); the query of row t sees the keys 0 to positions[t].
 
     kind: "sdpa", PyTorch's fused attention. "matmul", two products and a softmax in fp32. "sums", for T = 1, the same
-    with sums instead of products, which torch.compile fuses into kernels of its own. "flex", flex_attention, which
-    has a kernel that divides the keys of one query over many programs.
+    with sums instead of products, which torch.compile fuses into kernels of its own.
     """
-    if kind == "flex":
-        return flex_attention(q, k, v, lambda score, b, h, t, key: torch.where(key <= positions[t], score, -math.inf))
     visible = torch.arange(k.shape[2], device=q.device) <= positions[:, None]  # (T, L)
     if kind == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

@@ -86,7 +86,7 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
     def run_round(prompt, new, **variant):
         assert (prompt, new) == (8, 4)
         calls.append(tuple(variant.values()))
-        if variant["attention"] == "flex" or variant["products"] == "sums":
+        if variant["attention"] == "matmul" or variant["products"] == "sums":
             return {"error": "no kernel for this GPU"}
         compiling = calls.count(calls[-1]) == 1  # the first round is not timed
         return {
@@ -96,10 +96,10 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
     request = {"prompt": 8, "new": 4}
     best, tried = decode.search(run_round, decode.ONE_SEQUENCE_SEARCH, request)
     assert best == {"attention": "sums", "products": "templates", "cut": 128}
-    assert len({tuple(each[name] for name in best) for each in tried}) == len(tried) == 4 + 2 + 1
+    assert len({tuple(each[name] for name in best) for each in tried}) == len(tried) == 3 + 2 + 1
     assert [each.get("error") for each in tried].count("no kernel for this GPU") == 2
-    assert calls.count(("sums", "templates", 128)) == 1 + decode.SEARCH_ROUNDS
-    assert "PyTorch, attention: sums, products: library, cut: 128: " in capsys.readouterr().out
+    assert calls.count(("templates", "sums", 128)) == 1 + decode.SEARCH_ROUNDS
+    assert "PyTorch, products: templates, attention: sums, cut: 128: " in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no value of attention works: broken"):
         decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, request)
 
@@ -107,26 +107,26 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
 def test_a_variant_that_fails_is_an_answer_and_a_program_that_fails_is_an_error():
     class Peer:
         def CudaGenerator(config, batch, precision, kind, attention="sdpa"):
-            if attention == "flex":
+            if attention == "sums":
                 raise RuntimeError("unsupported\nlong explanation")
             return lambda prompts, new: (np.zeros((batch, new), np.int64), 1.0, 4.0)
 
     run_round = decode.prepare(Peer, "nano", 2, "fp32", kind="graph")
     assert run_round(prompt=3, new=4) == {"ids": [[0] * 4] * 2, "first": 1.0, "total": 4.0, "token": 1.0}
     assert run_round(prompt=3, new=4, attention="matmul")["token"] == 1.0
-    assert run_round(prompt=3, new=4, attention="flex") == {"error": "unsupported"}
+    assert run_round(prompt=3, new=4, attention="sums") == {"error": "unsupported"}
     with pytest.raises(RuntimeError, match="unsupported"):
-        decode.prepare(Peer, "nano", 2, "fp32", kind="graph", attention="flex")(prompt=3, new=4)
+        decode.prepare(Peer, "nano", 2, "fp32", kind="graph", attention="sums")(prompt=3, new=4)
 
 
 def test_the_compiled_programs_use_the_variant_of_the_search_and_the_eager_one_its_own():
     from types import SimpleNamespace
 
     args = SimpleNamespace(threads=1, peers=["graph", "overhead", "eager"])
-    variant = {"attention": "flex", "products": "templates", "cut": 128}
+    variant = {"attention": "matmul", "products": "templates", "cut": 128}
     own, graph, overhead, eager = decode.process_specs(args, {"batch": 1}, variant)
     assert own.options == {"batch": 1} and set(decode.PEERS) == set(KINDS)
-    assert graph.options == {"batch": 1, "kind": "graph", **variant} and overhead.options["attention"] == "flex"
+    assert graph.options == {"batch": 1, "kind": "graph", **variant} and overhead.options["attention"] == "matmul"
     assert eager.options == {"batch": 1, "kind": "eager", "attention": "sdpa", "products": "library", "cut": 128}
 
 
