@@ -336,7 +336,9 @@ def player(data):
         "player", "Step player",
         paragraph(
             "Choose a view. Then use the slider, the buttons, or these keys: right and left arrow for the next and the "
-            "previous frame, Home and End for the first and the last, the space bar to play and pause."
+            "previous frame, Home and End for the first and the last, the space bar to play and pause. The keys work "
+            "while the player is in view. In the list of views, up and down choose another view, and Enter opens the "
+            "list."
         ),
         element("div", element("noscript", "The player needs JavaScript."), id="step-player"),
         Markup(f'<script type="application/json" id="player-data">{text}</script>'),

@@ -102,25 +102,54 @@
   };
   const keys = { ArrowLeft: "previous", ArrowRight: "next", Home: "first", End: "last", " ": "play" };
 
+  function act(action) {
+    if (action !== "play") stop();
+    actions[action]();
+  }
+
   controls.addEventListener("click", (event) => {
     const action = event.target.dataset.action;
     if (!action) return;
-    if (action !== "play") stop();
-    actions[action]();
+    if (event.detail) root.focus({ preventScroll: true }); // by a pointer: the space bar must not press it again
+    act(action);
   });
   slider.addEventListener("input", () => {
     stop();
     show(Number(slider.value));
   });
-  choice.addEventListener("change", () => open(Number(choice.value)));
-  root.addEventListener("keydown", (event) => {
-    const action = keys[event.key];
-    const native = event.target === choice || (event.key === " " && event.target.tagName === "BUTTON") ||
-      (event.key !== " " && event.target === slider); // the browser handles these keys itself
-    if (!action || native || event.ctrlKey || event.altKey || event.metaKey) return;
+
+  // -- the keys: with the focus in the player or, while the player is in view, on no element of the page -----------------
+
+  let chosen = false; // whether a view was chosen since the list got the focus
+  choice.addEventListener("focus", () => { chosen = false; });
+  choice.addEventListener("change", () => {
+    chosen = true;
+    open(Number(choice.value));
+  });
+
+  // Whether the browser itself uses this key on this element of the player.
+  function native(key, element) {
+    if (element === choice) { // up, down, Enter and letters are never keys of the player
+      return (key === " " && !chosen) || (CSS.supports("selector(:open)") && choice.matches(":open"));
+    }
+    return key === " " ? element.tagName === "BUTTON" : element === slider;
+  }
+
+  // Whether the player covers the middle of the window or is inside it; elsewhere the keys scroll the page.
+  function inView() {
+    const { top, bottom } = root.getBoundingClientRect(), height = window.innerHeight;
+    return (top < height / 2 && bottom > height / 2) || (top >= 0 && bottom <= height);
+  }
+
+  document.addEventListener("keydown", (event) => {
+    const { key, target } = event, action = keys[key];
+    const modified = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.isComposing;
+    if (!action || modified || event.defaultPrevented) return;
+    const ours = root.contains(target) ? !native(key, target) :
+      (target === document.body || target === document.documentElement) && inView();
+    if (!ours) return;
     event.preventDefault();
-    if (action !== "play") stop();
-    actions[action]();
+    if (action !== "play" || !event.repeat) act(action);
   });
 
   // -- a training step: a lane of bars for each thread, group and stream ------------------------------------------------

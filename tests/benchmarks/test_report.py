@@ -29,7 +29,7 @@ from gpt2core.parallel.data_parallel import buckets_of
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.support.browser import NAMES, Browser, BrowserError, find_browser
+from tests.support.browser import ALT, CONTROL, META, NAMES, SHIFT, Browser, BrowserError, find_browser
 
 RANKS = 4
 
@@ -382,6 +382,104 @@ def test_the_player_is_used_with_the_keyboard_and_shows_slices_and_memory(browse
     browser.evaluate(f"{CHOOSE}({titles.index('ring all-reduce')})")
     browser.press("End")
     assert browser.evaluate('document.querySelectorAll("#step-player .cell.full").length') == RANKS * RANKS
+
+
+PLAYER = 'document.getElementById("step-player")'
+STATE = f"""[Number({PLAYER}.dataset.frame), {PLAYER}.querySelector("[data-action=play]").textContent,
+  document.getElementById("player-view").selectedIndex, Math.round(scrollY)]"""
+
+
+def opened_player(browser, page):
+    """Open the page with the player in view and the focus on no element; returns the function pressed(*keys).
+
+    pressed() presses the keys and returns [frame, text of the button play, number of the view, scroll position].
+    """
+    browser.open(page.as_uri())
+    browser.evaluate(f"{PLAYER}.dataset.milliseconds = 1e6")  # a playing player stays at its frame
+    browser.evaluate(f"{PLAYER}.scrollIntoView()")
+
+    def pressed(*keys, **options):
+        for key in keys:
+            browser.press(key, **options)
+        return browser.evaluate(STATE)
+
+    return pressed
+
+
+def assert_documented_keys(pressed):
+    """The keys that the page documents, from frame 0 of the chosen view: no key changes the view or scrolls."""
+    _, _, *place = start = pressed()
+    assert start[:2] == [0, "Play"]
+    last = pressed("End")[0]
+    assert last > 3
+    steps = {"Home": (0, "Play"), "ArrowRight": (1, "Play"), " ": (1, "Pause"), "ArrowLeft": (0, "Play")}
+    assert {key: tuple(pressed(key)) for key in steps} == {key: (*state, *place) for key, state in steps.items()}
+    assert [pressed(" ")[1], pressed(" ")[1]] == ["Pause", "Play"]
+    assert pressed(*"  ", repeat=True) == start  # a held space bar does not change between playing and pausing
+
+
+@pytest.mark.parametrize("element", [None, PLAYER, f"{PLAYER}.querySelector('input')"])
+def test_the_keys_work_with_the_focus_on_the_page_the_player_and_the_slider(browser, page, element):
+    pressed = opened_player(browser, page)
+    browser.evaluate(f"{element}.focus({{ preventScroll: true }})" if element else "document.activeElement.blur()")
+    assert_documented_keys(pressed)
+
+
+def test_the_keys_work_right_after_a_link_leads_to_the_player(browser, page):
+    pressed = opened_player(browser, page)
+    browser.evaluate("scrollTo(0, 0)")
+    browser.click('a[href="#player"]')
+    assert_documented_keys(pressed)
+
+
+@pytest.mark.parametrize("how", ["mouse", "open list", "closed list"])
+def test_the_keys_work_right_after_the_choice_of_a_view(browser, page, how):
+    pressed = opened_player(browser, page)
+    if how == "mouse":
+        browser.click("#player-view")
+    else:
+        browser.evaluate('document.getElementById("player-view").focus({ preventScroll: true })')
+    if how == "open list":
+        browser.press(" ")  # no view was chosen yet: the space bar opens the list
+    opened = browser.evaluate('document.getElementById("player-view").matches(":open")')
+    assert opened == (how != "closed list")
+    pressed("ArrowDown")
+    if opened:
+        pressed("ArrowDown", "Enter")
+    assert pressed()[2] >= 1 and not browser.evaluate('document.getElementById("player-view").matches(":open")')
+    assert_documented_keys(pressed)
+    view = pressed()[2]
+    assert [pressed("ArrowDown")[2], pressed("ArrowUp")[2]] == [view + 1, view]  # the list can still be used
+    pressed("Enter")
+    assert browser.evaluate('document.getElementById("player-view").matches(":open")')
+    pressed("Escape")
+
+
+def test_a_button_is_pressed_by_the_space_bar_and_after_a_click_the_space_bar_plays(browser, page):
+    pressed = opened_player(browser, page)
+    browser.click("[data-action=next]")
+    assert [pressed()[:2], pressed(" ")[:2], pressed(" ")[:2]] == [[1, "Play"], [1, "Pause"], [1, "Play"]]
+    browser.evaluate('document.querySelector("[data-action=next]").focus()')
+    assert [pressed(" ")[:2], pressed("Enter")[:2], pressed("ArrowLeft")[:2]] == [[2, "Play"], [3, "Play"], [2, "Play"]]
+
+
+def test_the_player_takes_no_key_with_a_modifier_of_another_element_or_out_of_view(browser, page):
+    pressed = opened_player(browser, page)
+    keys = "ArrowRight", "End", " "
+    pressed("ArrowRight", "ArrowRight")
+    for modifier in (ALT, CONTROL, META, SHIFT):
+        for key in keys:
+            assert pressed(key, modifiers=modifier)[:2] == [2, "Play"]
+    browser.evaluate("scrollTo(0, 0)")
+    assert pressed(*keys)[:2] == [2, "Play"]
+    browser.open(page.as_uri())
+    browser.evaluate(f"{PLAYER}.scrollIntoView()")
+    for tag in ("input", "textarea", "a"):
+        added = f'(each => {{ each.id = "other"; each.href = "#player"; {PLAYER}.before(each); each.focus() }})'
+        browser.evaluate(f'{added}(document.createElement("{tag}"))')
+        assert pressed(*keys)[:2] == [0, "Play"]
+        browser.evaluate('document.getElementById("other").remove()')
+    assert browser.errors() == []
 
 
 @pytest.mark.parametrize("title", ["ring all-reduce", "reduce-scatter", "ZeRO-1"])

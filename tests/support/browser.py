@@ -15,6 +15,11 @@ import time
 
 NAMES = "chromium", "chromium-browser", "google-chrome"
 LIMIT = 60  # seconds for one answer
+ALT, CONTROL, META, SHIFT = 1, 2, 4, 8  # modifiers of press()
+KEY_CODES = {
+    "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37,
+    "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
+}  # fmt: skip
 # Chromium reads messages from file descriptor 3 and writes to 4. This program gives the two pipes these numbers.
 START = """
 import os, sys
@@ -150,11 +155,24 @@ class Browser:
             raise BrowserError(details.get("exception", {}).get("description", details["text"]))
         return answer["result"].get("value")
 
-    def press(self, key, text=""):
-        """Press and release a key, for example "ArrowRight"."""
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code="Space" if key == " " else key,
-                      **({"text": text} if text and kind == "keyDown" else {}))  # fmt: skip
+    def press(self, key, modifiers=0, repeat=False):
+        """Press and release a key, for example "ArrowRight". modifiers: a sum of ALT, CONTROL, META and SHIFT."""
+        text = "\r" if key == "Enter" else key if len(key) == 1 else ""
+        code = KEY_CODES.get(key) or ord(key.upper())
+        common = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
+        typed = {"text": text, "autoRepeat": repeat} if text and not modifiers & ~SHIFT else {"autoRepeat": repeat}
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", modifiers=modifiers, **common,
+                  **typed)  # fmt: skip
+        self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **common)
+
+    def click(self, selector):
+        """Click on the centre of the first element that matches a CSS selector; it must be in the window."""
+        box = self.evaluate(
+            f"(box => [box.x + box.width / 2, box.y + box.height / 2])"
+            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def errors(self):
         """The texts of errors in the console and of exceptions that were not caught."""
