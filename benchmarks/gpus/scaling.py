@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.speedups import efficiencies
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
@@ -173,6 +174,9 @@ def summarise(results, title):
                 "last loss": f"{result['last_loss']:.4f}",
             }
         )
+    for row in rows:
+        if each := efficiencies(results).get(row[title]):
+            row["efficiency"] = each.cell(row["efficiency"])
     return rows
 
 
@@ -212,7 +216,9 @@ def verdicts(results, per_gpu):
         if result["side"] != "ours" or result["ranks"] != most or most == 1:
             continue
         phrases, target = [], TARGETS.get(per_gpu)
-        if result["efficiency"] is not None:
+        if result["efficiency"] is not None and (each := efficiencies(results)[result["name"]]).disturbed:
+            phrases.append(f"efficiency {each}; run it again on an idle machine")
+        elif result["efficiency"] is not None:
             comparison = (
                 target and f" (target {100 * target:.1f} %: {reached(result['efficiency']['median'] >= target)})"
             )

@@ -3,6 +3,7 @@
 Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
 """
 
+from benchmarks.harness.speedups import rank_speedups
 from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
 from benchmarks.paper import LOSSES
 
@@ -110,15 +111,17 @@ def cpu_curve():
 
 
 def ranks_step(kind=""):
-    rows = []
-    for result in load(f"ranks/ranks{kind}")["results"]:
-        times_as_fast_as_one_process, times_as_fast_as_ddp = result["times_as_fast"].values()
+    rows, results = [], load(f"ranks/ranks{kind}")["results"]
+    speedups = rank_speedups(results, next(iter(results[0]["times_as_fast"])))
+    for result in results:
+        one_process, times_as_fast_as_ddp = result["times_as_fast"].values()
+        cell = speedups[result["name"]].cell if result["name"] in speedups else str
         rows.append(
             {
                 "": result["name"],
                 "ms per step": number(result["seconds"], 1e3),
                 "quartiles": spread(result["seconds"], 1e3),
-                "times as fast as one process": ratio(times_as_fast_as_one_process),
+                "times as fast as one process": cell(ratio(one_process)),
                 "times as fast as DDP": ratio(times_as_fast_as_ddp),
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB per rank": mib(result["peak_bytes"]),

@@ -8,6 +8,7 @@ from collections import Counter
 
 from benchmarks.gpu.profile import CEILINGS
 from benchmarks.harness.cpu_tables import kills
+from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import gib, load, number, percent, ratio, spread
 
 STEPS = (
@@ -273,6 +274,7 @@ def scaling():
     rows = []
     for name in SCALING:
         for table in load(name)["results"]["scaling"]:
+            checked = efficiencies(table["rows"])
             for result in table["rows"]:
                 rows.append(
                     {
@@ -280,7 +282,7 @@ def scaling():
                         "": result["name"],
                         "ms per step": number(result["seconds"], 1e3),
                         "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                        "efficiency": percent(result["efficiency"]["median"]),
+                        "efficiency": checked[result["name"]].cell(percent(result["efficiency"]["median"])),
                         "times as fast as PyTorch": ratio(result["times_as_fast"]),
                         "commit": load(name)["commit"],
                     }

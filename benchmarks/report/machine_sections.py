@@ -2,6 +2,7 @@
 
 import json
 
+from benchmarks.harness.speedups import Speedup
 from benchmarks.harness.table_format import load
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line
@@ -15,11 +16,12 @@ from benchmarks.report.markup import (
     section,
     table,
 )
-from benchmarks.report.parts import BUSY
 from benchmarks.report.trace import MICROSECONDS, SEVERAL, collectives_of, time_by_op, waiting
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from stage1_mpi.launch import choose
 
+KINDS = {"threads": "stage 0, threads, this machine", "ranks": "stage 1, ranks, this machine"}
+GPUS = "stage 3, GPUs, shipped"
 OPS = 14  # bars of a chart of ops; the other ops are one bar
 TRACES = {  # {part: title}
     "trace0": "stage 0",
@@ -66,14 +68,17 @@ def machine(hardware, runs, titles):
 
 
 def busy(runs):
-    """A warning if other programs ran before the measurements began."""
-    load = max((record.get("load_average", 0.0) for record in runs.records.values()), default=0.0)
-    if load <= BUSY:
+    """A warning if other programs ran during a measurement."""
+    names = [name for name, record in runs.records.items() if runs.is_busy(name) and record.get("times", True)]
+    if not names:
         return []
+    titles = ", ".join(runs.records[name].get("title", name) for name in names)
     return [
         paragraph(
-            f"Other programs ran on this machine: the load average was {load:.1f} before the measurements. They may "
-            f"have slowed the programs unequally. For exact times, run make report ARGS=--fresh on an idle machine."
+            f"Other programs ran on this machine: {len(names)} of {counted(len(runs.records), 'part')} were measured "
+            f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. The parts: "
+            f"{titles}."
         )
     ]
 
@@ -250,25 +255,28 @@ def gpu_strategies():
 
 def scaling(runs):
     """(section, charts): the speed-up of threads, ranks and GPUs beside the ideal line."""
-    lines, captions = [], []
-    if results := runs.results("scaling"):
-        rows = results["rows"]
-        one = next(row["step_seconds"] for row in rows if row["count"] == 1)
-        for kind, stage, colour in (("threads", 0, "c0"), ("ranks", 1, "c1")):
-            points = [(1, 1.0)] + [
-                (r["count"], one / r["step_seconds"]) for r in rows if r["kind"] == kind and r["count"] > 1
-            ]
-            lines.append(
-                Line(f"stage {stage}, {kind}, this machine", *map(list, zip(*points, strict=True)), colour, marker="o")
-            )
+    lines, captions, found = [], [], {}  # found: {(what, count): Speedup}
+    if measured := runs.scaling_speedups():
+        one, ratios = measured
+        found |= {(KINDS[kind], count): ratio for (kind, count), ratio in ratios.items()}
         captions.append(
             f"Stages 0 and 1: preset {results_preset(runs)}, the same batch for every count; one process with one "
-            f"thread takes {seconds(one)} per step."
+            f"thread takes {seconds(one)} per step{runs.busy(['scaling'], ratios.values())}."
         )
     points, files = shipped.scaling_rows()
-    speed = [(count, count * efficiency) for count, efficiency in points]
-    lines.append(Line("stage 3, GPUs, shipped", *map(list, zip(*speed, strict=True)), "c2", marker="o"))
+    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in points if count > 1}
     captions.append(f"Stage 3: GPT-2 124M, 64 sequences for each GPU; {'; '.join(map(shipped.origin, files))}.")
+    for what, colour in zip((*KINDS.values(), GPUS), ("c0", "c1", "c2"), strict=True):
+        points = [(count, each.times) for (kind, count), each in found.items() if kind == what and not each.disturbed]
+        if points:
+            lines.append(Line(what, *map(list, zip((1, 1.0), *points, strict=True)), colour, marker="o"))
+    disturbed = {key: each for key, each in found.items() if each.disturbed}
+    if disturbed:
+        points = [(count, each.times) for (_, count), each in disturbed.items()]
+        lines.append(Line("disturbed, no results", *map(list, zip(*points, strict=True)), "c3", "", marker="x"))
+        reasons = [f"{count} {what}: {each.reason}" for (what, count), each in disturbed.items()]
+        text = "Crosses are no results: the run to which they are relative was disturbed"
+        captions.append(f"{text} ({'; '.join(reasons)}).")
     most = max(max(line.x) for line in lines)
     lines.insert(0, Line("ideal", [1, most], [1, most], "soft", "--"))
     chart = Chart(

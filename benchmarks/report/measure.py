@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.speedups import OtherPrograms
 from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, run_command_line
 from benchmarks.report.recording import record_all
@@ -171,15 +172,14 @@ def scaling(show, preset, cores):
             if kind == "ranks" and count == 1:
                 continue
             show(f"{count} {kind}")
-            flags = ["--threads", str(threads), "--sample", "0"]
+            flags, others = ["--threads", str(threads), "--sample", "0"], OtherPrograms()
             try:
                 log, _ = run_training(lambda text: None, stage, ranks, preset, SHORT_STEPS, flags)
             except Skipped:
                 continue
             seconds = [row["seconds"] for row in log[1:]]
-            rows.append(
-                {"kind": kind, "count": count, "step_seconds": statistics.median(seconds), "steps": len(seconds)}
-            )
+            row = {"kind": kind, "count": count, "step_seconds": statistics.median(seconds), "steps": len(seconds)}
+            rows.append(row | {"other_cores": others.cores()})
     return {"rows": rows}
 
 

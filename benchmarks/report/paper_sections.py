@@ -4,6 +4,7 @@ import math
 import re
 
 from benchmarks import paper
+from benchmarks.harness.speedups import Speedup, speedups
 from benchmarks.report import shipped
 from benchmarks.report.charts import PAPER_STYLES, SERIES, Chart, Line
 from benchmarks.report.diagrams import TITLES
@@ -21,6 +22,7 @@ from benchmarks.report.markup import (
 )
 from benchmarks.report.runs import PAPER_NAMES, STAGE_NAMES
 from benchmarks.report.trace import collectives_of, time_by_op
+from gpt2core.errors import counted
 
 PRODUCTS = "linear", "mlp", "unembed", "attention"  # names of kernels that contain matrix products begin with these
 NOT_MEASURED = "not measured"
@@ -90,7 +92,7 @@ INFERENCE = {  # {part: (program, what is divided)}
 
 def inference_modes(runs):
     """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
-    rows, grey, base = [], set(), runs.results("infer0")
+    rows, grey, ratios = [], set(), runs.inference_speedups()
     for name, (program, divided) in INFERENCE.items():
         row = dict.fromkeys(("prompts", "seconds", "seconds per prompt", "times as fast per prompt"), "")
         row = {"program": program, "what is divided": divided} | row
@@ -99,15 +101,20 @@ def inference_modes(runs):
             row["program"] += f", {ranks} ranks" if ranks and name != "infer0" else ""
             row |= {"prompts": results["prompts"], "seconds": seconds(results["seconds"])}
             row["seconds per prompt"] = seconds(per_prompt)
-            row["times as fast per prompt"] = times_as_fast(base["seconds"], per_prompt) if base else ""
+            if name == "infer0":
+                row["times as fast per prompt"] = "1"
+            elif name in ratios:
+                row["times as fast per prompt"] = ratios[name].cell(f"{ratios[name].times:.3g}")
         else:
             grey.add(len(rows))
             row["seconds"] = runs.reason(name)
         rows.append(row)
-    count = len(base["samples"]) if base else 0
+    names = [name for name in INFERENCE if name in runs.records]
+    count = len(runs.results("infer0")["samples"]) if "infer0" in names else 0
     caption = "Inference of stages 0 and 1 on this machine: 256 tokens of prompt and 30 new tokens for each prompt" + (
-        f"; medians of {count} runs." if count > 1 else "."
+        f"; medians of {count} runs" if count > 1 else ""
     )
+    caption += f"{runs.busy(names, ratios.values())}."
     return table(caption, rows, grey)
 
 
@@ -127,15 +134,14 @@ def gains(runs):
 
 
 def gain_mpi_training(runs):
-    results = runs.results("scaling")
-    rows = {(row["kind"], row["count"]): row["step_seconds"] for row in results["rows"]} if results else {}
-    one, two = rows.get(("threads", 1)), rows.get(("ranks", 2))
+    one, ratios = runs.scaling_speedups() or (None, {})
+    ratio = ratios.get(("ranks", 2))
     serial, table_time, text_time = paper.SECONDS["serial"][0], paper.SECONDS["MPI"][0], paper.MPI_SECONDS_IN_TEXT
-    if not one or not two:
+    if not ratio:
         return f"{NOT_MEASURED}: {runs.reason('scaling')}."
     return (
-        f"Two ranks of one thread take {seconds(two)} per step, and one process with one thread takes {seconds(one)}: "
-        f"{times_as_fast(one, two)} times as fast. The paper's times are {serial / text_time:.2f} "
+        f"Two ranks of one thread take {seconds(one / ratio.times)} per step, and one process with one thread takes "
+        f"{seconds(one)}{runs.busy(['scaling'], [ratio])}: {ratio}. The paper's times are {serial / text_time:.2f} "
         f"(text) and {serial / table_time:.1f} (Table 1) times as fast."
     )
 
@@ -160,10 +166,11 @@ def gain_mpi_inference(runs):
         name = next(name for name, results in found.items() if not results)
         return f"{NOT_MEASURED}: {runs.reason(name)}."
     one, replicate, batch = found.values()
+    ratios = runs.inference_speedups()
     return (
         f"Two ranks with --mode replicate take {seconds(replicate['seconds'])} and one process takes "
-        f"{seconds(one['seconds'])}: {times_as_fast(one['seconds'], replicate['seconds'])} times as fast. Every "
-        f"rank computes all logits. With --mode batch a prompt takes {seconds(batch['seconds'] / batch['prompts'])}."
+        f"{seconds(one['seconds'])}{runs.busy(found, ratios.values())}: {ratios['infer1-replicate']}. Every rank "
+        f"computes all logits. With --mode batch a prompt takes {seconds(batch['seconds'] / batch['prompts'])}."
     )
 
 
@@ -189,11 +196,19 @@ def gain_two_gpus(runs):
     if not runs.results("train3"):
         (_, _), (ranks, efficiency), *_ = shipped.scaling_rows()[0]
         return (
-            f"{ranks} GPUs train GPT-2 124M {ranks * efficiency:.2f} times as fast as one GPU, with 64 sequences for "
-            f"each GPU ({shipped.origin('gpus/scaling_two', ranks)}). The paper's two machines are {paper_gain} "
+            f"{ranks} GPUs beside one, GPT-2 124M: {Speedup(ranks * efficiency, ranks)}, with 64 sequences for each "
+            f"GPU ({shipped.origin('gpus/scaling_two', ranks)}). The paper's two machines are {paper_gain} "
             f"times as fast as one."
         )
-    return gain_pair(runs, 2, 3, "training", paper_gain)
+    one, many, ranks = runs.results("train2"), runs.results("train3"), runs.records["train3"]["options"]["ranks"]
+    paper_sentence = f"The paper's two machines are {paper_gain} times as fast as one."
+    if not one or not one["median_step"] or not many["median_step"]:
+        return f"{NOT_MEASURED}: in so few steps, most of the time is that of compiling kernels. {paper_sentence}"
+    (ratio,) = speedups(one["median_step"], {"train3": (many["median_step"], ranks)}).values()
+    return (
+        f"A step takes {seconds(many['median_step'])} on {counted(ranks, 'GPU')} and {seconds(one['median_step'])} on "
+        f"one (medians without the first steps{runs.busy(['train2', 'train3'], [ratio])}): {ratio}. {paper_sentence}"
+    )
 
 
 def gain_products(runs):

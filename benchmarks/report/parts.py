@@ -13,11 +13,12 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT, end
 from benchmarks.harness.report import commit, cpu, hardware, to_json
+from benchmarks.harness.speedups import OtherPrograms
 from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose, launch_line
 
 POLL_SECONDS = 0.2  # between two tests whether a command has ended
-BUSY = 0.5  # a load average above this means that other programs run
+BUSY = 0.5  # a load average or a number of used cores above this means that other programs run
 
 
 class Skipped(Exception):
@@ -65,12 +66,16 @@ class PartFiles:
             return None
         return record if fits else None
 
-    def save(self, part, results, seconds):
-        """Write the record of a part in one operation, so that a reader never sees half a file. Returns the record."""
+    def save(self, part, results, seconds, other_cores):
+        """Write the record of a part in one operation, so that a reader never sees half a file. Returns the record.
+
+        seconds: the duration of the part. other_cores: the number of cores that other programs used meanwhile, or None.
+        """
         record = {
             "name": part.name, "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": seconds, "options": part.options, "origin": self.origin, "hardware": hardware(),
-            "load_average": self.load_average, "results": results,
+            "times": part.times, "seconds": seconds, "options": part.options, "origin": self.origin,
+            "hardware": hardware(), "load_average": self.load_average, "other_cores": other_cores,
+            "results": results,
         }  # fmt: skip
         temporary = self.path(part).with_suffix(".part")
         temporary.write_text(to_json(record), encoding="utf-8")
@@ -96,11 +101,13 @@ def run_parts(parts, files, report, only_saved=False):
             report.done()
             continue
         report.begin(part.title)
-        started = time.monotonic()
+        started, others = time.monotonic(), OtherPrograms()
         try:
             results = part.measure(report.show, **part.options)
-            records[part.name] = files.save(part, results, time.monotonic() - started)
-            report.line(f"{part.title}: {time.monotonic() - started:.0f} s")
+            seconds, cores = time.monotonic() - started, others.cores()
+            records[part.name] = files.save(part, results, seconds, cores)
+            busy = f", other programs used {cores:.1f} cores" if part.times and (cores or 0) > BUSY else ""
+            report.line(f"{part.title}: {seconds:.0f} s{busy}")
         except Skipped as error:
             missing[part.name] = str(error)
             report.line(f"{part.title}: skipped: {error}")

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from benchmarks.harness.speedups import speedups
 from benchmarks.report import shipped
 from benchmarks.report.markup import seconds
+from benchmarks.report.parts import BUSY
 from gpt2core.errors import counted
 
 STAGE_NAMES = {
@@ -91,7 +93,51 @@ class Runs:
     def place(self, name):
         options = self.records[name]["options"]
         ranks = options.get("ranks")
-        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "")
+        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "") + self.busy([name])
+
+    # -- other programs ------------------------------------------------------------------------------------------------
+
+    def is_busy(self, name):
+        """Whether other programs ran during the measurement of a part."""
+        record = self.records[name]
+        cores = record.get("other_cores")
+        return (record.get("load_average", 0.0) if cores is None else cores) > BUSY
+
+    def meanwhile(self, *names):
+        """What is known of other programs during the measurement of these parts: the largest value of them."""
+        records = [self.records[name] for name in names]
+        used = [record["other_cores"] for record in records if record.get("other_cores") is not None]
+        if used:
+            return f"while other programs used {max(used):.1f} cores of this machine"
+        load = max(record.get("load_average", 0.0) for record in records)
+        return f"with a load average of {load:.1f} before the measurements"
+
+    def busy(self, names, ratios=()):
+        """The text of meanwhile() after a comma; "" if no other programs ran and no Speedup of them is disturbed."""
+        matters = any(map(self.is_busy, names)) or any(each.disturbed for each in ratios)
+        return f", {self.meanwhile(*names)}" if matters else ""
+
+    # -- ratios with an ideal ------------------------------------------------------------------------------------------
+
+    def scaling_speedups(self):
+        """(seconds of a step with one thread, {("threads" or "ranks", count): Speedup}), or None."""
+        results = self.results("scaling")
+        times = {(row["kind"], row["count"]): row["step_seconds"] for row in results["rows"]} if results else {}
+        one = times.pop(("threads", 1), None)
+        return one and (one, speedups(one, {key: (time, key[1]) for key, time in times.items()}))
+
+    def inference_speedups(self):
+        """{part: Speedup per prompt, relative to stage 0} of the modes of stage 1, which use as many cores as stage 0.
+
+        The ideal is 1 if nothing is divided, the number of ranks if they divide each layer, and the number of prompts
+        if several prompts share each product.
+        """
+        runs, base = {}, self.results("infer0")
+        for mode in ("replicate", "batch", "tensor"):
+            if results := self.results(name := f"infer1-{mode}"):
+                ideals = {"replicate": 1, "batch": results["prompts"], "tensor": self.records[name]["options"]["ranks"]}
+                runs[name] = results["seconds"] / results["prompts"], ideals[mode]
+        return speedups(base["seconds"], runs) if base else {}
 
     def curves(self):
         """{label: Run with the losses} of all four stages."""

@@ -166,6 +166,18 @@ def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
     assert capsys.readouterr().out.count("\n") == 6
 
 
+def test_an_efficiency_above_the_ideal_is_disturbed_and_reaches_no_target():
+    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
+    results = measured(own, "ours", dict(zip(own, ([0.2] * 3, [0.1] * 3), strict=True)))
+    results += measured(peers, "DDP", dict(zip(peers, ([0.11] * 3, [0.125] * 3), strict=True)))
+    rows = gpu_scaling.summarise(results, "title")
+    found = [row["efficiency"] for row in rows]
+    assert found == ["disturbed (100.0 %; ideal: 1)", "disturbed (200.0 %; ideal: 1)", "100.0 %", "88.0 %"]
+    (sentence,) = gpu_scaling.verdicts(results, 64)
+    assert "efficiency disturbed: the ratio 2 of the times is above the ideal 1" in sentence
+    assert "(target 96.0 %" not in sentence
+
+
 def test_strong_scaling_efficiency_is_relative_to_the_ideal_speed_up():
     one = {"batch_size": 64, "seconds": [1.0]}
     assert gpu_scaling.efficiency({"batch_size": 64, "ranks": 4, "seconds": [0.25]}, one)["median"] == 1

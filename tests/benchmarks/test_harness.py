@@ -12,6 +12,7 @@ import pytest
 from benchmarks.cpu import curve, decode
 from benchmarks.harness import cpu_tables, report
 from benchmarks.harness.jobs import ROOT
+from benchmarks.ranks import ranks
 
 LIBRARIES = ("harness", "peers")
 SCRIPTS = [
@@ -45,6 +46,32 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
     assert row["seconds"] == {"median": 2.0, "q1": 1.5, "q3": 2.5, "n": 3} and row["unread_seconds"] is None
     assert row["losses"] == [5.0, 4.0] and row["ms"]["both"]["median"] == 2.0
     assert report.summarised({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
+
+
+def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target(monkeypatch):
+    def result(name, count, threads, seconds):
+        common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "options": {"threads": threads}}
+        return {"name": name, "ranks": count, "seconds": [[seconds]] * 3, **common}
+
+    def measured(serial):
+        sides = (ranks.SERIAL, 1, 1, serial), ("stage 1: 2 ranks, --dp flat", 2, 1, 1.0), (ranks.DDP, 2, 1, 1.1)
+        return [result(*side) for side in (*sides, ("stage 0: 1 process, 2 threads", 1, 2, 2.0))]
+
+    for serial, marked in ((3.96, True), (1.9, False)):
+        results = measured(serial)
+        rows = ranks.summarise(results, 1)
+        first, _ = ranks.verdicts(results)
+        saved = report.summarised(results)
+        monkeypatch.setattr(cpu_tables, "load", lambda name, saved=saved: {"results": saved})
+        table, _ = cpu_tables.ranks_step()
+        for cells in (
+            [row["times as fast as 1 process"] for row in rows],
+            [row["times as fast as one process"] for row in table],
+        ):
+            # all ratios to the disturbed run are marked; PyTorch's kernels have no known ideal
+            assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
+        assert ("disturbed: the ratio 3.96 of the times is above the ideal 2" in first) == marked
+        assert ("reached" in first) == (not marked)
 
 
 def save_arguments(*argv):

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.harness import speedups
 from benchmarks.harness.jobs import ROOT
 from benchmarks.report import __main__ as report
-from benchmarks.report import measure, parts, recording, trace
+from benchmarks.report import machine_sections, measure, paper_sections, parts, recording, trace
 from benchmarks.report import page as page_module
 from benchmarks.report.diagrams import TITLES
 from benchmarks.report.page import GENERATOR, write_report
-from benchmarks.report.runs import STAGE_NAMES
+from benchmarks.report.runs import STAGE_NAMES, Runs
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
@@ -237,6 +238,83 @@ def test_the_new_tokens_are_found_in_the_output_of_a_command():
     )
 
 
+# -- disturbed measurements -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other_cores", [1.7, 0.02, None])
+def test_a_speed_up_above_its_ideal_is_marked_with_the_load_and_not_stated_as_a_result(other_cores):
+    records = small_records()
+    for record in records.values():
+        record["other_cores"] = other_cores
+    speeds = {("threads", 1): 3.96, ("threads", 2): 2.1, ("ranks", 2): 1.0, ("ranks", 4): 1.2}  # seconds of a step
+    records["scaling"]["results"]["rows"] = [
+        {"kind": kind, "count": count, "step_seconds": seconds} for (kind, count), seconds in speeds.items()
+    ]
+    inference = {"infer0": (7.48, 1), "infer1-replicate": (1.0, 1), "infer1-batch": (9.0, 4), "infer1-tensor": (5.0, 1)}
+    for name, (seconds, prompts) in inference.items():
+        results = {"seconds": seconds, "samples": [seconds], "prompts": prompts, "sample": ""}
+        records[name] = records["infer0"] | {"results": results}
+    runs = Runs(records, {}, "nano", 4)
+    load = {1.7: "while other programs used 1.7 cores", 0.02: "while other programs used 0.0 cores"}
+    load = load.get(other_cores, "with a load average of 1.5 before the measurements")
+    gains = dict(paper_sections.gains(runs))
+    training, inference = gains["9.1, serial to MPI, training"], gains["9.1.2, serial to MPI, inference"]
+    assert "disturbed: the ratio 3.96 of the times is above the ideal 2." in training and load in training
+    assert "disturbed: the ratio 7.48 of the times is above the ideal 1." in inference and load in inference
+    assert "3.96 times as fast" not in training and "7.48 times as fast" not in inference
+    table = paper_sections.inference_modes(runs)
+    # the time of stage 0 is too long, so all ratios to it are too large, also those below their ideals
+    assert [cell in table for cell in ("(7.48; ideal: 1)", "(3.32; ideal: 4)", "(1.5; ideal: 2)")] == [True] * 3
+    assert table.count("disturbed (") == 3 and load in table
+    section, (chart,) = machine_sections.scaling(runs)
+    drawn = {line.label: list(zip(line.x, line.y, strict=True)) for line in chart.lines}
+    assert drawn.keys() == {"ideal", "disturbed, no results", "stage 3, GPUs, shipped"}
+    assert [count for count, _ in drawn["disturbed, no results"]] == [2, 2, 4] and load in section
+    assert "2 stage 1, ranks, this machine: the ratio 3.96 of the times is above the ideal 2" in section
+    assert "disturbed, no results" in chart.svg
+
+
+def test_speed_ups_up_to_their_ideals_are_results_beside_their_ideals():
+    runs = Runs(small_records(), {}, "nano", 4)
+    training = dict(paper_sections.gains(runs))["9.1, serial to MPI, training"]
+    assert "2.00 s, while other programs used 1.7 cores of this machine: 1.9 times as fast (ideal: 2)." in training
+    noise = speedups.speedups(2.0, {"two ranks": (0.96, 2)})  # 2.08: noise of less than 5 %
+    assert str(noise["two ranks"]) == "2.08 times as fast (ideal: 2)" and noise["two ranks"].cell("2.08") == "2.08"
+    assert speedups.Speedup(float("nan"), 2).disturbed
+
+
+def test_two_gpus_are_compared_by_their_steps_and_marked_above_the_ideal():
+    records = small_records()
+    for name, median, ranks in (("train2", 0.4, None), ("train3", 0.1, 2)):
+        results = records["train0"]["results"] | {"median_step": median, "first_step": 5.0}
+        records[name] = records["train0"] | {"results": results, "options": {"ranks": ranks}}
+    text = paper_sections.gain_two_gpus(Runs(records, {}, "paper", 50))
+    assert "0.100 s on 2 GPUs and 0.400 s on one" in text and "disturbed: the ratio 4 of the times is above the" in text
+    records["train3"]["results"]["median_step"] = 0.21
+    assert "1.9 times as fast (ideal: 2)" in paper_sections.gain_two_gpus(Runs(records, {}, "paper", 50))
+    records["train3"]["results"]["median_step"] = None
+    assert paper_sections.gain_two_gpus(Runs(records, {}, "paper", 4)).startswith("not measured: in so few steps")
+
+
+@pytest.mark.skipif(speedups.busy_seconds() is None, reason="this system has no /proc/stat")
+def test_the_cpu_time_of_other_programs_is_counted_and_that_of_own_programs_is_not():
+    burn = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
+    others = speedups.OtherPrograms()
+    subprocess.run(burn, check=True)
+    own, elapsed = sum(os.times()[:4]) - others.own, time.monotonic() - others.started
+    everything = (speedups.busy_seconds() - others.all) / elapsed
+    assert own > 0.95  # the child is counted as own
+    # /proc/stat counts ticks of 10 ms, and the values are read one after another
+    assert others.cores() == pytest.approx(max(0, everything - own / elapsed), abs=0.2)
+
+
+def test_the_load_of_a_part_is_saved_and_printed(lines, tmp_path, monkeypatch):
+    for cores, printed in ((1.26, "part a: 0 s, other programs used 1.3 cores"), (None, "part a: 0 s")):
+        monkeypatch.setattr(parts.OtherPrograms, "cores", lambda self, cores=cores: cores)
+        parts.run_parts([parts.Part("a", "part a", lambda show: 3)], parts.PartFiles(tmp_path, True), lines)
+        assert json.loads((tmp_path / "a.json").read_text())["other_cores"] == cores and lines.texts[-1] == printed
+
+
 # -- the page in a browser --------------------------------------------------------------------------------------------
 
 
@@ -267,7 +345,7 @@ def small_records():
         "interpreter": {"preset": "nano", "losses": {f"stage {n}": losses for n in (0, 2, 3)}},
     }
     options = {"ranks": 2, "preset": "nano"}
-    common = {"options": options, "load_average": 1.5}
+    common = {"options": options, "load_average": 1.5, "other_cores": 1.7}
     return {name: {"results": json.loads(json.dumps(each)), **common} for name, each in results.items()}
 
 
@@ -518,7 +596,8 @@ def test_the_page_and_its_picture_files_are_complete(page):
         and "forward: several modules" in text
         and "a step without a" not in text
     )
-    assert "the load average was 1.5 before the measurements" in text
+    assert "parts were measured while other programs used 1.7 cores of this machine. They may" in text
+    assert "disturbed (" not in text and "Crosses" not in text
     names = {path.name for path in page.parent.iterdir()}
     assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
     assert {"loss.svg", "loss.png", "loss-dark.png", "scaling.svg", "timeline.svg", "trace0-ops.svg"} <= names
