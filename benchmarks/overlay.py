@@ -64,7 +64,12 @@ def overlay(paths, paper, out):
 
 
 def main(argv=None):
-    parser = Parser(prog="python -m benchmarks.overlay", description=__doc__.splitlines()[0])
+    examples = (
+        ("run.jsonl --paper --out run.png", "after train_gpt2.py --log run.jsonl"),
+        ("one.jsonl two.jsonl", "two runs"),
+    )
+    program = "python -m benchmarks.overlay"
+    parser = Parser(__doc__.splitlines()[0], examples, program, "%(prog)s FILE.jsonl ... [flags]")
     parser.add_argument(
         "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; its path without .jsonl is the curve's label"
     )

@@ -1,9 +1,5 @@
 """Make the weights in data/: train a preset, store its parameters, test them.
 
-    python data/make_weights.py                 writes data/gpt2-paper
-    python data/make_weights.py --preset book   writes data/gpt2-book
-    python data/make_weights.py --check         only tests the existing weights
-
 The parameters are stored in fp16. Preset `paper` is trained until the model
 reproduces data/dummy.txt, preset `book` is trained on data/moby_dick.txt. A
 training run that was interrupted resumes from --out. The test of preset
@@ -13,7 +9,6 @@ The tokenizer of `book` is a byte-pair encoding that is trained on its corpus,
 unless its tokenizer.json exists.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -146,7 +141,12 @@ def sample(weights):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    examples = (
+        ("--check", "test the existing weights"),
+        ("", "write data/gpt2-paper"),
+        ("--preset book", "write data/gpt2-book"),
+    )
+    parser = Parser(__doc__, examples)
     parser.add_argument("--preset", choices=PHASES, default="paper", help="the model to train or test (default paper)")
     parser.add_argument("--threads", type=int, default=2, help="number of worker threads (default 2)")
     parser.add_argument("--prompts", type=int, default=100, help="number of prompts of the test (default 100)")

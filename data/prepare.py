@@ -8,13 +8,15 @@ of the whole text. The vocabulary of --tokenizer word needs one more pass over t
 temporary name, flushed to disk with fsync and renamed.
 """
 
+import os
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
-from gpt2core.app.command import HelpPrinted, run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
@@ -57,8 +59,12 @@ def prepare(text, tokenizer_spec, out, overwrite=False):
 
 def main(arguments=None):
     """Run the command line. Return the exit code: 0, 2 after an error (one line on stderr), or 130 after Ctrl-C."""
-    example = "Example: prepare.py my.txt --tokenizer byte --out my_tokens; then train_gpt2.py --data my_tokens"
-    parser = Parser(prog="prepare.py", description=__doc__.split("\n\n")[0], epilog=example)
+    corpus = shlex.quote(os.path.relpath(Path(__file__).with_name("dummy.txt")))
+    examples = (
+        (f"{corpus} --out out/words --overwrite", "then train_gpt2.py --data out/words"),
+        (f"{corpus} --tokenizer byte --out out/bytes --overwrite", "a token for each byte"),
+    )
+    parser = Parser(__doc__.split("\n\n")[0], examples, usage="%(prog)s TEXT [flags]")
     parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
     parser.add_argument(
         "--tokenizer",

@@ -90,7 +90,10 @@ def grade_again(student):
 
 def command(arguments):
     """Print the table as the command line says; returns the exit code."""
-    parser = Parser(prog="exercises.collect", description="Make a table of a class's results.")
+    examples = ("work", "one row for each folder in work"), ("work --grade --csv class.csv", "grade all of them first")
+    parser = Parser(
+        "Make a table of a class's results.", examples, "python -m exercises.collect", "%(prog)s DIR [flags]"
+    )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="a folder with one sub-folder for each student")
     add("--grade", action="store_true", help="grade all working folders again first (up to a minute each)")

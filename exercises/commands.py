@@ -14,9 +14,9 @@ from gpt2core.errors import ConfigError
 MARKER = "exercise.json"  # a file of the working folder that says for which stage it is
 
 
-def base_parser(name, description):
+def base_parser(name, description, examples):
     """The parser of a command, with --stage and --dir."""
-    parser = Parser(prog=f"exercises.{name}", description=description)
+    parser = Parser(description, examples, f"python -m exercises.{name}", "%(prog)s --stage N [flags]")
     add = parser.add_argument
     add("--stage", type=int, choices=sorted(PACKAGES), required=True, help="the stage of the exercises: 0, 1, 2 or 3")
     add("--dir", type=folder_name, help="the working folder (default: work/stageN)")

@@ -142,7 +142,13 @@ def write_log(path, graded):
 
 def command(arguments):
     """Grade as the command line says; returns the exit code."""
-    parser = base_parser("grade", "Grade the exercises of one stage, and write grade.json to the working folder.")
+    examples = (
+        ("--stage 0", "all exercises of stage 0, in work/stage0"),
+        ("--stage 0 --only 0.1 0.2", "two of them"),
+        ("--stage 1 --dir work/mpi", "those of stage 1, in another folder"),
+    )
+    text = "Grade the exercises of one stage, and write grade.json to the working folder."
+    parser = base_parser("grade", text, examples)
     parser.add_argument(
         "--only", metavar="N.M", nargs="+", action="extend", default=[], help="the exercises to grade (default: all)"
     )

@@ -62,7 +62,12 @@ def messages_of(stage, file):
 
 def command(arguments):
     """Make the folder as the command line says, and print its exercises; returns the exit code."""
-    parser = base_parser("start", "Copy a stage to a working folder, without the functions that you will write.")
+    examples = (
+        ("--stage 0", "the exercises of stage 0, in work/stage0"),
+        ("--stage 1 --dir work/mpi", "those of stage 1, in another folder"),
+    )
+    text = "Copy a stage to a working folder, without the functions that you will write."
+    parser = base_parser("start", text, examples)
     options = parser.parse_args(arguments)
     folder = folder_of(options.stage, options.dir)
     make_folder(options.stage, folder)

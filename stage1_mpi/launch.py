@@ -283,8 +283,22 @@ def run_rank(command):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+PROGRAM = "python -m stage1_mpi.launch"
+HELP = f"""Run a Python program on N ranks, with the mpiexec of the MPI library that mpi4py loads.
+
+examples:
+  {PROGRAM} -n 2 -- -m stage1_mpi.train_gpt2 --preset nano --steps 20  # train on two ranks
+  {PROGRAM} -n 2 -- -m stage1_mpi.inference --mode tensor  # generate on two ranks
+  {PROGRAM} --show  # which MPI library is used
+
+"""
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints an error as one line that starts with "error:", as other errors do."""
+    """An ArgumentParser whose errors are one line that starts with "error:", and whose --help begins with HELP."""
+
+    def format_help(self):
+        return HELP + super().format_help()
 
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the options)\n")
@@ -304,8 +318,8 @@ def show():
 
 def parser():
     """The ArgumentParser of this command."""
-    text = "Run a Python program on N ranks, with the mpiexec of the MPI library that mpi4py loads."
-    parser = Parser(prog="python -m stage1_mpi.launch", description=text, allow_abbrev=False)
+    usage = "%(prog)s [flags] SCRIPT ...\n       %(prog)s [flags] -- -m MODULE ..."
+    parser = Parser(prog=PROGRAM, usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     text = "file of the hosts on which the ranks run, one host per line (default: only this host)"

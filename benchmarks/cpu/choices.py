@@ -4,14 +4,13 @@ A choice replaces naive NumPy code by faster code that computes the same values.
 this project's code alternately, on arrays of the sizes in preset `paper`.
 """
 
-import argparse
 import statistics
 import time
 
 import numpy as np
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
@@ -93,7 +92,9 @@ def seconds_per_call(function, repeat):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.choices", description=__doc__)
+    parser = benchmark_parser(
+        "benchmarks.cpu.choices", __doc__, ("", "every choice, 15 rounds"), ("--rounds 3", "a quick trial")
+    )
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds of each choice (default 15)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()

@@ -4,7 +4,6 @@ The times are of whole commands and include the start of Python. The memory is t
 Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -69,7 +68,9 @@ def measure(command):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "every command once"), ("--rounds 3", "the median of three runs")
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of each command (default 1)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()

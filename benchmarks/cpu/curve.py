@@ -4,7 +4,6 @@ Runs the default training (preset `paper`, 50 steps) once for each number of thr
 deviates by 25 % or more from the paper's, or if two runs differ in a bit.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.run_log import read_log
@@ -36,7 +35,9 @@ def curves_with_the_paper(losses):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.curve", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        "benchmarks.cpu.curve", __doc__, ("", "with one and with two threads"), ("--threads 1", "with one thread")
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()

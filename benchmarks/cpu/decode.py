@@ -3,7 +3,6 @@
 A second table has the new tokens per second of a batch of prompts. Both programs use the same number of threads.
 """
 
-import argparse
 import statistics
 import time
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save, summary
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save, summary
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH = "ours", "torch eager"
@@ -163,7 +162,13 @@ def batch_row(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "with one and with two threads"),
+        ("--threads 1 --only batch", "only batches of prompts"),
+        ("--preset tiny --rounds 1", "a quick trial"),
+    )
     add = parser.add_argument
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")

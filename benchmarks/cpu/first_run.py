@@ -3,7 +3,6 @@
 The times are of whole processes and include the start of Python.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 
 COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
@@ -27,7 +26,9 @@ def seconds_of_process(command):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.first_run", description=__doc__)
+    parser = benchmark_parser(
+        "benchmarks.cpu.first_run", __doc__, ("", "the median of three runs"), ("--rounds 1", "a quick trial")
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()

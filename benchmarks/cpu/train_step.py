@@ -3,7 +3,6 @@
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
 """
 
-import argparse
 import statistics
 import time
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
 from gpt2core.app.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -116,7 +115,13 @@ def summarise(results, tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "with one and with two threads"),
+        ("--threads 1 --no-compile", "without a C++ compiler"),
+        ("--preset tiny --rounds 1 --no-compile", "a quick trial"),
+    )
     add = parser.add_argument
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")

@@ -28,7 +28,7 @@ from benchmarks.harness.processes import (
     run_rounds,
     timed_round,
 )
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -194,7 +194,13 @@ def parse_shape(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "all shapes and peers"),
+        ("--shape 8x12x1024x64 --rounds 3", "one shape"),
+        ("--packed", "PyTorch reads views of one projection"),
+    )
     add = parser.add_argument
     text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
     add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)

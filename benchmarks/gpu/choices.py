@@ -4,7 +4,6 @@ Each variant of the step leaves out one optimisation. The variants and the full 
 and the time of a variant is divided by that of the full step in the same round.
 """
 
-import argparse
 import statistics
 import time
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.trainer import Trainer
 
@@ -139,7 +138,7 @@ def measure(preset, precision, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "both models"), ("--preset paper --rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="precision (default bf16)")

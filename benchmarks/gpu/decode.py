@@ -5,7 +5,6 @@ then compared with this project's. With --variants, the script does not compare 
 each constant of this project's kernels.
 """
 
-import argparse
 import functools
 import statistics
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ import numpy as np
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 
 SEED = 20260101
@@ -245,7 +244,13 @@ def time_constants(args, case):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "all cases beside PyTorch"),
+        ("--peers eager --rounds 1", "a quick trial"),
+        ("--variants", "constants of this project's kernels"),
+    )
     add = parser.add_argument
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)

@@ -5,7 +5,6 @@ of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Tr
 Triton kernels of the third version are slower, so no stage uses them.
 """
 
-import argparse
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
@@ -185,7 +184,7 @@ def functions_of(cupy, backend, n, c, k):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every fusion, 5 rounds"), ("--rounds 1", "a quick trial"))
     parser.add_argument(
         "--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)"
     )

@@ -8,7 +8,6 @@ with the error. The processes compile at the same time; they check and time one 
 
 # x, dy (M, K); w (K, N); w2, h, y, dh: see gluon_gelu.py
 
-import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ import numpy as np
 from benchmarks.gpu.fusions import microseconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.gluon_launches import gluon_kind
@@ -241,7 +240,7 @@ def row(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every variant"), ("--only forward --rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')

@@ -4,12 +4,11 @@ The rows: the plain Triton kernels, with tiles chosen by timing, and the two des
 captures several calls in a CUDA graph; the rounds are interleaved.
 """
 
-import argparse
 import sys
 
 from benchmarks.gpu import attention
 from benchmarks.harness.processes import ProcessSpec, add_process_flags, run_main
-from benchmarks.harness.report import add_save_flags, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 
 # B batch, H heads, T time, D head size
 
@@ -40,7 +39,7 @@ class CausalAttention(attention.CausalAttention):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "all shapes"), ("--shape 8x12x1024x64 --rounds 3", "one shape"))
     add = parser.add_argument
     text = "batch, heads, tokens and head size 64, one table for each (default: two shapes)"
     add("--shape", type=attention.parse_shape, nargs="+", default=SHAPES, metavar="BxHxTxD", help=text)

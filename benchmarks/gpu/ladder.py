@@ -5,7 +5,6 @@ rungs, are those of stage 2's notebook. They are timed in turn, in several round
 compared before they are timed. "bytes" counts each array that the rung reads or writes, once per pass.
 """
 
-import argparse
 import functools
 import statistics
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from benchmarks.gpu.lesson import device_seconds, interleaved
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
 BENCHMARK = "benchmarks.gpu.ladder"
@@ -197,7 +196,7 @@ def rows_of(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--rounds", type=int, default=7, help="number of rounds; each round times every rung (default 7)")
     add_save_flags(add)

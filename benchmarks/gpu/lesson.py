@@ -5,7 +5,6 @@ compares the results of both versions. The two versions A and B are timed in the
 timed by device events; launches, training steps and generated tokens are timed by the host's clock.
 """
 
-import argparse
 import functools
 import statistics
 import time
@@ -19,7 +18,7 @@ import triton.language as tl
 from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.lesson"
@@ -181,7 +180,7 @@ def comparisons(xp):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add_save_flags(add)

@@ -1,13 +1,12 @@
 """Does a GPU training step use the memory that stage2_cuda/memory_model.py predicts, within 10 %?"""
 
-import argparse
 import sys
 
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
@@ -86,7 +85,9 @@ def row_of(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "cases of several models"), ("--preset gpt2 --batch-size 8", "one case")
+    )
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", help=f"models (default: {len(CASES)} cases of several models)")
     add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")

@@ -10,7 +10,6 @@ operands of each product. A training step is faster: it splits an operand only o
 gradient of this project is float32; that of PyTorch has the dtype of the operands, as in autograd.
 """
 
-import argparse
 import statistics
 import sys
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from benchmarks.harness.processes import (
     run_rounds,
     timed_round,
 )
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
@@ -150,7 +149,7 @@ def summarise(pair):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "both models"), ("--preset paper --precision bf16", "one model"))
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"

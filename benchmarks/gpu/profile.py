@@ -6,7 +6,6 @@ kernel of this project that Python launches is the n-th one that CUPTI records, 
 This matching gives the source file of each kernel and the shape of each product.
 """
 
-import argparse
 import re
 import statistics
 import time
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
@@ -379,7 +378,9 @@ def report(result, limit):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "gpt2 in bf16"), ("--preset paper --precision fp32", "another model")
+    )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")

@@ -5,7 +5,6 @@ first run has filled. The caches are those of Triton, CuPy, NVIDIA's driver and 
 the libraries stay in the memory of the operating system. One more run of each kind records where its time goes.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.start_trace import START
 
 BENCHMARK = "benchmarks.gpu.start"
@@ -102,7 +101,7 @@ def breakdown(events):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every command"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
     add("--rounds", type=int, default=3, help="runs of each command with empty and with warm caches (default 3)")

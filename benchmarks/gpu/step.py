@@ -1,6 +1,5 @@
 """Is a training step on the GPU faster than PyTorch's, compiled or eager, and how much memory does it use?"""
 
-import argparse
 import functools
 import statistics
 import time
@@ -10,7 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, nvidia_smi, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import (
+    add_save_flags,
+    benchmark_parser,
+    nvidia_smi,
+    paired_ratio,
+    print_table,
+    round_medians,
+    save,
+)
 from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
@@ -207,7 +214,13 @@ def verdicts(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("--preset gpt2", "one model beside PyTorch"),
+        ("--preset paper --precision bf16 fp32 tf32", "three precisions"),
+        ("--preset paper --no-compile --rounds 1", "a quick trial"),
+    )
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"

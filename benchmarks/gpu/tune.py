@@ -12,7 +12,6 @@ times more candidates. Its results are the basis of the table DEFAULT_TILES, of 
 of the constants of the other kernels.
 """
 
-import argparse
 import contextlib
 import itertools
 import subprocess
@@ -23,7 +22,7 @@ import numpy as np
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.errors import ConfigError
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
@@ -300,7 +299,9 @@ def show(case, rows, limit=6):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "all kernels"), ("--kernel layernorm column_sums", "two kernels")
+    )
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")

@@ -5,7 +5,6 @@ from Python one after another, as DistributedDataParallel does. These launches m
 larger arrays a launch takes less time than an all-reduce.
 """
 
-import argparse
 import functools
 import statistics
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
@@ -289,7 +288,9 @@ def verdicts(results, ranks):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "on two and four GPUs"), ("--ranks 2 --sizes 1000000", "one size on two GPUs")
+    )
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")

@@ -4,7 +4,6 @@ Each trial starts a run that resumes from a checkpoint, and kills a random rank 
 may be during start-up. The other ranks then wait for an NCCL kernel that never ends.
 """
 
-import argparse
 import random
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT, Job, launcher
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_save_flags, nvidia_smi, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, print_table, save
 from benchmarks.ranks.kill import finished, kill_one
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
@@ -113,7 +112,9 @@ def summarise(results):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "ten runs"), ("--times 1 --ranks 2", "a quick trial on two GPUs")
+    )
     add = parser.add_argument
     add("--times", type=int, default=10, help="number of runs; one rank of each run is killed (default 10)")
     add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")

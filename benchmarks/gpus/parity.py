@@ -4,13 +4,12 @@ The fast mode is training without --deterministic. Each row of a table shows one
 read from the log of the run. The run of the last row uses --transport mpi, which gives the same bits at a lower speed.
 """
 
-import argparse
 import statistics
 import sys
 
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
@@ -99,7 +98,9 @@ def verdict(results):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "on 1, 2 and 4 GPUs"), ("--ranks 1 2 --steps 10", "a quick trial on two GPUs")
+    )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add(

@@ -5,7 +5,6 @@ the first GPU, the first two GPUs, or all GPUs. Only one variant trains at a tim
 variant that waits uses GPU memory but no GPU time.
 """
 
-import argparse
 import statistics
 import time
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from benchmarks.harness.speedups import efficiencies
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
@@ -261,12 +260,13 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, docstring, timeout, limited):
+def parser_of(benchmark, docstring, timeout, limited, *examples):
     """A parser with the common flags of the benchmarks on several GPUs.
 
-    timeout: the default of --timeout in seconds. limited: the subject of its help text, such as "one round".
+    timeout: the default of --timeout in seconds. limited: the subject of its help text, such as "one round". examples:
+    those of --help, (flags, comment).
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {benchmark}", description=docstring.splitlines()[0])
+    parser = benchmark_parser(benchmark, docstring, *examples)
     add, name = parser.add_argument, benchmark.split(".")[-1]
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
@@ -293,7 +293,15 @@ def add_sizes(add):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant, with compilation,")
+    parser = parser_of(
+        BENCHMARK,
+        __doc__,
+        300,
+        "one round of a variant, with compilation,",
+        ("", "on 1, 2 and 4 GPUs"),
+        ("--ranks 1 2 --batch-size 16 --rounds 1", "a quick trial on two GPUs"),
+        ("--strong 64 --paper", "more tables"),
+    )
     add = parser.add_argument
     add_rounds(add)
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")

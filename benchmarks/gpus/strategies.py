@@ -109,7 +109,15 @@ def time_ratio(numerator, denominator):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant")
+    parser = parser_of(
+        BENCHMARK,
+        __doc__,
+        300,
+        "one round of a variant",
+        ("", "on four GPUs"),
+        ("--ranks 2 --preset paper --rounds 1", "a quick trial on two GPUs"),
+        ("--ranks 2 --buckets-mb 1 10 100", "bucket sizes"),
+    )
     add_sizes(parser.add_argument)
     add_rounds(parser.add_argument)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")

@@ -157,7 +157,14 @@ def rows_of(times):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 200, "the job")
+    parser = parser_of(
+        BENCHMARK,
+        __doc__,
+        200,
+        "the job",
+        ("", "on four GPUs"),
+        ("--ranks 2 --preset paper", "a quick trial on two GPUs"),
+    )
     add_sizes(parser.add_argument)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)

@@ -1,8 +1,8 @@
 """Draw the figures of docs/ASSIGNMENT.md again from the files in results/torch, without a measurement or a GPU."""
 
-import argparse
-
 from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.table_format import load
 from benchmarks.torch import ddp, ddp_model, memory
 
@@ -32,7 +32,13 @@ FIGURES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.figures", description=__doc__)
+    parser = benchmark_parser(
+        "benchmarks.harness.figures",
+        __doc__,
+        ("", "all figures"),
+        ("ddp_timeline", "one of them"),
+        usage="%(prog)s [NAME ...]",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"figures (default all: {', '.join(FIGURES)})")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in FIGURES]:
@@ -47,4 +53,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, measures_time=False)

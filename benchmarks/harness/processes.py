@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 
 from benchmarks.harness.jobs import ROOT, end
+from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
 
@@ -235,7 +236,8 @@ def serve(job):
 def run_main(main, measures_time=True):
     """Call main() and return its result. measures_time: whether to warn if other programs use the machine.
 
-    A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2.
+    A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2,
+    --help with exit code 0.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end every process
     load, only_prints = os.getloadavg()[0], {"-h", "--help", "--dry-run"} & set(sys.argv)
@@ -243,9 +245,11 @@ def run_main(main, measures_time=True):
         print(f"load average {load:.2f}: other programs may slow the compared processes unequally", file=sys.stderr)
     try:
         return main()
+    except HelpPrinted:
+        sys.exit(0)
     except (BenchmarkFailed, UserError) as error:
         progress("")
-        print(error, file=sys.stderr)
+        print(f"error: {error}" if isinstance(error, UserError) else error, file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

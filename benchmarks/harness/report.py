@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
+from gpt2core.app.flag_parser import Parser
 from gpt2core.parallel.tuned_choices import processor
 
 # Fields of results that hold lists of measured samples: save() replaces each of these lists by its summary.
@@ -196,6 +197,12 @@ def to_json(record):
     """`record` as JSON with an indent of one space, and each summary() on one line."""
     text = json.dumps(record, indent=1) + "\n"
     return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
+
+
+def benchmark_parser(benchmark, docstring, *examples, **options):
+    """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring. examples: (flags, comment)."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    return Parser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
 
 
 def add_save_flags(add, name=None):

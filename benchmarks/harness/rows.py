@@ -4,7 +4,6 @@ A GPU is often available for a few minutes only. A script gives a name to each r
 are missing until the time is over, and saves the file several times a minute.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -15,12 +14,6 @@ from benchmarks.harness.report import add_save_flags, commit, save
 from stage2_cuda.memory_model import is_out_of_memory
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
-
-
-def row_parser(benchmark, description):
-    """A parser for add_row_flags() and other flags; its --help shows the description with its line breaks."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m {benchmark}", description=description, formatter_class=keep_lines)
 
 
 def add_row_flags(add, name):

@@ -8,12 +8,13 @@ command of the measurement. A table with several source files has several such l
 their measurement: then the line shows the name that the script had at the named commit.
 """
 
-import argparse
 import re
 import sys
 
 from benchmarks.harness import assignment_tables, cpu_tables, gpu_tables, torch_tables
 from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.table_format import load, source
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -133,7 +134,9 @@ def pages():
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.tables", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        "benchmarks.harness.tables", __doc__, ("", "rewrite the tables"), ("--check", "only compare them with results/")
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
     outdated = []
@@ -151,4 +154,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main, measures_time=False))

@@ -4,7 +4,6 @@ If a rung fails, a line below the table says at which step, layer, operation and
 that this machine cannot run is a grey row with its reason. The exit code is 1 if a rung fails.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.report import benchmark_parser, nvidia_smi
 from benchmarks.parity.rungs import RUNGS, Outcome
 from gpt2core.errors import ConfigError
 
@@ -59,7 +58,13 @@ def print_row(row):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        "benchmarks.parity",
+        __doc__,
+        ("", "all stages"),
+        ("--only kernels-0 kernels-2", "two rungs"),
+        ("--full", "the paper's 50 steps"),
+    )
     add = parser.add_argument
     add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
     names = [rung.name for rung in RUNGS]

@@ -3,7 +3,6 @@
 Ours are built from send and receive only (stage1_mpi/collectives.py). gloo is PyTorch's library for CPU tensors.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,7 +14,7 @@ import numpy as np
 
 from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 
@@ -281,7 +280,13 @@ def idle(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "all-reduce on 2, 4 and 8 ranks"),
+        ("--ranks 2 --sizes 1000 1000000 --rounds 3", "a quick trial"),
+        ("--idle", "CPU time of a waiting rank"),
+    )
     parser.add_argument(
         "--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"
     )

@@ -4,7 +4,6 @@ Each trial starts a run that resumes from a checkpoint, and kills a random rank 
 may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run.
 """
 
-import argparse
 import json
 import os
 import random
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
@@ -90,7 +89,9 @@ def ended_cleanly(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "20 runs on four ranks"), ("--times 1 --ranks 2", "a quick trial")
+    )
     parser.add_argument(
         "--times", type=int, default=20, help="number of runs; one rank of each run is killed (default 20)"
     )

@@ -1,12 +1,11 @@
 """Is the loss curve of every number of ranks, every --dp and every --zero bit-identical to that of one process?"""
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.app.run_log import read_log
 from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
@@ -61,7 +60,12 @@ def compare(args, preset):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks.parity", description=__doc__)
+    parser = benchmark_parser(
+        "benchmarks.ranks.parity",
+        __doc__,
+        ("", "all numbers of ranks"),
+        ("--presets tiny --ranks 1 2 --steps 5", "a quick trial"),
+    )
     add = parser.add_argument
     add("--presets", choices=STEPS, nargs="+", default=list(STEPS), help="models (default tiny paper)")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of one thread (default 1 2 4 8)")

@@ -1,6 +1,5 @@
 """Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?"""
 
-import argparse
 import statistics
 import time
 from contextlib import ExitStack
@@ -8,7 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
@@ -163,7 +162,13 @@ def verdicts(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "preset paper on two ranks"),
+        ("--with-threads --dp flat bucket", "more rows"),
+        ("--preset tiny --rounds 1 --no-ddp", "a quick trial"),
+    )
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="ranks of stage 1 and processes of PyTorch (default 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")

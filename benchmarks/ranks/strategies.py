@@ -1,10 +1,9 @@
 """How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?"""
 
-import argparse
 import statistics
 
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
 from benchmarks.ranks.ranks import timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
@@ -127,7 +126,13 @@ def verdict(results, ranks):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "on two and four ranks"),
+        ("--ranks 2 --preset tiny --rounds 1", "a quick trial"),
+        ("--ranks 2 --only zero", "only some variants"),
+    )
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")

@@ -61,7 +61,12 @@ def make_report(args):
 
 
 def main(argv=None):
-    parser = Parser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    examples = (
+        ("", "measure and write out/report/index.html"),
+        ("--preset nano --steps 4 --out out/trial", "a quick trial"),
+        ("--no-measure", "only the shipped results, in seconds"),
+    )
+    parser = Parser(__doc__.splitlines()[0], examples, "python -m benchmarks.report")
     add = parser.add_argument
     default = Path("out", "report")
     add("--out", type=Path, default=default, metavar="DIR", help=f"directory of the report (default {default})")

@@ -19,7 +19,8 @@ from torch import nn
 
 from benchmarks.harness.assignment_tables import accumulation_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import add_device_flag, check_device, print_tables
 
 BENCHMARK = "benchmarks.torch.accumulation"
@@ -97,7 +98,7 @@ def layernorm_row(dtype, title, device):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "on a GPU"), ("--device cpu", "on the CPU"))
     add_device_flag(parser.add_argument)
     add_row_flags(parser.add_argument, "accumulation")
     args = parser.parse_args()

@@ -3,13 +3,13 @@
 One row per library, number of ranks and size. `ddp_model` fits its two constants to these rows.
 """
 
-import argparse
 import functools
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.models import TIMED_BACKENDS, Groups, add_run_flags, device_of_rank, print_rows, slowest, timed
 
@@ -61,7 +61,13 @@ def with_bandwidth(ranks, size, milliseconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "gloo and MPI on the CPU"),
+        ("--ranks 2 --sizes 1000000 --libraries gloo", "a quick trial"),
+        ("--libraries nccl", "on several GPUs"),
+    )
     add = parser.add_argument
     add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
     add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")

@@ -13,8 +13,8 @@ import sys
 import time
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.harness.table_format import cell
 
 # T time (queries and keys), D head size
@@ -232,7 +232,13 @@ def time_cell(row, kind):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("--dry-run", "the names of the rows"),
+        ("--only memory", "one part"),
+        ("", "all rows that are missing"),
+    )
     add = parser.add_argument
     add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")

@@ -13,8 +13,8 @@ import itertools
 import sys
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.attention import captured
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig
 
@@ -103,7 +103,13 @@ def print_rankings(rows, count):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("--dry-run", "the names of the rows"),
+        ("--kernel forward --head-size 64 --length 1024", "one kernel"),
+        ("", "all tiles that are missing"),
+    )
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--heads", type=int, default=1, help="batch x heads (default 1)")

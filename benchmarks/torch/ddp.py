@@ -4,7 +4,6 @@ The row "none" trains without synchronisation; the exposed time of another row i
 `--timeline` instead draws one step of naive above one of overlapped. `ddp_model` compares the rows with a formula.
 """
 
-import argparse
 import functools
 import math
 
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.assignment_tables import timeline_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     SIZES,
@@ -213,7 +212,13 @@ def timeline(args, settings, groups):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "on two GPUs"),
+        ("--backend gloo --size toy", "a quick trial on the CPU"),
+        ("--timeline", "draw one step"),
+    )
     add = parser.add_argument
     add("--size", choices=SIZES, default="xl", help="model (default xl)")
     text = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU (default nccl)"

@@ -18,7 +18,7 @@ import argparse
 from math import sqrt
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.rows import saved_rows
 from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.bucket_size import best_bucket
@@ -126,7 +126,7 @@ def draw(found, s, w, o, backward, title, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "after all_reduce and ddp"), ("--ranks 4", "for four ranks"))
     add = parser.add_argument
     add("--size", default="xl", help="model of the rows of ddp (default xl)")
     add("--backend", default="nccl", help="backend of both files' rows (default nccl)")

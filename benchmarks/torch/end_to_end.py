@@ -16,7 +16,8 @@ import sys
 
 from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
 from benchmarks.torch.models import (
     SIZES,
     add_device_flag,
@@ -169,7 +170,13 @@ def without_compiler(args):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "a selection, on a GPU"),
+        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
+        ("--dry-run", "the names of the rows"),
+    )
     add = parser.add_argument
     add_model_flags(add, "see above")
     add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default: see above)")

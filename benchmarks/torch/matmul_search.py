@@ -15,8 +15,8 @@ import statistics
 import sys
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.rows import add_row_flags, run_rows
 from stage2_cuda.gemm.matmul import MatmulTile, StridedMatrix, matmul_launch
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
@@ -226,7 +226,13 @@ def print_comparison(times):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "M = N = K = 2048"),
+        ("--size 1024 --rounds 3", "a smaller size"),
+        ("--dry-run", "the names of the rows"),
+    )
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")

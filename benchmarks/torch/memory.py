@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, measured, row_parser, rows_path, run_rows
+from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
     allocated_after,
     allocated_by_ours,
@@ -227,7 +228,13 @@ def cases(args):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "a selection, on a GPU"),
+        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
+        ("--dry-run", "the names of the rows"),
+    )
     add = parser.add_argument
     add_model_flags(add, "a selection that takes about a minute on an H200")
     add("--precisions", nargs="+", choices=PRECISIONS, help="bf16 is autocast over fp32 parameters (default: both)")

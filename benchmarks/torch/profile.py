@@ -26,7 +26,8 @@ import torch
 from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
+from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.models import (
     SIZES,
     add_device_flag,
@@ -171,7 +172,13 @@ def selected(args):
 
 
 def main():
-    parser = row_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "a selection, on a GPU"),
+        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
+        ("--dry-run", "the names of the rows"),
+    )
     add = parser.add_argument
     add_model_flags(add, "a selection that takes about a minute on an H200")
     add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default bf16, two rows of fp32)")

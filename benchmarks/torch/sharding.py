@@ -8,13 +8,13 @@
 "counted" is the size of the tensors of these three kinds on rank 0; "GB" is what the GPU's allocator has given out.
 """
 
-import argparse
 import functools
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     BACKENDS,
@@ -147,7 +147,13 @@ def way_row(groups, way, ranks, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "on two GPUs"),
+        ("--backend gloo --size toy", "a quick trial on the CPU"),
+        ("--dry-run", "the names of the rows"),
+    )
     add = parser.add_argument
     add("--size", choices=SIZES, default="xl", help="model (default xl)")
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.command import HelpPrinted, run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
@@ -25,6 +25,17 @@ BLAS = (
 )
 EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
+
+TRAINING = (  # the examples of train_gpt2.py: (flags, comment)
+    ("", "the paper's training: 50 steps"),
+    ("--preset nano --steps 20 --out out/nano --overwrite", "a small model, saved"),
+    ("--resume out/nano --steps 40", "continue that run to step 40"),
+)
+INFERENCE = (
+    ("", "continue the start of the corpus"),
+    ('--prompt "In the spring" --max-new-tokens 10', "continue a text"),
+    ("--top-k 40 --seed 1 --stream", "sample, and print each token at once"),
+)
 
 
 def integer(text):
@@ -50,7 +61,7 @@ def add_group(parser, title, description=None):
 
 def train_parser():
     """The parser of train_gpt2.py. An omitted flag is parsed as None if its default depends on other flags or files."""
-    parser = Parser(description="Train a GPT-2. Without flags: the paper's configuration on the shipped corpus.")
+    parser = Parser("Train a GPT-2. Without flags: the paper's configuration on the shipped corpus.", TRAINING)
     parser.add_argument("--version", action="version", version=f"staged-gpt2 {gpt2core.__version__}")
     add_recipe(parser)
     add_data(parser)
@@ -210,7 +221,7 @@ def add_ranks(parser):
 def inference_parser():
     """The parser of inference.py."""
     text = "Continue a prompt. Without flags: the shipped weights continue the first tokens of the shipped corpus."
-    parser = Parser(description=text)
+    parser = Parser(text, INFERENCE)
     parser.add_argument("--version", action="version", version=f"staged-gpt2 {gpt2core.__version__}")
     add = add_group(parser, "input")
     text = "directory of a checkpoint, or of a GPT-2 in Hugging Face's format (default: the shipped data/gpt2-paper)"

@@ -13,14 +13,11 @@ import traceback
 
 import numpy as np
 
+from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 
 GRACE = 0.4  # seconds: rank r waits r * GRACE (at most 8 * GRACE) before it reports an error, see wait_for_lower_ranks
-
-
-class HelpPrinted(Exception):
-    """Raised after --help or --version was printed, to end the command with exit code 0."""
 
 
 def run_command(make_world, body):

@@ -14,7 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES, missing_package
+from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.terminal import terminal_width
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +33,17 @@ STAGES = [
 QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
 
 
-def main():
+def main(arguments=None):
     """Print the report; returns exit code 0 if stage 0 works, otherwise 2, also if the report cannot be written."""
+    text = "Print the versions of packages and devices, then run one small training step of each stage."
     try:
+        Parser(text, [("", "check this machine"), ("> doctor.txt", "write the report to a file")]).parse_args(arguments)
         return report(run)
+    except HelpPrinted:
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except OSError as error:  # standard output: its disk is full, or its reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit would flush it again and fail
         print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)

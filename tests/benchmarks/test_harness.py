@@ -12,7 +12,9 @@ import pytest
 from benchmarks.cpu import curve, decode
 from benchmarks.harness import cpu_tables, report
 from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
+from tests.support.help_text import arguments_of, assert_parsed, examples_of
 
 LIBRARIES = ("harness", "peers")
 SCRIPTS = [
@@ -161,12 +163,21 @@ def test_make_bench_saves_to_results():
 def test_every_script_explains_its_flags(script, monkeypatch, capsys):
     if script.startswith(("benchmarks.gpu.", "benchmarks.gpus.")):
         pytest.importorskip("triton")
+    main = import_module(script).main
     monkeypatch.setattr("sys.argv", [script, "--help"])
     with pytest.raises(SystemExit) as ended:
-        import_module(script).main()
+        run_main(main)
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert f"python -m {script}" in shown and "?" in shown and "--save " in shown and "--no-save" not in shown
+    assert "?" in shown and "--save " in shown and "--no-save" not in shown
+    for example in examples_of(shown):
+        assert_parsed(monkeypatch, main, arguments_of(example, f"python -m {script}"))
+    monkeypatch.setattr("sys.argv", [script, "--sav"])
+    with pytest.raises(SystemExit) as ended:
+        run_main(main, measures_time=False)
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and line.startswith("error: unrecognized arguments: --sav (did you mean --save")
+    assert line.count("\n") == 1
 
 
 def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts(monkeypatch):
