@@ -72,7 +72,7 @@ def busy(runs):
     names = [name for name, record in runs.records.items() if runs.is_busy(name) and record.get("times", True)]
     if not names:
         return []
-    titles = ", ".join(runs.records[name].get("title", name) for name in names)
+    titles = "; ".join(runs.records[name].get("title", name) for name in names)
     return [
         paragraph(
             f"Other programs ran on this machine: {len(names)} of {counted(len(runs.records), 'part')} were measured "

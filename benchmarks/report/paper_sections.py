@@ -185,9 +185,12 @@ def gain_pair(runs, slow, fast, what, paper_gain):
     if not a or not b:
         stage = fast if a else slow
         return f"{NOT_MEASURED}: there is no {what} of stage {stage}: {reason_of(stage)}. {paper_sentence}"
+    ratio = f"{times_as_fast(a.value, b.value)} times as fast"
+    if a.disturbed:
+        ratio = f"no result, because other runs show that the run of stage {slow} was disturbed"
     return (
         f"Stage {fast} takes {seconds(b.value)} ({b.where}) and stage {slow} takes {seconds(a.value)} ({a.where}): "
-        f"{times_as_fast(a.value, b.value)} times as fast. {paper_sentence}"
+        f"{ratio}. {paper_sentence}"
     )
 
 

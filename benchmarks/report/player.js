@@ -125,6 +125,7 @@
   choice.addEventListener("change", () => {
     chosen = true;
     open(Number(choice.value));
+    root.scrollIntoView({ block: "nearest" }); // the new view may be higher than the last one
   });
 
   // Whether the browser itself uses this key on this element of the player.

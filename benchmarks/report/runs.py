@@ -22,13 +22,14 @@ THIS_MACHINE = "this machine"
 class Run:
     """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/.
 
-    precision: of the numbers, as "fp32".
+    precision: of the numbers, as "fp32". disturbed: whether a comparison shows that other programs slowed the run.
     """
 
     value: object
     where: str
     shipped: bool = False
     precision: str = "fp32"  # the measured runs of this report are in fp32
+    disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Runs:
         """The seconds of the paper's inference, a Run or None. On ranks: --mode replicate, the paper's method."""
         name = "infer1-replicate" if stage == 1 else f"infer{stage}"
         if results := self.results(name):
-            return Run(results["seconds"], self.place(name))
+            disturbed = stage == 0 and any(each.above for each in self.inference_speedups().values())
+            return Run(results["seconds"], self.place(name) + ", disturbed" * disturbed, disturbed=disturbed)
         if stage == 2:
             value, precision, file = shipped.inference()
             return Run(value, f"{precision}; {shipped.origin(file, 1)}", True, precision)
@@ -108,7 +110,7 @@ class Runs:
         records = [self.records[name] for name in names]
         used = [record["other_cores"] for record in records if record.get("other_cores") is not None]
         if used:
-            return f"while other programs used {max(used):.1f} cores of this machine"
+            return f"while other programs used {'up to ' if len(used) > 1 else ''}{max(used):.1f} cores"
         load = max(record.get("load_average", 0.0) for record in records)
         return f"with a load average of {load:.1f} before the measurements"
 
