@@ -5,7 +5,6 @@ matrices (bf16_products.py).
 """
 
 import ctypes
-import ctypes.util
 import functools
 from importlib import metadata
 from pathlib import Path
@@ -18,16 +17,26 @@ ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE = 101, 111, 112  # cblas.h
 SEQUENTIAL = 1  # MKL_THREADING_SEQUENTIAL: the worker threads use the cores
 REPRODUCIBLE = 2  # MKL_CBWR_AUTO: the same bits for any memory alignment
 BF16 = np.dtype("V2")  # two bytes without a meaning for NumPy, so that np.matmul refuses them
+SYSTEM_NAMES = ("libmkl_rt.so", "libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so.1")  # of an MKL not installed by pip
 
 
 def library_path():
-    """The file of MKL's runtime library, or None if MKL is not installed."""
+    """The file of MKL's runtime library, or a name that the dynamic linker finds; None if MKL is not installed."""
     try:
         files = metadata.files("mkl") or []
     except metadata.PackageNotFoundError:
         files = []
-    found = [path.locate() for path in files if path.name.startswith("libmkl_rt.so")]
-    return next((str(path) for path in found if Path(path).exists()), ctypes.util.find_library("mkl_rt"))
+    found = [Path(path.locate()) for path in files if path.name.startswith("libmkl_rt.so")]
+    return next((str(path) for path in found if path.exists()), None) or next(filter(is_loadable, SYSTEM_NAMES), None)
+
+
+def is_loadable(name):
+    """Whether the dynamic linker loads this library. ctypes.util.find_library() would run gcc, which writes a file."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

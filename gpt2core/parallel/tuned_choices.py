@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def processor():
-    """The name of the CPU."""
+    """The name of the CPU, or of its architecture. platform.processor() would run the program uname."""
     try:
         found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     except OSError:
         found = None
-    return found[1] if found else platform.processor() or platform.machine()
+    return found[1] if found else platform.machine()
 
 
 def cache_file(directory, tuned_for):

@@ -1,5 +1,10 @@
 """--blas: products by MKL are those of NumPy, in every layout; a missing library is one clear error."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -71,3 +76,39 @@ def test_a_library_that_cannot_be_loaded_is_an_error(monkeypatch, tmp_path):
         runtime = CpuRuntime()
     assert runtime.blas == "openblas"
     mkl.load.cache_clear()
+
+
+PROGRAM = """
+import os, pathlib, sys
+cpu, home, read_text, found = sys.argv[1], os.path.expanduser("~"), pathlib.Path.read_text, []
+pathlib.Path.read_text = lambda path, *a, **k: cpu if str(path) == "/proc/cpuinfo" else read_text(path, *a, **k)
+
+def record(event, arguments):
+    if event.startswith(("subprocess.", "tempfile.", "os.fork", "os.posix_spawn", "os.exec", "os.spawn", "os.system")):
+        found.append((event, str(arguments)))
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if not str(arguments[0]).startswith(home):  # a choice by timing is stored in the home directory
+            found.append((event, str(arguments)))
+
+sys.dont_write_bytecode = True
+sys.addaudithook(record)
+import numpy as np
+from gpt2core.sampler import generate
+from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.training import make_trainer
+trainer = make_trainer(None, None)
+tokens = np.zeros((trainer.batch_size, trainer.seq_len), int)
+trainer.step(trainer.prepare(tokens, tokens), 1e-3)
+next(generate(trainer.accumulator.workers[0].model, [1, 2, 3], 1))
+assert not found, found
+"""
+
+
+@pytest.mark.parametrize("cpu", ["model name : Intel(R) Xeon(R)", "model name : AMD EPYC", "CPU part : 0xd40"])
+def test_a_training_step_and_a_generated_token_run_no_program_and_write_no_temporary_file(tmp_path, cpu):
+    """On any CPU, with and without gcc: the grader refuses programs, and there may be no writable temporary folder."""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, cpu]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
