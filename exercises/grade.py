@@ -33,7 +33,7 @@ def write_overlay(exercise, folder, overlay):
         keep = [name for each, name in exercise.functions if each == file]
         others = [each for each in EXERCISES if each.stage == exercise.stage and each is not exercise]
         replace = [name for other in others for each, name in other.functions if each == file]
-        text, real_text = read_source(folder / file, file), (ROOT / file).read_text(encoding="utf-8")
+        text, real_text = read_source(folder / file, file), read_source(ROOT / file, file)
         lines, numbers[file] = merged(text, file, keep, replace, real_text)
         (overlay / file).parent.mkdir(parents=True, exist_ok=True)
         (overlay / file).write_text("".join(lines), encoding="utf-8")

@@ -2,8 +2,11 @@
 
 import ast
 import hashlib
+import re
+import tokenize
 
 MAX_BYTES = 1 << 20  # of a source file: a larger one is not read
+COOKIE = re.compile(r"^[ \t\f]*#.*coding[:=].*")  # in line 1 or 2: it names the encoding of the file (PEP 263)
 
 
 class SourceError(Exception):
@@ -11,17 +14,27 @@ class SourceError(Exception):
 
 
 def read_source(path, name):
-    """The text of a file; raises SourceError, with its `name`, if it is not UTF-8 text of a moderate size."""
+    """The text of a file, read as Python reads it: UTF-8, with or without a byte order mark, or the encoding it names.
+
+    The comment that names an encoding is replaced by `#`, because the text may be written in UTF-8. Raises SourceError,
+    with the `name` of the file, if it has more than MAX_BYTES or cannot be read.
+    """
     if not path.is_file():
         raise SourceError(f"{name} is missing")
     if path.stat().st_size > MAX_BYTES:
         raise SourceError(f"{name} has more than {MAX_BYTES >> 20} MB, so it is not read")
     try:
-        return path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:
+            first, second, rest = (file.readline(), file.readline(), file.read())
+        text = COOKIE.sub("#", first) + COOKIE.sub("#", second) + rest
+        text.encode("utf-8")  # some encodings have escapes for half a character
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SourceError(f"{name} is not a text file in UTF-8") from None
+    except (SyntaxError, LookupError, UnicodeError):
+        raise SourceError(
+            f"{name} is not a text file in UTF-8, or in the encoding that a comment in its first two lines names"
+        ) from None
+    return text
 
 
 def parse(text, name):

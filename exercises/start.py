@@ -12,7 +12,7 @@ from pathlib import Path
 
 from exercises.catalog import CORPUS, PACKAGES, PAGES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER, base_parser, folder_of, main_of
-from exercises.source import stripped
+from exercises.source import read_source, stripped
 from gpt2core.errors import ConfigError
 
 # The READMEs and Makefiles of the stages are for commands in the repository, not in a copy.
@@ -43,8 +43,8 @@ def fill_folder(stage, folder):
     (folder / CORPUS).parent.mkdir()
     shutil.copy(ROOT / CORPUS, folder / CORPUS)
     for file in graded_files(stage):
-        text = (ROOT / file).read_text(encoding="utf-8")
-        (folder / file).write_text(stripped(text, messages_of(stage, file)), encoding="utf-8")
+        text = stripped(read_source(ROOT / file, file), messages_of(stage, file))
+        (folder / file).write_text(text, encoding="utf-8")
     for exercise in of_stage(stage):
         shutil.copy(PAGES / exercise.page, folder / exercise.page)
     (folder / MARKER).write_text(json.dumps({"stage": stage}) + "\n")

@@ -19,6 +19,7 @@ import argparse
 import ast
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 try:
@@ -151,7 +152,8 @@ def section(lesson, number):
 
 def sources(path, names):
     """The source of functions, classes and constants at the top level of a file, in the order of `names`."""
-    text = path.read_text(encoding="utf-8")
+    with tokenize.open(path) as file:
+        text = file.read()
     found = {}
     for node in ast.parse(text).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else node

@@ -283,10 +283,6 @@ def test_the_architecture_quotes_the_script_of_stage_1():
 # -- the README -------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
-
-
 def test_the_reading_list_has_the_right_number_of_lines_and_minutes():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d \| \[`([\w/.]+)`\].* \| (\d+) \| (\d+) \|$", text, re.M)

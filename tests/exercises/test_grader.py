@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
@@ -37,11 +38,26 @@ def needs(stage):
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
+INTEL = """
+import pathlib
+read_text = pathlib.Path.read_text
+def read(path, *arguments, **options):
+    found = str(path) == "/proc/cpuinfo"
+    return "model name : Intel(R) Xeon(R)" if found else read_text(path, *arguments, **options)
+pathlib.Path.read_text = read
+"""
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_real_code_gets_100_percent(tmp_path, stage):
+def test_the_real_code_gets_100_percent_also_on_an_intel_cpu(tmp_path, stage, monkeypatch):
+    """On an Intel CPU the backend looks for MKL; a check must not run a program or write a file for it."""
     needs(stage)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(INTEL)
+    environment, path = runner.environment, f"{tmp_path / 'site'}{os.pathsep}{ROOT}"
+    monkeypatch.setattr(runner, "environment", lambda work: environment(work) | {"PYTHONPATH": path})
     shown = []
-    record = grade.grade(stage, copy_of(stage, tmp_path), show=shown.append)
+    record = grade.grade(stage, copy_of(stage, tmp_path / "folder"), show=shown.append)
     assert record["score"] == 100, "\n".join(shown)
     assert all(state == "passed" for each in record["exercises"].values() for state in each["checks"].values())
 
@@ -128,6 +144,10 @@ def test_whatever_a_function_does_the_report_is_clear(tmp_path, monkeypatch, bod
         ("def softmax(:\n", f"{FILE}, line 1: Python cannot read this file"),
         (b"\xff\xfe\x00", f"{FILE} is not a text file in UTF-8"),
         (b"#" * (2 << 20), f"{FILE} has more than 1 MB"),
+        (b"# coding: none\n", f"{FILE} is not a text file in UTF-8, or in the encoding that a comment"),
+        (b"# coding: hex\n", f"{FILE} is not a text file in UTF-8, or in the encoding that a comment"),
+        (b"\xef\xbb\xbf# coding: latin-1\n", f"{FILE} is not a text file in UTF-8, or in the encoding that a comment"),
+        (b"\xef\xbb\xbf\xef\xbb\xbf\n", f"{FILE}, line 1: Python cannot read this file"),
         ("", f"{FILE} has no function softmax: add it again"),
         ("def softmax(x, axis=-1):\n    return x\n\nimport nothing_of_this_name\n", "No module named"),
         ("def softmax(x, axis=-1):\n    return x\n\nraise SystemExit\n", "your code ended the program"),
@@ -137,6 +157,27 @@ def test_whatever_a_function_does_the_report_is_clear(tmp_path, monkeypatch, bod
 def test_whatever_a_file_contains_the_report_is_clear(tmp_path, text, words):
     result, lines = grade_softmax(tmp_path, text)
     assert words in result.text
+    assert_one_clear_line(lines)
+
+
+@pytest.mark.parametrize(
+    "first, encoding",
+    [
+        ("", "utf-8-sig"),
+        ("# -*- coding: latin-1 -*-\n", "latin-1"),
+        ("#!/usr/bin/python\n# vim: set fileencoding=cp1252 :\n", "cp1252"),
+        ("# coding: cp1252\n# coding: latin-1\n", "cp1252"),
+        ("# coding: utf-8\r\n", "utf-8-sig"),
+    ],
+)
+def test_a_file_in_any_encoding_that_python_reads_is_graded(tmp_path, first, encoding):
+    """The character after this comment has another byte in each encoding; a wrong one would change the text."""
+    check = f"assert [ord(each) for each in '\xe4\xdf'] == {[0xE4, 0xDF]}; "
+    text = with_body(f"{check}y = z").replace('"""', f'{first}"""', 1)
+    result, lines = grade_softmax(tmp_path, text.encode(encoding))
+    compile((tmp_path / FILE).read_bytes(), FILE, "exec")  # Python reads the file
+    line = 68 + first.count("\n")
+    assert result.text.startswith(f"{FILE}, line {line}: NameError"), result  # the student's own line number
     assert_one_clear_line(lines)
 
 
