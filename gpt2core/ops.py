@@ -81,8 +81,6 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
     def backward(ds, dy):
         if dy is None:  # layernorm(s) was not used: the gradient is that of an addition
-            if a_bias.grad_buffer is not None:
-                raise AutogradError("residual_layernorm: the second output is unused: no grad_buffer is written")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
         dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, buffers(a_bias, w, b))
         return dx, dx, da_bias, dw, db
@@ -115,7 +113,8 @@ def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
     y = group.all_reduce(y, out=y)
 
     def backward(dy):
-        out, accumulate = buffers(wte, wpe), tied and wte.grad_buffer is not None
+        out = wte.destination(adds=tied), wpe.destination()
+        accumulate = tied and out[0] is not None
         return backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first, out, accumulate)
 
     return Tensor.from_op(y, (wte, wpe), backward)
@@ -159,15 +158,22 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
     forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
-    *stats, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, forward_scale, dloss, *buffers(w))
+    out, own = None, object()
+    if forward_scale is not None:
+        out = w.destination(writer=own)
+    *stats, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, forward_scale, dloss, out)
     loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
     def backward(dy):
         if dloss is not None and dy is not dloss:
             raise AutogradError("unembed_cross_entropy: call backward() with the dloss array that forward was given")
-        dx, dw = backend.unembed_cross_entropy_backward(
-            dy, x2, w.data, targets, scale, maxima, sums, aux, first, *buffers(w)
-        )
+        if out is not None and w.in_buffer != (own,):
+            raise AutogradError(
+                "unembed_cross_entropy: the gradient that forward may have written to w.grad_buffer was used or "
+                "overwritten: call backward() once, before another operation writes to this buffer"
+            )
+        dw = w.destination() if out is None else out
+        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, maxima, sums, aux, first, dw)
         return dx.reshape(x.shape), dw
 
     return Tensor.from_op(loss, (x, w), backward)
@@ -221,8 +227,8 @@ def recompute(function, x):
 
 
 def buffers(*leaves):
-    """The argument `out` of a backward kernel: the grad_buffer of each parameter, or None if it has no buffer."""
-    return tuple(None if leaf is None else leaf.grad_buffer for leaf in leaves)
+    """The argument `out` of a backward kernel: where it writes the gradient of each parameter, or None: a new array."""
+    return tuple(None if leaf is None else leaf.destination() for leaf in leaves)
 
 
 def require(condition, operation, *tensors):

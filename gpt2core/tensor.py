@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import itertools
+from collections import Counter
 
 _recording = contextvars.ContextVar("recording", default=True)  # a context variable: each thread has its own value
 _creation_order = itertools.count()
@@ -63,8 +64,8 @@ class Tensor:
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
     gradient, an array of the same shape, in `grad`. Importing primitives.py defines arithmetic (+, *, ...).
 
-    grad_buffer: an array to which backward kernels write the gradient of a leaf (see ops.buffers), or None. If two
-    operations use the leaf, the second kernel adds to the buffer, so backward() does not add the two results again.
+    grad_buffer: an array to which backward kernels write the gradient of a leaf (see destination), or None. If two
+    operations use the leaf, the second kernel must add to the buffer; backward() does not add the two results again.
     """
 
     __array_priority__ = 1000  # makes NumPy call the tensor's __radd__ for array + tensor
@@ -72,6 +73,7 @@ class Tensor:
     def __init__(self, data, backend, requires_grad=False):
         self.data, self.backend, self.requires_grad = data, backend, requires_grad
         self.grad, self.node, self.index, self.grad_buffer = None, None, 0, None
+        self.in_buffer = ()  # the writers of the gradients whose sum is in grad_buffer, until on_gradient() gets it
 
     @classmethod
     def from_op(cls, data, parents, backward):
@@ -115,6 +117,16 @@ class Tensor:
     def __repr__(self):
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
+    def destination(self, adds=False, writer=None):
+        """grad_buffer of a leaf, to which a kernel now writes a gradient or, if `adds`, adds one to those in it."""
+        if self.grad_buffer is not None:
+            if adds and not self.in_buffer:
+                raise AutogradError(
+                    "a kernel would add to a grad_buffer to which no other kernel has written a gradient"
+                )
+            self.in_buffer = (*self.in_buffer, writer) if adds else (writer,)
+        return self.grad_buffer
+
     def on_gradient(self, gradient):
         """Called once in each backward pass, when it has computed the whole gradient of this leaf.
 
@@ -131,7 +143,8 @@ class Tensor:
 
         gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
         freed during the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded,
-        or if `gradient` is missing for several elements; ShapeError if a gradient has another shape than its tensor.
+        or if `gradient` is missing for several elements, or for a leaf whose grad_buffer does not contain the sum of
+        its gradients; ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -144,6 +157,7 @@ class Tensor:
         gradient = gradient.data if isinstance(gradient, Tensor) else gradient
         nodes, uses_left = reachable(self)
         sums = {}  # {node or leaf: for each of its outputs the sum of the gradients so far, or None}
+        received = Counter()  # {leaf: number of its gradients so far}
 
         def add_gradient(tensor, gradient):
             if gradient is not None:
@@ -157,7 +171,14 @@ class Tensor:
                 output_sums[tensor.index] = gradient
             if tensor.node is None:
                 uses_left[tensor] -= 1
+                received[tensor] += gradient is not None
                 if uses_left[tensor] == 0 and tensor in sums:
+                    if tensor.grad_buffer is not None and len(tensor.in_buffer) != received[tensor]:
+                        raise AutogradError(
+                            f"the grad_buffer of a leaf {tensor.shape} contains {len(tensor.in_buffer)} of its "
+                            f"{received[tensor]} gradients: use the leaf once, by a kernel, or without a grad_buffer"
+                        )
+                    tensor.in_buffer = ()
                     tensor.on_gradient(sums.pop(tensor)[0])
 
         add_gradient(self, gradient)

@@ -6,7 +6,7 @@ import contextlib
 
 from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_shapes
 from gpt2core.ops import require_tokens
 from gpt2core.optimizer import AdamW
@@ -22,6 +22,7 @@ from gpt2core.parallel.steps_in_flight import PendingStep
 from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.parallel.whole_parameters import fill, initial_parameters
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
+from gpt2core.tensor import ShapeError
 
 
 class Trainer:
@@ -48,6 +49,11 @@ class Trainer:
         self.backend.check_model(config)
         data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()  # owners divide the arena
         self.rows = even_slices(batch_size, data.size)[data.rank]  # slice of the global batch that this rank reads
+        if not 0 < micro_batches // data.size <= batch_size // data.size:
+            raise ConfigError(
+                f"--micro-batches {micro_batches}: each of {counted(data.size, 'rank')} needs at least 1, and a "
+                f"micro-batch needs at least 1 sequence of --batch-size {batch_size}"
+            )
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
         capture = capture and self.world.capturable
         self.allocate(micro_batches // data.size, data, owners, capture)
@@ -100,9 +106,12 @@ class Trainer:
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): inputs and targets, (rows, T) integers on the host, in micro-batches.
 
-        The rows are this rank's part of the global batch. Raises ShapeError for a token outside the vocabulary.
+        The rows are this rank's part of the global batch, self.rows. Raises ShapeError for another shape, and for a
+        token outside the vocabulary.
         """
         for tokens in (inputs, targets):
+            if tokens.shape != (shape := (self.rows.stop - self.rows.start, self.seq_len)):
+                raise ShapeError(f"batch: tokens {tokens.shape}, but the part of this rank is (rows, T) = {shape}")
             require_tokens("batch", tokens, self.config.vocab_size)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
         wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank

@@ -333,6 +333,32 @@ def test_a_batch_with_a_token_outside_the_vocabulary_is_refused(rng, token, wher
         trainer.prepare(*batch)
 
 
+@pytest.mark.parametrize("batch_size, micro_batches", [(3, 8), (0, 1), (4, 0), (4, -1)])
+def test_a_trainer_with_an_empty_micro_batch_is_refused(batch_size, micro_batches):
+    with pytest.raises(ConfigError, match=f"--micro-batches {micro_batches}: .* of --batch-size {batch_size}$"):
+        Trainer(CONFIG, backends(1), batch_size=batch_size, seq_len=16, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shape", [(8, 16), (1, 16), (4, 15), (4, 17), (64,), (4, 16, 1)], ids=str)
+@pytest.mark.parametrize("where", [0, 1], ids=["inputs", "targets"])
+def test_a_batch_of_another_shape_than_the_part_of_this_rank_is_refused(rng, ranks, shape, where):
+    """The gradient is divided by the number of tokens of the global batch, so it would be that of another loss."""
+
+    def prepare(world):
+        trainer = Trainer(CONFIG, backends(1), batch_size=4 * ranks, seq_len=16, micro_batches=4, world=world)
+        batch = list(random_batch(rng, 4))
+        trainer.prepare(*batch)
+        batch[where] = np.zeros(shape, int)
+        with pytest.raises(
+            ShapeError, match=re.escape(f"batch: tokens {shape}, but the part of this rank is")
+        ) as found:
+            trainer.prepare(*batch)
+        return str(found.value).endswith("(rows, T) = (4, 16)")
+
+    assert all(run_ranks(ranks, prepare))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_diverges_changes_nothing(rng, ranks, what):
