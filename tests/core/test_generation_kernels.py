@@ -68,6 +68,25 @@ def test_every_way_gives_the_product(rng, threads, C, K):
         assert_allclose(products(x, w, np.empty((1, K), np.float32)), exact, atol=C * 1e-6)
 
 
+@pytest.mark.parametrize("N", [1, 2, 3, 33])
+@pytest.mark.parametrize("way", ["blas", "einsum", "parts", "blas, one thread"])
+def test_a_product_of_any_number_of_rows_is_right_whatever_way_is_chosen_for_one_row(rng, monkeypatch, way, N):
+    """Several rows never use a way for one row, and one row that is recorded does not: training chooses nothing."""
+    chosen = []
+    monkeypatch.setattr(row_products, "stored_choice", lambda what, ways, choose: chosen.append(what) or way)
+    backend = NumpyBackend()
+    backend.runtime.use_threads(3)
+    x, w = rng.standard_normal((N, 3 * PART), np.float32), rng.standard_normal((3 * PART, 96), np.float32)
+    recorded = backend.linear_forward(x, w)
+    assert chosen == []
+    with no_grad():
+        y = backend.linear_forward(x, w)
+    assert len(chosen) == (N == 1)
+    exact = x.astype(np.float64) @ w
+    for found in (recorded, y):
+        assert_allclose(found, exact, rtol=0, atol=3 * PART * 1e-6)  # a sum of 3 PART products, each of order 1
+
+
 def test_the_choice_is_made_once_and_kept_in_a_file(rng, monkeypatch, tmp_path):
     timed = []
 

@@ -473,8 +473,12 @@ def test_the_planned_micro_batches_and_threads(batch, count, threads, ranks, det
         ((0, None, 1, 1, True), "--batch-size 0"),
         ((-4, None, 1, 2, False), "--batch-size -4"),
         ((16, None, 1, 3, True), "--batch-size 16 .* by 3 ranks: use --batch-size 15 and --no-deterministic$"),
+        ((16, None, 1, 3, False), "--batch-size 16 .* by 3 ranks: use --batch-size 15$"),
+        ((13, None, 1, 4, True), "--batch-size 13 .* by 4 ranks: use --batch-size 12$"),
+        ((1, None, 1, 2, True), "--batch-size 1 .* by 2 ranks: use --batch-size 2$"),
+        ((16, None, 1, 16, True), "8 micro-batches, not .* 16 ranks: use --micro-batches 16, or --no-deterministic$"),
         ((16, None, 0, 1, True), "--threads 0 must be at least 1"),
-        ((6, None, 1, 3, True), "2 micro-batches, not a multiple of 3 ranks.*--no-deterministic"),
+        ((6, None, 1, 3, True), "2 micro-batches, not .* 3 ranks: use a number of ranks that is 2.n, or --no-det.*$"),
         ((16, 6, 1, 1, True), "--micro-batches 6 is not a power of two: use 4 or 8"),
         ((16, 0, 1, 1, True), "--micro-batches 0 "),
         ((16, -2, 1, 1, True), "--micro-batches -2 "),
@@ -499,8 +503,9 @@ def test_any_plan_is_an_even_division_or_a_message_whose_advice_works(batch, cou
         advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
         if advice:
             assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
-            if advice[2] and count is None and threads > 0:
-                plan_micro_batches(int(advice[1]), count, threads, ranks, False)
+            assert bool(advice[2]) == (deterministic and ranks.bit_count() > 1)  # a sum in a binary tree needs 2^n ranks
+            if count is None and threads > 0:
+                plan_micro_batches(int(advice[1]), count, threads, ranks, deterministic and not advice[2])
         advice = re.search(r": use --micro-batches (\d+) or --batch-size (\d+)$", str(error))
         if advice:
             assert batch % int(advice[1]) == 0 and int(advice[2]) % count == 0 and int(advice[2]) > 0
