@@ -173,6 +173,14 @@ def test_the_commands_of_a_page_print_what_the_page_shows(page, shell):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_shows_only_digits_of_a_loss_that_are_those_of_every_cpu(page):
+    """The library and the CPU of the matrix products decide the digits after these: three decimals, then "..."."""
+    shown = re.findall(r"^step +\d+ .*?\| loss (\S+)|\| norm (\S+)", page.read_text(encoding="utf-8"), re.M)
+    numbers = [number for pair in shown for number in pair if number]
+    assert [number for number in numbers if not re.fullmatch(r"(\d+(\.\d{1,3})?)?\.\.\.", number)] == []
+
+
 def test_a_command_whose_output_differs_is_found():
     assert differences("step 0 | loss 5.1...\n", "step 0 | loss 4.1\n") and not differences("a ... c\n", "a b c\n")
 
