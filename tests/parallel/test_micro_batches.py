@@ -503,7 +503,7 @@ def test_any_plan_is_an_even_division_or_a_message_whose_advice_works(batch, cou
         advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
         if advice:
             assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
-            assert bool(advice[2]) == (deterministic and ranks.bit_count() > 1)  # a sum in a binary tree needs 2^n ranks
+            assert bool(advice[2]) == (deterministic and ranks.bit_count() > 1)  # the tree sum needs 2^n ranks
             if count is None and threads > 0:
                 plan_micro_batches(int(advice[1]), count, threads, ranks, deterministic and not advice[2])
         advice = re.search(r": use --micro-batches (\d+) or --batch-size (\d+)$", str(error))
