@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpt2core.app import cli
@@ -289,6 +290,24 @@ def test_the_architecture_quotes_the_script_of_stage_1():
 
 
 # -- the README -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, works", [(60, False), (1_000, True), (1_000_000, True)])
+def test_the_commands_for_the_readers_own_text_work_for_any_text_that_is_long_enough(size, works, shell):
+    (block,) = [text for _, text in blocks(ROOT / "README.md", "sh") if "my.txt" in text]
+    train, generate = (line.replace("100'", "1 --sample 0'") for line in block.splitlines())
+    # characters of one to four bytes, most of which the model's own corpus does not have
+    letters = np.random.default_rng().choice(list("etaoin shrdlu\n\täß—日本語שלום🙂\r\0"), size)
+    (shell.copy / "my.txt").write_text("".join(letters), encoding="utf-8", newline="")
+    done = shell(train, ".")
+    if works:
+        assert "trained 1 step " in done.stdout and not done.stderr
+        done = shell(generate, ".")
+        assert "weights: out/mine\n" in done.stdout and "Once upon a time" in done.stdout and not done.stderr
+    else:
+        line, of_make = done.stderr.splitlines()
+        assert re.fullmatch(r"error: --data my.txt: the text has \d+ tokens, but .* 257 .*: give more text or .*", line)
+        assert (done.returncode, of_make.startswith("make: ***")) == (2, True)
 
 
 def test_the_reading_list_has_the_right_number_of_lines_and_minutes():
