@@ -9,14 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = Path(__file__).resolve().parent / "pages"
 
-# What the working folder of a stage contains: the packages that the stage consists of, and the default corpus.
+# The packages that a stage consists of. The working folder has a copy of each, and the default corpus.
 PACKAGES = {
     0: ("gpt2core", "stage0_serial"),
     1: ("gpt2core", "stage0_serial", "stage1_mpi"),
     2: ("gpt2core", "stage0_serial", "stage2_cuda"),
     3: ("gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"),
 }
-CORPUS = "data/dummy.txt"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ import json
 import os
 from pathlib import Path
 
-from exercises.catalog import PACKAGES
+from exercises.catalog import PACKAGES, ROOT
 from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import Parser
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
+MAKE = (ROOT / "Makefile").is_file()  # false after a plain `pip install .`: then only python -m exercises.NAME works
+DIR = "DIR=" if MAKE else "--dir"
 MARKER = "exercise.json"  # a file of the working folder that says for which stage it is
 
 
@@ -40,10 +42,18 @@ def folder_of(stage, folder):
     return Path(folder if folder is not None else f"work/stage{stage}")
 
 
+def called(target, stage, folder):
+    """The command line of `make exercise` or `make grade` for a stage and, unless it is None, a folder."""
+    if MAKE:
+        return f"make {target} STAGE={stage}" + (f" DIR={folder}" if folder is not None else "")
+    module = {"exercise": "start", "grade": "grade"}[target]
+    return f"python -m exercises.{module} --stage {stage}" + (f" --dir {folder}" if folder is not None else "")
+
+
 def check_folder(stage, folder):
     """The Path of the working folder; raises ConfigError unless `make exercise` has made it for this stage."""
     path = folder_of(stage, folder)
-    make = f"make exercise STAGE={stage}" + (f" DIR={folder}" if folder is not None else "")
+    make = called("exercise", stage, folder)
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist: run `{make}` first")
     marked = stage_of(path)

@@ -10,24 +10,25 @@ import sys
 import tempfile
 from pathlib import Path
 
-from exercises.catalog import CORPUS, PACKAGES, PAGES, ROOT, graded_files, of_stage
-from exercises.commands import MARKER, base_parser, folder_of, main_of
+from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage
+from exercises.commands import DIR, MARKER, base_parser, called, folder_of, main_of
 from exercises.source import read_source, stripped
+from gpt2core.app.presets import CORPUS, INSTALLED
 from gpt2core.errors import ConfigError
 
 # The READMEs and Makefiles of the stages are for commands in the repository, not in a copy.
 NOT_COPIED = shutil.ignore_patterns(
-    "README.md", "Makefile", "__pycache__", "*.png", "tuned", "ranks", "out", "run", "*.ipynb"
+    "README.md", "Makefile", "__pycache__", "*.png", "tuned", "ranks", "out", "run", "*.ipynb", INSTALLED.name
 )
 
 
 def make_folder(stage, folder):
     """Make the working folder of a stage; raises ConfigError if `folder` exists and is not empty."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file: choose another folder with DIR=")
+        raise ConfigError(f"{folder} is a file: choose another folder with {DIR}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(
-            f"{folder} exists and is not overwritten: choose another folder with DIR=, or delete this one"
+            f"{folder} exists and is not overwritten: choose another folder with {DIR}, or delete this one"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".exercise-", dir=folder.parent) as directory:
@@ -40,8 +41,8 @@ def fill_folder(stage, folder):
     """Write the packages, the corpus, the pages and the marker of a stage to a new folder."""
     for package in PACKAGES[stage]:
         shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
-    (folder / CORPUS).parent.mkdir()
-    shutil.copy(ROOT / CORPUS, folder / CORPUS)
+    (folder / "data").mkdir()
+    shutil.copy(CORPUS, folder / "data")
     for file in graded_files(stage):
         text = stripped(read_source(ROOT / file, file), messages_of(stage, file))
         (folder / file).write_text(text, encoding="utf-8")
@@ -74,8 +75,7 @@ def command(arguments):
     print(f"{folder} has the exercises of stage {options.stage}:")
     for exercise in of_stage(options.stage):
         print(f"  {exercise.page:<32} {exercise.title}")
-    directory = f" DIR={folder}" if options.dir is not None else ""
-    print(f"Read the first page, write its functions, then run `make grade STAGE={options.stage}{directory}`.")
+    print(f"Read the first page, write its functions, then run `{called('grade', options.stage, options.dir)}`.")
     return 0
 
 

@@ -313,8 +313,8 @@ def unlocated(text):
 
 def nccl_on_threads(options):
     """The calls of NCCL of stage 3, executed by a fake on threads, give stage 2's bits."""
-    from benchmarks.harness.fake_gpu import OnFakeGpu
     from stage2_cuda.cuda_backend import CudaBackend
+    from testing.fake_gpu import OnFakeGpu
 
     sizes = dict(config=SMALL, batch_size=4, micro_batches=2)
     wanted, count = trained(Solo(), trainer_maker(CudaBackend, **sizes), SMALL, 2), 0
@@ -404,8 +404,8 @@ def gradients_of_stage_3(options):
 def locate_in_stage_3(ranks):
     """The first Difference of a training run of stage 3 on real GPUs, or on fake ones in the interpreter."""
     if not gpu_count():
-        from benchmarks.harness.fake_gpu import OnFakeGpu
         from stage2_cuda.cuda_backend import CudaBackend
+        from testing.fake_gpu import OnFakeGpu
 
         make = trainer_maker(CudaBackend, SMALL, batch_size=4, micro_batches=2, dp="bucket")
         return examined(make, SMALL, 1, 2, True, OnFakeGpu)

@@ -67,9 +67,18 @@ def report(run):
         codes.append(code)
     for number, code in enumerate(codes):
         if code:
-            preset = " PRESET=nano" * (interpreted and number >= 2)
-            print(f"`make train STAGE={number}{preset}` installs the packages of stage {number}", flush=True)
+            print(f"{installer(number, interpreted)} installs the packages of stage {number}", flush=True)
     return 2 if codes[0] else 0
+
+
+def installer(stage, interpreted):
+    """The command that installs the packages of a stage: of make, or of pip after a plain `pip install .`."""
+    if (ROOT / "Makefile").exists():
+        return f"`make train STAGE={stage}{' PRESET=nano' * (interpreted and stage >= 2)}`"
+    device = ["interpreter"] if interpreted else ["cuda13"] + ["nccl13"] * (stage == 3)
+    extras = ",".join(["mpi"] * (stage % 2) + device * (stage >= 2))
+    driver = " (cuda12, nccl12 for a driver of CUDA 12)" * (stage >= 2 and not interpreted)
+    return f"`pip install '.{f'[{extras}]' if extras else ''}'`{driver} in a clone of the repository"
 
 
 def print_row(name, text):

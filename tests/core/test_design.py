@@ -330,9 +330,10 @@ def test_no_file_names_a_path_of_one_machine():
 
 def test_every_package_is_listed_for_installation():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    roots = [ROOT / "gpt2core", *(ROOT / stage for stage in STAGES), ROOT / "torch_bridge", ROOT / "exercises"]
+    roots = [ROOT / name for name in ("gpt2core", *STAGES, "torch_bridge", "exercises", "testing")]
     there = [path.parent for root in roots if root.exists() for path in root.rglob("__init__.py")]
-    assert sorted(packages) == sorted(".".join(path.relative_to(ROOT).parts) for path in there)
+    shipped = ["gpt2core.shipped"]  # data/, which has no __init__.py
+    assert sorted(packages) == sorted([".".join(path.relative_to(ROOT).parts) for path in there] + shipped)
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)

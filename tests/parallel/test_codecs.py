@@ -5,12 +5,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.harness.fake_gpu import OnFakeGpu
 from gpt2core.parallel.codecs import CODECS, GROUP, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.thread_communicator import run_ranks
 from stage2_cuda.kernels.codecs import GROUPS_PER_PROGRAM, FusedCodec
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
+from testing.fake_gpu import OnFakeGpu
 
 pytestmark = [] if interpreted() else [pytest.mark.gpu]  # with a GPU every test needs it
 

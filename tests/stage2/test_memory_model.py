@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.harness.fake_gpu import Event, Stream
 from gpt2core import trainer as trainers
 from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
@@ -50,6 +49,7 @@ from stage2_cuda.runtime.cuda_runtime import CudaRuntime
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
+from testing.fake_gpu import Event, Stream
 from tests.support.pooled_cupy import PooledCupy
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.harness.fake_gpu import OnFakeGpu, fake_gpu
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2Config
@@ -31,6 +30,7 @@ from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import NcclErrors
+from testing.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec

@@ -1,0 +1,79 @@
+"""What a plain `pip install .` installs is enough: commands find their data and modules from any directory.
+
+A fixture copies the files that pyproject.toml lists, as setuptools does, so that nothing is built or downloaded.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from exercises.catalog import graded_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """installed(*arguments): run Python in an empty directory with a copy of the installed packages."""
+    site, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("here")
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in options["packages"]:
+        folder = ROOT / options["package-dir"].get(package, package.replace(".", "/"))
+        for pattern in ["*.py", *options["package-data"].get(package, [])]:
+            for file in folder.glob(pattern):
+                copy = site / package.replace(".", "/") / file.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
+
+    def run(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(site), "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", *map(str, arguments)]
+        return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+
+    run.site, run.here = site, here
+    return run
+
+
+@pytest.mark.parametrize("preset, corpus", [("tiny", "dummy.txt"), ("book", "moby_dick.txt")])
+def test_training_finds_the_corpus_and_the_tokenizer_of_a_preset(installed, preset, corpus):
+    sizes = ["--steps", 1, "--batch-size", 1, "--seq-len", 8, "--sample", 1]
+    done = installed("stage0_serial.train_gpt2", "--preset", preset, *sizes)
+    assert (done.returncode, done.stderr) == (0, "") and f"tokens of {corpus}" in done.stdout
+
+
+@pytest.mark.parametrize("weights", [[], ["gpt2core/shipped/gpt2-book"]])
+def test_inference_finds_the_shipped_weights(installed, weights):
+    flags = ["--weights", installed.site / weights[0]] if weights else []
+    done = installed("stage0_serial.inference", "--prompt", "the notebook", "--max-new-tokens", 1, *flags)
+    assert (done.returncode, done.stderr) == (0, "") and "Continuation:" in done.stdout
+
+
+def test_exercises_are_started_and_graded_and_name_commands_that_exist(installed):
+    pytest.importorskip("triton")
+    missing = installed("exercises.grade", "--stage", 3)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr == "error: work/stage3 does not exist: run `python -m exercises.start --stage 3` first\n"
+    started = installed("exercises.start", "--stage", 3)
+    assert started.returncode == 0 and started.stdout.endswith("run `python -m exercises.grade --stage 3`.\n")
+    work = installed.here / "work" / "stage3"
+    assert (work / "data" / "dummy.txt").is_file() and not (work / "gpt2core" / "shipped").exists()
+    for file in graded_files(3):
+        shutil.copy(ROOT / file, work / file)
+    graded = installed("exercises.grade", "--stage", 3, "--only", "3.2")  # its checks use a fake GPU
+    assert "4 of 4 checks passed" in graded.stdout, graded.stdout + graded.stderr
+
+
+def test_the_doctor_names_commands_of_pip_where_there_is_no_makefile(installed):
+    code = "from gpt2core.app.doctor import installer; print(*[installer(n, i) for n in range(4) for i in (1, 0)])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed.here, env=os.environ | {"PYTHONPATH": str(installed.site)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "make" not in done.stdout
+    for extras in ("", "[mpi]", "[interpreter]", "[mpi,interpreter]", "[cuda13]", "[mpi,cuda13,nccl13]"):
+        assert f"`pip install '.{extras}'`" in done.stdout
