@@ -1,6 +1,6 @@
 """Write the notebook of each stage, stageN_*/walkthrough.ipynb, from the stage's lesson and the page stageN.md here.
 
-    python docs/notebooks/build.py            # write the four notebooks
+    python docs/notebooks/build.py            # write the four notebooks, with the outputs of a run on this machine
     python docs/notebooks/build.py --check    # write nothing; exit with 1 if a notebook is not up to date
 
 The page gives the order of the cells. Its text becomes Markdown cells, its ```python blocks become code cells, and
@@ -12,7 +12,7 @@ these lines are replaced:
 
 A block after a line "From [...](...):" quotes code and stays text. A block that begins with "# first.py" is a file of
 the lesson: it becomes a code cell, and the import of this file is removed from later cells. Links are relative to the
-folder of the stage. The notebooks have no outputs: run.py executes them.
+folder of the stage. run.py executes the notebooks; it needs the packages of `make test`, as does this program.
 """
 
 import argparse
@@ -46,7 +46,7 @@ root = next((folder for folder in folders if (folder / "docs" / "notebooks").is_
 if root is None:
     raise SystemExit("The repository was not found: clone it into this folder, or open the notebook in the clone.")
 sys.path[:0] = [str(root), str(root / "docs" / "notebooks")]
-from walkthrough.setup import prepare
+from walkthrough.setup import prepare, show
 
 gpu = prepare(stage={stage})  # installs missing packages; True if there is a GPU"""
 
@@ -166,11 +166,19 @@ def sources(path, names):
 
 
 def is_current(stage):
-    """Whether the notebook of a stage has the cells of build(). Outputs and metadata are not compared."""
+    """Whether the notebook of a stage has the cells of build(), and the outputs of one run of all of them.
+
+    The outputs themselves are not compared, because they contain times.
+    """
     cells = nbformat.read(notebook_path(stage), as_version=4).cells if notebook_path(stage).exists() else []
-    return [(cell.cell_type, cell.source) for cell in cells] == [
+    runs = [cell.execution_count for cell in cells if cell.cell_type == "code"]
+    return runs == [*range(1, len(runs) + 1)] and [(cell.cell_type, cell.source) for cell in cells] == [
         (cell.cell_type, cell.source) for cell in build(stage).cells
     ]
+
+
+def write(path, notebook):
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
 
 
 def main():
@@ -178,12 +186,16 @@ def main():
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook is out of date")
     check, stale = parser.parse_args().check, []
     for stage in STAGES:
-        path, notebook = notebook_path(stage), build(stage)
+        path = notebook_path(stage)
         if check:
             stale += [] if is_current(stage) else [path]
         else:
-            path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-            print(f"{path.relative_to(ROOT)}: {len(notebook.cells)} cells")
+            from run import execute  # run.py imports this file
+
+            write(path, build(stage))
+            notebook, seconds = execute(stage)
+            write(path, notebook)
+            print(f"{path.relative_to(ROOT)}: {len(notebook.cells)} cells, {seconds:.0f} s", flush=True)
     for path in stale:
         print(f"{path.relative_to(ROOT)} is out of date: run python docs/notebooks/build.py", file=sys.stderr)
     return int(bool(stale))

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from build import ROOT, STAGES, nbformat, notebook_path
+from build import ROOT, STAGES, nbformat, notebook_path, write
 
 try:
     import ipykernel  # noqa: F401  nbclient starts it as a program
@@ -31,7 +31,7 @@ def execute(stage):
     began = time.monotonic()
     notebook = nbformat.read(notebook_path(stage), as_version=4)
     resources = {"metadata": {"path": str(notebook_path(stage).parent)}}
-    options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"]}  # of the kernel
+    options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "record_timing": False}
     notebook = NotebookClient(notebook, timeout=TIME_LIMIT, resources=resources, **options).execute()
     return notebook, time.monotonic() - began
 
@@ -61,7 +61,7 @@ def main():
         for old in args.out.glob(f"stage{stage}-*.png"):
             old.unlink()
         path = args.out / f"stage{stage}.ipynb"
-        path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+        write(path, notebook)
         for count, (number, png) in enumerate(pictures(notebook), start=1):
             (args.out / f"stage{stage}-{count:02}-cell{number}.png").write_bytes(png)
         print(f"{path}: {seconds:.0f} s", flush=True)

@@ -47,12 +47,63 @@ def test_a_changed_lesson_makes_a_notebook_out_of_date(tools, monkeypatch):
     assert not build.is_current(0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_notebook_in_git_has_no_outputs(stage):
+def in_git(stage):
+    """The notebook of a stage as it is in the repository, with its outputs."""
     import nbformat
 
     (path,) = ROOT.glob(f"stage{stage}_*/walkthrough.ipynb")
-    assert [cell.id for cell in nbformat.read(path, as_version=4).cells if cell.get("outputs")] == []
+    return nbformat.read(path, as_version=4)
+
+
+def wrong_prints(notebook):
+    """The cells of an executed notebook that did not print their lines after #>."""
+    wrong = []
+    for cell in notebook.cells:
+        expected = "".join(f"{line}\n" for line in re.findall(r"^#> ?(.*)$", cell.source, re.M))
+        printed = "".join(output.text for output in cell.get("outputs", []) if output.output_type == "stream")
+        if expected and not doctest.OutputChecker().check_output(expected, printed, ELLIPSIS):
+            wrong.append(f"{cell.source}\nprinted:\n{printed}")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_notebook_in_git_has_the_outputs_of_a_run_without_errors(tools, stage):
+    """The outputs do not say whether they are those of the present code: the test that runs the notebooks does."""
+    notebook = in_git(stage)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert wrong_prints(notebook) == []
+    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_notebook_in_git_is_small_and_each_of_its_pictures_has_an_alternative_text(tools, stage):
+    build, run = tools
+    notebook = in_git(stage)
+    pictures = [png for _, png in run.pictures(notebook)]
+    assert len(pictures) >= 5 and max(map(len, pictures)) < 60_000
+    assert build.notebook_path(stage).stat().st_size < 300_000
+    assert alternative_texts(notebook) == len(pictures)
+
+
+def alternative_texts(notebook):
+    """The number of pictures of an executed notebook that have an alternative text of several words."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = [output.get("metadata", {}).get("image/png", {}).get("alt", "") for output in outputs]
+    return sum(len(text.split()) >= 5 for text in texts)
+
+
+def test_a_notebook_without_outputs_or_with_those_of_another_order_is_out_of_date(tools, tmp_path, monkeypatch):
+    build, _ = tools
+    monkeypatch.setattr(build, "notebook_path", lambda stage: tmp_path / "walkthrough.ipynb")
+    notebook = in_git(3)
+    build.write(tmp_path / "walkthrough.ipynb", notebook)
+    assert build.is_current(3)
+    *_, last = (cell for cell in notebook.cells if cell.cell_type == "code")
+    last.execution_count = 1
+    build.write(tmp_path / "walkthrough.ipynb", notebook)
+    assert not build.is_current(3)
+    build.write(tmp_path / "walkthrough.ipynb", build.build(3))
+    assert not build.is_current(3)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -71,14 +122,8 @@ def test_a_notebook_runs_and_prints_what_its_cells_say(tools, stage):
     if stage >= 2:
         pytest.importorskip("triton")
     notebook, seconds = run.execute(stage)
-    wrong = []
-    for cell in notebook.cells:
-        expected = "".join(f"{line}\n" for line in re.findall(r"^#> ?(.*)$", cell.source, re.M))
-        printed = "".join(output.text for output in cell.get("outputs", []) if output.output_type == "stream")
-        if expected and not doctest.OutputChecker().check_output(expected, printed, ELLIPSIS):
-            wrong.append(f"{cell.source}\nprinted:\n{printed}")
-    assert wrong == []
-    assert len(list(run.pictures(notebook))) >= 4
+    assert wrong_prints(notebook) == []
+    assert alternative_texts(notebook) == len(list(run.pictures(notebook))) >= 5
     assert seconds < SLOWEST
 
 

@@ -250,6 +250,13 @@ def test_the_paths_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_each_picture_of_a_page_has_an_alternative_text(page):
+    text = page.read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[([^\]]*)\]", text)
+    assert [alt for alt in pictures if len(alt.split()) < 4] == [] and "<img" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_sections_that_a_page_links_exist(page):
     missing = []
     for target, section in re.findall(r"\]\(([^)#\s]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")):

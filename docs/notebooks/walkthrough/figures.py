@@ -1,9 +1,13 @@
-"""Figures of the notebooks: what collectives move, who owns the arena, bars on a time axis, the roofline."""
+"""Figures of the notebooks: what collectives move, who owns the arena, bars on a time axis, the roofline.
+
+Each function shows the figure; alt is the text for readers who do not see it.
+"""
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 from gpt2core.parallel.thread_communicator import run_ranks
+from walkthrough.setup import show
 
 RANK_NAMES = "ABCDEFGH"
 
@@ -11,7 +15,7 @@ RANK_NAMES = "ABCDEFGH"
 # -- what a collective moves -------------------------------------------------------------------------------------------
 
 
-def draw_moves(p, collectives):
+def draw_moves(p, collectives, alt):
     """Draw each rank's array before and after some collectives; collectives: {title: (rows of x, function)}.
 
     The function is called on each rank as function(comm, x), where x (rows) holds the parts of this rank. A1 is part 1
@@ -24,7 +28,7 @@ def draw_moves(p, collectives):
         for axis, arrays, name in zip(axes[:, column], (before, after), (title, "after"), strict=True):
             draw_cells(axis, arrays, p)
             axis.set_title(name if name != "after" else "after it", fontsize=10)
-    plt.show()
+    show(alt)
 
 
 def labels(rank, rows, p):
@@ -55,7 +59,7 @@ def draw_cells(axis, arrays, p):
 # -- the arena ---------------------------------------------------------------------------------------------------------
 
 
-def draw_arena(arena, owners):
+def draw_arena(arena, owners, alt):
     """Draw the parameters in the flat buffer, the layers in two colours in turn, and the parts of its owners."""
     _, axis = plt.subplots(figsize=(10, 1.8))
     megabyte = 4 / 1e6
@@ -78,13 +82,13 @@ def draw_arena(arena, owners):
     axis.set_xlim(0, megabyte * arena.size)
     axis.set_yticks([])
     axis.set_xlabel("MB of the flat fp32 buffer")
-    plt.show()
+    show(alt)
 
 
 # -- bars on a time axis -----------------------------------------------------------------------------------------------
 
 
-def draw_lanes(panels, unit="ms"):
+def draw_lanes(panels, alt, unit="ms"):
     """Draw timelines below each other; panels: {title: {lane: [(begin, length, colour or None)]}}, times in `unit`."""
     heights = [len(lanes) + 1 for lanes in panels.values()]
     _, axes = plt.subplots(
@@ -101,13 +105,13 @@ def draw_lanes(panels, unit="ms"):
         axis.set_title(title, loc="left", fontsize=10)
         axis.grid(axis="x", alpha=0.3)
     axes[-1, 0].set_xlabel(unit)
-    plt.show()
+    show(alt)
 
 
 # -- the roofline ------------------------------------------------------------------------------------------------------
 
 
-def draw_roofline(roofs, bandwidth, points):
+def draw_roofline(roofs, bandwidth, points, alt):
     """Draw performance over arithmetic intensity (Williams et al. 2009), both logarithmic.
 
     roofs: {label: FLOP/s}; bandwidth: bytes per second; points: {label: (FLOPs per byte, FLOP/s)}.
@@ -126,13 +130,13 @@ def draw_roofline(roofs, bandwidth, points):
     axis.set_xlabel("FLOPs per byte that is read or written")
     axis.set_ylabel("TFLOP/s")
     axis.grid(alpha=0.3)
-    plt.show()
+    show(alt)
 
 
 # -- the ladder of a kernel --------------------------------------------------------------------------------------------
 
 
-def draw_ladder(results, bandwidth):
+def draw_ladder(results, bandwidth, alt):
     """Draw the time of each rung of benchmarks/gpu/ladder.py; bandwidth: bytes per second of the memory, or None."""
     _, axis = plt.subplots(figsize=(9, 0.6 * len(results) + 1))
     medians = {result["name"]: 1e6 * median(result["seconds"]) for result in results}
@@ -146,7 +150,7 @@ def draw_ladder(results, bandwidth):
         axis.set_xlabel(f"us; dashed: {fastest / 1e6:.0f} MB at {bandwidth / 1e12:.2f} TB/s take {least:.0f} us")
     axis.set_xlim(right=1.35 * max(medians.values()))
     axis.invert_yaxis()
-    plt.show()
+    show(alt)
 
 
 def median(seconds):

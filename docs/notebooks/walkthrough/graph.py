@@ -5,6 +5,7 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch
 
 from gpt2core.tensor import reachable
+from walkthrough.setup import show
 
 LEAF, RESULT, OPERATION = "#fde9c8", "#d7ead3", "#d6e4f5"
 
@@ -22,11 +23,11 @@ def parents(node):
 # -- a small expression ------------------------------------------------------------------------------------------------
 
 
-def draw_graph(root, names):
+def draw_graph(root, names, alt):
     """Draw the graph of `root`, from the leaves on the left to the root on the right.
 
     Call it before backward(), or after backward(retain_graph=True), because backward() frees the graph. names: {text:
-    tensor}. A tensor with a name shows its data and, after backward(), its gradient.
+    tensor}. A tensor with a name shows its data and, after backward(), its gradient. alt: see show().
     """
     nodes, leaves = reachable(root)
     gradients = inner_gradients(root) if any(leaf.grad is not None for leaf in leaves) else {}
@@ -45,6 +46,7 @@ def draw_graph(root, names):
     axes.set_xlim(-0.6, width - 0.4)
     axes.set_ylim(height - 0.4, -0.6)
     axes.axis("off")
+    show(alt)
 
 
 def inner_gradients(root):
@@ -110,10 +112,10 @@ def positions(nodes, leaves, column):
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
-def draw_model(loss, parameters):
+def draw_model(loss, parameters, alt):
     """Draw the graph of a model's loss from top to bottom; parameters: {name: leaf}. Call it before backward().
 
-    An operation shows the shape of its first output; the boxes on the left are its parameters.
+    An operation shows the shape of its first output; the boxes on the left are its parameters. alt: see show().
     """
     nodes, _ = reachable(loss)
     row = {node: number for number, node in enumerate(nodes)}
@@ -144,6 +146,7 @@ def draw_model(loss, parameters):
     arrow(axes, (0, -1), (0, 0), patchA=tokens, patchB=boxes[nodes[0]])
     axes.set_ylim(len(nodes) - 0.4, -1.6)
     axes.axis("off")
+    show(alt)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

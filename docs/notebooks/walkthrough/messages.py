@@ -11,6 +11,7 @@ import numpy as np
 
 from gpt2core.communicator import Communicator, Handle
 from gpt2core.parallel.thread_communicator import run_ranks
+from walkthrough.setup import show
 
 DATA, TIMES = 0, 1  # tags: the messages of the collective, and for each of them the time at which it ends
 
@@ -88,10 +89,10 @@ def simulate(p, collective, alpha, beta):
     return max(clock for clock, _ in results), messages
 
 
-def draw_messages(panels):
+def draw_messages(panels, alt):
     """Draw the messages of several algorithms on a common time axis; panels: {title: (p, seconds, [Message])}.
 
-    A bar is a message on the line of its receiver; its number is the rank that sends it.
+    A bar is a message on the line of its receiver; its number is the rank that sends it. alt: see show().
     """
     heights = [p + 1 for p, _, _ in panels.values()]
     figure, axes = plt.subplots(
@@ -112,4 +113,4 @@ def draw_messages(panels):
         panel.set_ylim(p - 0.5, -0.5)
         panel.grid(axis="x", alpha=0.3)
     axes[-1, 0].set_xlabel("ms in the alpha-beta model; the number in a bar is the rank that sends")
-    plt.show()
+    show(alt)
