@@ -6,6 +6,7 @@ character. TokenStream, which decodes one token at a time, returns a character w
 """
 
 import codecs
+import functools
 import json
 import re
 import zlib
@@ -17,10 +18,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gpt2core.errors import DataError
+from gpt2core.text.input_file import read_file
 from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, splits_at_words
 
 FILE_NAME = "tokenizer.json"
 
+LARGEST = 1 << 28  # bytes of a tokenizer.json
 MAX_IDS = 1 << 22  # ids are less than this: a larger id in a file is almost certainly an error, and makes tables large
 INVISIBLE = {  # word of one invisible character: (its name in the error if it is unknown, what to do)
     "\ufeff": ("a byte order mark (U+FEFF)", "save the file as UTF-8 without it"),
@@ -153,7 +156,7 @@ class Tokenizer:
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         try:
-            library = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8"))
+            library = tokenizers.Tokenizer.from_str(read_file(path, LARGEST).decode("utf-8"))
         except OSError as error:
             advice = f"give word, byte or a {FILE_NAME}"
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; {advice}") from None
@@ -179,6 +182,11 @@ class Tokenizer:
     def to_bytes(self):
         """Return the contents of tokenizer.json; equal tokenizers give equal bytes."""
         return self.library.to_str(pretty=True).encode("utf-8")
+
+    @functools.cached_property
+    def token_ids(self):
+        """The ids that have a token, an increasing array. Ids between them, and above them, may have none."""
+        return np.unique(list(self.ids.values()))
 
     @property
     def fingerprint(self):

@@ -1,8 +1,8 @@
 """Text generation on the GPU: one CUDA graph computes the logits and samples the next token of every sequence.
 
 Each sequence has a sampling rule (gpt2core/sampler.py). If all rules are Greedy(), or all are Sampling() with the same
-options, the device samples and the host only reads the tokens. With any other rules the host copies the logits of each
-step and samples.
+options, the device samples and the host only reads the tokens. It also does so if all are limited to the same tokens
+by OnlyTokens(). With any other rules the host copies the logits of each step and samples.
 
 A step is normally one captured CUDA graph. The sequence lengths, tokens and random numbers are in device memory, so the
 same graph serves every step, and the host can launch the next step before it reads the tokens of this one. Under
@@ -27,6 +27,7 @@ import numpy as np
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
+from gpt2core.text.only_tokens import OnlyTokens
 from stage2_cuda.decoding import batched, cluster_step, gather, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, ClusterStep, SingleRowStep
 
@@ -68,6 +69,8 @@ class GpuDecoder:
         self.maxima, self.indices = empty((B, tiles), "float32"), empty((B, tiles), "int32")
         self.window = empty((B, block), "int32")
         self.samplers = {}  # {(restrict to top-k, restrict to top-p): (function, DeviceSampler)}
+        self.sampler = None  # the DeviceSampler of this generation, or None
+        self.mask, self.masked = None, {}  # the TokenMask; {a function that samples: the same with the TokenMask}
 
     # -- the methods of gpt2core.sampler.Decoder -----------------------------------------------------------------------
 
@@ -79,7 +82,7 @@ class GpuDecoder:
         # Whether the next steps are window steps. With a prompt of block_size tokens all steps are window steps: step 0
         # computes the same positions as a prefill, and later steps need no KV cache.
         self.uses_windows = max(self.lengths) >= block
-        self.rules, self.steps_ahead = rules, STEPS_AHEAD
+        self.steps_ahead = STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -129,19 +132,26 @@ class GpuDecoder:
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def choose_sampling(self, rules):
-        """The function that appends the next tokens in each step: append_greedy, append_given or append_sampled.
+        """The function that appends the next tokens in each step; sets self.rules, the rules that it uses.
 
-        append_greedy and append_sampled have the arguments maxima and indices, which unembed() returns.
-        append_greedy and append_sampled choose the tokens on the device; append_given appends tokens that the host has
-        chosen.
+        append_given appends tokens that the host has chosen. The others choose the tokens on the device and have the
+        arguments maxima and indices, which unembed() returns.
         """
-        if all(type(rule) is Greedy for rule in rules):
-            return self.append_greedy
-        options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
-        if len(options) != 1 or not all(type(rule) is Sampling for rule in rules):
-            self.steps_ahead = 0  # the host must choose the tokens of a step before it launches the next step
+        ids = [rule.ids for rule in rules if type(rule) is OnlyTokens]
+        masked = len(ids) == len(rules) and all(each is ids[0] for each in ids)
+        self.rules, self.sampler = [rule.choose for rule in rules] if masked else rules, None
+        if all(type(rule) is Greedy for rule in self.rules):
+            return self.with_mask(self.append_greedy, ids[0]) if masked else self.append_greedy
+        options = {(rule.temperature, rule.top_k, rule.top_p) for rule in self.rules if type(rule) is Sampling}
+        if len(options) != 1 or not all(type(rule) is Sampling for rule in self.rules):
+            # the host must choose the tokens of a step before it launches the next step
+            self.rules, self.steps_ahead = rules, 0
             return self.append_given
-        temperature, top_k, top_p = options.pop()
+        append_sampled = self.append_sampled(*options.pop())
+        return self.with_mask(append_sampled, ids[0]) if masked else append_sampled
+
+    def append_sampled(self, temperature, top_k, top_p):
+        """A function that draws the next tokens with these options and appends them; it uses self.sampler."""
         B, V = self.logits.shape
         restricted = 0 < top_k < V, top_p < 1
         if restricted not in self.samplers:
@@ -155,6 +165,17 @@ class GpuDecoder:
         self.stream.upload(self.sampler.top_p_and_temperature, np.array([top_p, temperature]))
         self.stream.upload(self.sampler.top_k, np.array([min(top_k, V)]))
         return append_sampled
+
+    def with_mask(self, sample, ids):
+        """The function `sample`, limited to the tokens `ids`."""
+        B, V = self.logits.shape
+        self.mask = self.mask or sampling.TokenMask(self.backend.empty, B, V)
+        self.stream.upload(self.mask.valid, np.isin(np.arange(V), ids))
+
+        def masked_sample(maxima, indices):
+            sample(*self.mask.exclude(self.logits))
+
+        return self.masked.setdefault(sample, masked_sample)  # one function for each `sample`: see captured_step()
 
     def append_greedy(self, maxima, indices):
         sampling.append_greedy(self.sequences, maxima, indices, self.tiling.pdl)
@@ -173,7 +194,7 @@ class GpuDecoder:
             self.stream.upload(self.sequences.tokens, np.array(tokens, np.int32))
             self.append_given()
             return
-        if self.sample != self.append_greedy and self.step_count % UNIFORMS == 0:
+        if self.sampler and self.step_count % UNIFORMS == 0:
             self.upload_uniforms()
         self.run(compute, *arguments, sample=self.sample)
 

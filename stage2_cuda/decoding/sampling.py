@@ -41,6 +41,7 @@ BLOCK_V = 512  # tokens per program
 GROUP = tl.constexpr(16)  # thresholds (add_masses) or tiles (sum_tiles) per loop iteration
 TOP_K, TOP_P, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the searches
 MASS_UNIT = tl.constexpr(float(1 << 44))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the smallest finite float32
 MIN_KEY, END_KEY = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)  # all keys are in [MIN_KEY, END_KEY)
 READBACK = 1024  # tokens per sequence in the ring buffer that the host reads: more than decoder.STEPS_AHEAD + 1
 STATE_FIELDS = 5  # the state of a search: low, high (interval [low, high)), mass and count of the keys >= high, goal
@@ -82,6 +83,26 @@ def append_greedy(sequences, maxima, indices, pdl=False):
     if pdl:
         options["launch_pdl"] = True
     launch(append_greedy_kernel, sequences.lengths.shape, *sequences.arguments(), maxima, indices, tiles, **options)
+
+
+class TokenMask:
+    """Excludes ids without a token, such as the padding of a vocabulary, from logits (B, V).
+
+    valid (V) int8, which the caller fills: 1 for an id that has a token.
+    """
+
+    def __init__(self, empty, B, V):
+        self.valid, self.tiles = empty((V,), "int8"), triton.cdiv(V, BLOCK_V)
+        self.maxima, self.indices = empty((B, self.tiles), "float32"), empty((B, self.tiles), "int32")
+
+    def exclude(self, logits):
+        """Set the logits of excluded ids to -infinity, in place; returns (maxima, indices) of the others.
+
+        These are as from batched.unembed, but the tiles are those of this object.
+        """
+        arguments = logits, self.maxima, self.indices, self.valid, logits.shape[1], self.tiles
+        launch(exclude_kernel, self.maxima.shape, *arguments, BLOCK_V=BLOCK_V, num_warps=4)
+        return self.maxima, self.indices
 
 
 class DeviceSampler:
@@ -272,6 +293,20 @@ def search_kernel(
     add_masses(
         partials_out_ptr, logits_ptr, maxima_ptr, options_ptr, low, high, b, V, tiles, n_maxima, G, BLOCK_V, MAXIMA
     )  # fmt: skip
+
+
+@triton.jit
+def exclude_kernel(logits_ptr, maxima_ptr, indices_ptr, valid_ptr, V, tiles, BLOCK_V: tl.constexpr):
+    b, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits_ptr += b.to(tl.int64) * V
+    x, valid = tl.load(logits_ptr + v, v < V, 0), tl.load(valid_ptr + v, v < V, 0) != 0
+    x = tl.where(x > float("-inf"), x, LOWEST)  # also NaN: so every token is larger than an excluded id
+    x = tl.where(valid, x, float("-inf"))
+    tl.store(logits_ptr + v, x, v < V)
+    maximum = tl.max(x, 0)
+    first_index = tl.min(tl.where(x == maximum, v, V - 1), 0)
+    tl.store(maxima_ptr + b * tiles + tl.program_id(1), maximum)
+    tl.store(indices_ptr + b * tiles + tl.program_id(1), first_index)
 
 
 # -- append the token --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from gpt2core.parallel.group_sampler import GroupSampler
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Decoder, Greedy, Sampling, generate, generate_batch
+from gpt2core.text.only_tokens import OnlyTokens
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -131,6 +132,33 @@ def test_rules_with_different_options_sample_on_the_host():
     assert list(generate_batch(ours, prompts, 3, mixed())) == list(generate_batch(stage0, prompts, 3, mixed()))
 
 
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_device_never_chooses_an_id_without_a_token(rng, rule, B):
+    (ours, stage0), decoders = models(UNTIED), {}
+    prompts = [rng.integers(0, 29, int(length)).tolist() for length in rng.integers(1, 8, B)]
+    for count in (5, 28):  # the decoder is reused with other ids
+        ids = np.sort(rng.choice(29, count, replace=False))
+
+        def limited(seed, ids=ids):
+            return OnlyTokens(rule(seed), ids)
+
+        got, want = generated(ours, prompts, 3, limited, decoders), generated(stage0, prompts, 3, limited)
+        assert got == want and np.isin(got, ids).all()
+        (decoder,) = decoders[B]
+        assert decoder.steps_ahead  # the device has chosen the tokens
+    unlimited = generated(ours, prompts, 3, rule, decoders)
+    assert unlimited == generated(stage0, prompts, 3, rule) == generated(ours, prompts, 3, rule)
+
+
+def test_rules_with_different_ids_sample_on_the_host():
+    ours, stage0 = models(UNTIED)
+    rules = [OnlyTokens(Greedy(), np.arange(3)), OnlyTokens(Greedy(), np.arange(20, 29))]
+    tokens = list(generate_batch(ours, [[3, 1], [5, 9]], 3, rules))
+    assert tokens == list(generate_batch(stage0, [[3, 1], [5, 9]], 3, rules))
+    assert all(first < 3 and second >= 20 for first, second in tokens)
+
+
 # -- steps and decoders ------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +262,15 @@ def paper(precision, captured=True):
     return load_model(PRESETS["paper"], arrays_of(PRESETS["paper"]), backend)
 
 
+EVEN = np.arange(0, 172, 2)
+LIMITED = {
+    "greedy, limited": lambda seed: OnlyTokens(Greedy(), EVEN),
+    "top-k, limited": lambda seed: OnlyTokens(Sampling(2.0, 9, 0.9, seed), EVEN),
+}
+
+
 @gpu
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", (RULES | LIMITED).values(), ids=RULES | LIMITED)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("length", [5, 192, 250, 256])
 def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, precision, rule, length):
@@ -243,7 +278,9 @@ def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, prec
     captured, uncaptured, decoders = paper(precision), paper(precision, captured=False), {}
     first, *others = (list(generate(captured, prompt, 40, rule(5), decoders)) for _ in range(3))  # run, capture, replay
     assert others == [first, first] and first == list(generate(uncaptured, prompt, 40, rule(5)))
-    assert len(set(first)) > (1 if rule is RULES["greedy"] else 3)  # greedy tokens may repeat in a short cycle
+    assert rule not in LIMITED.values() or np.isin(first, EVEN).all()
+    is_greedy = rule in (RULES["greedy"], LIMITED["greedy, limited"])
+    assert len(set(first)) > (1 if is_greedy else 3)  # greedy tokens may repeat in a short cycle
     shorter = prompt[: max(length - 30, 1)]  # replays the graph of the first prompt, or: run, capture, replay
     want = list(generate(uncaptured, shorter, 5, rule(6)))
     assert all(list(generate(captured, shorter, 5, rule(6), decoders)) == want for _ in range(3))

@@ -325,6 +325,22 @@ def test_append_greedy_appends_the_first_of_the_largest_logits_and_its_embedding
     near(sequences.x, host(sequences.wte)[want] + host(sequences.wpe)[np.minimum(lengths, 7)])
 
 
+@pytest.mark.parametrize("V", [5, 1030])
+def test_excluded_ids_get_the_logit_minus_infinity_and_the_maxima_are_those_of_the_others(rng, V):
+    valid = rng.random(V) < 0.3
+    valid[rng.integers(V)] = True
+    logits = rng.choice([-np.inf, np.nan, -1, 0, 3], (4, V)).astype(np.float32)
+    mask, array = sampling.TokenMask(empty, 4, V), device(logits)
+    mask.valid[...] = device(valid.astype(np.int8))
+    maxima, indices = map(host, mask.exclude(array))
+    lowest = np.finfo(np.float32).min  # of a token whose logit is not finite: it is above that of an excluded id
+    want = np.where(valid, np.where(logits > -np.inf, logits, lowest), -np.inf)
+    assert_array_equal(host(array), want)
+    best = maxima.argmax(1)
+    assert_array_equal(maxima[range(4), best], want.max(1))
+    assert_array_equal(indices[range(4), best], want.argmax(1))
+
+
 def test_append_given_appends_a_token_and_clips_it_to_the_vocabulary(rng):
     sequences = sequences_of(rng, 3, 9, [1, 2, 3])
     sequences.tokens[...] = device(np.array([4, 9, -1], np.int32))

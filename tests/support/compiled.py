@@ -45,6 +45,7 @@ from gpt2core.model import parameter_shapes  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
+from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402
 from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
@@ -341,7 +342,7 @@ def suite(gpu):
     for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
         write(two_layers("paper"), precision, batch, [greedy])
     train(two_layers("gpt2"), "bf16", 8)
-    write(two_layers("gpt2"), "bf16", 1, [greedy, custom_rule, narrowed])
+    write(two_layers("gpt2"), "bf16", 1, [greedy, OnlyTokens(greedy, np.arange(9)), custom_rule, narrowed])
     wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
     train(wide, "bf16", 8)
     write(wide, "bf16", 1, [greedy])

@@ -336,6 +336,9 @@ def launch_sampling(a):
         sampler = sampling.DeviceSampler(a.xp.empty, B, V, (B, 7), True, True)
         sampler.top_p_and_temperature[...], sampler.top_k[...], sampler.uniforms[...] = 0.9, 5, 0.3
         sampler.append_sampled(sequences, logits, maxima)
+        mask = sampling.TokenMask(a.xp.empty, B, V)
+        mask.valid[...] = 1
+        sampling.append_greedy(sequences, *mask.exclude(logits))
 
 
 def launch_tree_sum(a):
