@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.harness.report import print_table
 from benchmarks.paper import paper_curves
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import is_plot
 from gpt2core.app.run_log import read_log
@@ -71,12 +71,16 @@ def main(argv=None):
     program = "python -m benchmarks.overlay"
     parser = Parser(__doc__.splitlines()[0], examples, program, "%(prog)s FILE.jsonl ... [flags]")
     parser.add_argument(
-        "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; its path without .jsonl is the curve's label"
+        "logs",
+        type=to_path,
+        nargs="+",
+        metavar="FILE.jsonl",
+        help="a log; its path without .jsonl is the curve's label",
     )
     parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
     default = Path("out", "overlay.png")
     text = f"the PNG file to write (default {default}, in the current directory)"
-    parser.add_argument("--out", type=Path, default=default, metavar="FILE.png", help=text)
+    parser.add_argument("--out", type=to_path, default=default, metavar="FILE.png", help=text)
 
     def body(world):
         args = parser.parse_args(argv)

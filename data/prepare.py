@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import HelpPrinted, Parser
+from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
@@ -65,15 +65,16 @@ def main(arguments=None):
         (f"{corpus} --tokenizer byte --out out/bytes --overwrite", "a token for each byte"),
     )
     parser = Parser(__doc__.split("\n\n")[0], examples, usage="%(prog)s TEXT [flags]")
-    parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
+    parser.add_argument("text", type=to_path, metavar="TEXT", help="the UTF-8 text file to read")
     parser.add_argument(
         "--tokenizer",
         default="word",
+        type=not_empty,
         help="word (each word of the text is a token), byte (each byte is a token), or the path of a tokenizer.json "
         "such as GPT-2's (default word)",
     )
     parser.add_argument(
-        "--out", type=Path, help="directory to write to (default: the path of the text with the suffix .tokens)"
+        "--out", type=to_path, help="directory to write to (default: the path of the text with the suffix .tokens)"
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the files of an earlier run in --out (default: refuse)"

@@ -9,13 +9,12 @@ import csv
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER, main_of, stage_of, write_file
 from exercises.grade import RECORD, grade, printable
 from exercises.source import hash_of
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.errors import ConfigError
 
 NO_RECORD = f"no {RECORD}: run make grade"
@@ -95,11 +94,11 @@ def command(arguments):
         "Make a table of a class's results.", examples, "python -m exercises.collect", "%(prog)s DIR [flags]"
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="a folder with one sub-folder for each student")
+    add("folder", type=to_path, metavar="DIR", help="a folder with one sub-folder for each student")
     add("--grade", action="store_true", help="grade all working folders again first (up to a minute each)")
     add(
         "--csv",
-        type=Path,
+        type=to_path,
         metavar="FILE",
         help="also write it as comma-separated values, with a column for each exercise",
     )

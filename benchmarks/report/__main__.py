@@ -14,7 +14,7 @@ from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
@@ -69,7 +69,7 @@ def main(argv=None):
     parser = Parser(__doc__.splitlines()[0], examples, "python -m benchmarks.report")
     add = parser.add_argument
     default = Path("out", "report")
-    add("--out", type=Path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
+    add("--out", type=to_path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
     add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
     add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
     add("--no-measure", action="store_true", help="measure no times: write the page from the saved and shipped results")

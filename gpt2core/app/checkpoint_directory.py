@@ -34,6 +34,7 @@ from gpt2core.app.checkpoint_files import (
 from gpt2core.app.output_files import renamed
 from gpt2core.errors import CheckpointError
 from gpt2core.model import parameter_shapes
+from gpt2core.text.input_file import read_file
 
 LATEST = "latest"
 STEP = re.compile(r"step-\d{8,}")
@@ -218,7 +219,7 @@ def latest_step(directory):
     if not (link.is_symlink() or link.is_file()):
         return None
     try:
-        name = os.readlink(link) if link.is_symlink() else link.read_text(encoding="utf-8").strip()
+        name = os.readlink(link) if link.is_symlink() else read_file(link, 4096).decode("utf-8").strip()
     except (OSError, ValueError):
         return None
     return directory / name if name and os.path.isdir(directory / name) else None

@@ -19,9 +19,12 @@ from gpt2core.app.config_json import config_from_json, config_to_json
 from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.errors import CheckpointError, counted
 from gpt2core.model import GPT2Config, parameter_shapes
+from gpt2core.text.input_file import read_file
+from gpt2core.text.tokenizer import LARGEST
 
 CONFIG, MODEL, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+LARGEST_JSON = 1 << 26  # bytes of config.json, state.json or an index of shards
 FILES = (CONFIG, MODEL, TOKENIZER, OPTIMIZER, STATE)
 MOMENTS = ("exp_avg.", "exp_avg_sq.")  # name prefixes: PyTorch's names for Adam's first and second moment
 MASK = re.compile(r"(^|\.)attn\.(bias|masked_bias)$")  # causal masks of any dtype, saved by older transformers versions
@@ -104,7 +107,7 @@ def read_state(step, digests):
         return state, []
     if os.path.exists(step / TOKENIZER):
         with checkpoint_errors(step / TOKENIZER):
-            digests[TOKENIZER] = sha256((step / TOKENIZER).read_bytes())
+            digests[TOKENIZER] = sha256(read_file(step / TOKENIZER, LARGEST))
     changed = [name for name in digests if digests[name] != recorded.get(name)]
     return state, changed if state_unchanged else [STATE, *changed]
 
@@ -248,7 +251,7 @@ def to_json(values):
 def read_json(path, digests):
     """The JSON object in a file, as a dict; adds the file's SHA-256 to `digests`; raises CheckpointError."""
     with checkpoint_errors(path):
-        data = path.read_bytes()
+        data = read_file(path, LARGEST_JSON)
         values, digests[path.name] = json.loads(data), sha256(data)
         if not isinstance(values, dict):
             raise ValueError(f"not a JSON object but {type(values).__name__}")

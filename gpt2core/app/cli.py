@@ -1,11 +1,10 @@
 """The flags of train_gpt2.py and inference.py, with their help texts; train() and infer(), which these scripts call."""
 
 import argparse
-from pathlib import Path
 
 import gpt2core
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import HelpPrinted, Parser
+from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
@@ -44,13 +43,6 @@ def integer(text):
     if abs(value) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} is too large")
     return value
-
-
-def directory(text):
-    """The Path in `text`; raises an error for an empty text, because Path("") is the current directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a directory, or omit --out")
-    return Path(text)
 
 
 def add_group(parser, title, description=None):
@@ -96,16 +88,16 @@ def add_recipe(parser):
 
 def add_data(parser):
     add = add_group(parser, "data")
-    add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default: the preset's)", type=Path)
+    add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default: the preset's)", type=to_path)
     text = (
         "word (each word of the corpus is a token), byte (each byte is a token), or the path of a tokenizer.json. The "
         "default is the first of these that exists: the tokenizer in the output of data/prepare.py; the tokenizer of "
         "the checkpoint of --resume or --init-from; for preset book, the tokenizer of data/gpt2-book; otherwise word"
     )
-    add("--tokenizer", text)
+    add("--tokenizer", text, type=not_empty)
     text = "read the training sequences in a random order, given by --seed (default: in the order of the corpus)"
     add("--shuffle", text, action=SWITCH)
-    add("--val-data", "validation data: a text or the output of data/prepare.py (default: no validation)", type=Path)
+    add("--val-data", "validation data: a text or the output of data/prepare.py (default: no validation)", type=to_path)
     text = "use the last part of the corpus, the fraction F of its tokens, for validation; 0 <= F < 1 (default 0)"
     add("--val-fraction", text, type=float, metavar="F")
     add("--eval-every", "steps between validations; 0: only at the end (default 0)", type=integer, metavar="N")
@@ -114,7 +106,7 @@ def add_data(parser):
 def add_outputs(parser):
     add = add_group(parser, "checkpoints and logs")
     text = "directory for checkpoints; a checkpoint is always saved at the end (default: nothing is saved)"
-    add("--out", text, type=directory, metavar="DIR")
+    add("--out", text, type=to_path, metavar="DIR")
     text = (
         "if the --out directory or the --log file belongs to an older run, rename it to DIR.1 or FILE.1 (or .2, ...) "
         "and start a new run; nothing is renamed if --resume continues this older run (default: refuse to start)"
@@ -127,18 +119,18 @@ def add_outputs(parser):
         "these flags, which must be given again: --out, --log, --plot, --trace, --sample, --threads, --blas, --graph, "
         "--autotune, --nvtx and all flags of the group 'many ranks' (default: start a new run)"
     )
-    add("--resume", text, type=Path, metavar="DIR")
+    add("--resume", text, type=to_path, metavar="DIR")
     text = "start a new run with the weights of a checkpoint, or of a GPT-2 in Hugging Face's format (default: random)"
-    add("--init-from", text, type=Path, metavar="DIR")
+    add("--init-from", text, type=to_path, metavar="DIR")
     add("--accept-edited", EDITED, action="store_true")
-    add("--log", "log file, with one JSON object per line (default: no log)", type=Path, metavar="FILE.jsonl")
+    add("--log", "log file, with one JSON object per line (default: no log)", type=to_path, metavar="FILE.jsonl")
     add("--log-every", "print and log one line for every N steps (default 1)", type=integer, metavar="N")
-    add("--plot", "image file for a plot of the loss curve (default: no plot)", type=Path, metavar="FILE.png")
+    add("--plot", "image file for a plot of the loss curve (default: no plot)", type=to_path, metavar="FILE.png")
     text = (
         "file for a trace of the first steps, in Chrome's format, which ui.perfetto.dev opens: when each kernel and "
         "each collective ran, on every rank; the steps take longer, the losses are the same (default: no trace)"
     )
-    add("--trace", text, type=Path, metavar="FILE.json")
+    add("--trace", text, type=to_path, metavar="FILE.json")
     add("--trace-steps", "number of steps in the --trace (default 5)", type=integer, metavar="N")
     text = "tokens of the sample text that is generated after training; 0: no sample (default 30)"
     add("--sample", text, type=integer, default=30, metavar="N")
@@ -225,14 +217,15 @@ def inference_parser():
     parser.add_argument("--version", action="version", version=f"staged-gpt2 {gpt2core.__version__}")
     add = add_group(parser, "input")
     text = "directory of a checkpoint, or of a GPT-2 in Hugging Face's format (default: the shipped data/gpt2-paper)"
-    add("--weights", text, type=Path, default=WEIGHTS, metavar="DIR")
+    add("--weights", text, type=to_path, default=WEIGHTS, metavar="DIR")
     add("--accept-edited", EDITED, action="store_true")
     text = "word (the words of the shipped corpus), byte, or the path of a tokenizer.json (default: that of --weights)"
-    add("--tokenizer", text)
+    add("--tokenizer", text, type=not_empty)
     text = "text to continue (default: the first 256 tokens of the corpus that the weights were trained on)"
     add("--prompt", text)
-    add("--prompt-file", "file with the text to continue, without the line break at its end", type=Path, metavar="FILE")
-    add("--prompts", "file with one prompt per line; only with --mode batch", type=Path, metavar="FILE")
+    text = "file with the text to continue, without the line break at its end"
+    add("--prompt-file", text, type=to_path, metavar="FILE")
+    add("--prompts", "file with one prompt per line; only with --mode batch", type=to_path, metavar="FILE")
     text = (
         "read prompts from standard input, one per line, and continue each line before the next is read; the model is "
         "loaded only once; Ctrl-D or an empty line ends the program (default: no)"
@@ -251,7 +244,8 @@ def inference_parser():
     )
     add("--top-p", text, type=float, default=1.0, metavar="P")
     add("--seed", "seed of the sampling (default 0)", type=int, default=0)
-    add("--stream", "print each token as soon as it is generated (default: all at the end)", action="store_true")
+    text = "print each token as soon as it is generated (default: only on a terminal, otherwise all at the end)"
+    add("--stream", text, action="store_true")
     text = "print token counts, the time to the first token and milliseconds per token (default: no)"
     add("--stats", text, action="store_true")
     add = add_group(parser, "execution")

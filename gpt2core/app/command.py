@@ -10,9 +10,11 @@ import os
 import sys
 import time
 import traceback
+import warnings
 
 import numpy as np
 
+from gpt2core.app.after_run import discard_output
 from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
@@ -33,7 +35,8 @@ def run_command(make_world, body):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     world = Solo()  # until make_world() has returned
     try:
-        with np.errstate(all="ignore"):  # overflow is reported once, by the check of the loss, not by NumPy's warnings
+        # Overflow is reported once, by the check of the loss, not by NumPy's warnings.
+        with short_warnings(), np.errstate(all="ignore"):
             world = make_world()
             code = body(world)
         sys.stdout.flush()
@@ -60,8 +63,8 @@ def run_command(make_world, body):
         code = crash(world, error)
     try:
         sys.stdout.flush()
-    except OSError:  # discard the output: otherwise the interpreter would flush again at exit and print the error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        discard_output()
     sys.exit(code)
 
 
@@ -73,6 +76,37 @@ def open_closed_streams():
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+
+
+@contextlib.contextmanager
+def short_warnings():
+    """In this context, a warning of this project is one line, "note: ...", without the line of code that gives it.
+
+    Equal lines are printed only once.
+    """
+    original, printed = warnings.formatwarning, set()
+
+    def format_warning(message, category, *place, **options):
+        if category is not UserWarning:
+            return original(message, category, *place, **options)
+        line = "" if str(message) in printed else f"note: {message}\n"
+        printed.add(str(message))
+        return line
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = original
+
+
+@contextlib.contextmanager
+def warnings_after():
+    """In this context, warnings are held back and printed at its end, so that they are not inside the printed text."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for each in caught:
+        warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def fail(world, message, shared=False):

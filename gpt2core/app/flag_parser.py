@@ -19,6 +19,18 @@ class HelpPrinted(Exception):
     """Raised after --help or --version was printed, to end the command with exit code 0."""
 
 
+def not_empty(text):
+    """`text`; raises an error if it is empty, as the value of a shell variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a path, or omit the flag")
+    return text
+
+
+def to_path(text):
+    """The Path in `text`; raises an error for an empty text, because Path("") is the current directory."""
+    return Path(not_empty(text))
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError for a wrong flag, HelpPrinted after --help or --version.
 

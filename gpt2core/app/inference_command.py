@@ -80,7 +80,8 @@ def continue_typed_prompts(world, model, tokenizer, args, emit):
     Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
-        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
+        # The tokenizer reports bytes that are not UTF-8. A CR that no LF follows is a part of the line.
+        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
     # Also if standard input is a pipe, as in a rank of mpiexec, where a user may type at a terminal.
     emit("type a prompt and press Enter; an empty line or Ctrl-D ends the program", file=sys.stderr)
     decoders, number = {}, 0

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2core.app.command import warnings_after
 from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.sampler import generate, generate_batch
+from gpt2core.sampler import Greedy, generate, generate_batch
+from gpt2core.text.only_tokens import rules_for_tokens
 from gpt2core.text.token_file import first_tokens, read_text
 from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, UnknownWord, build_tokenizer
+
+# A prompt file is longer only by mistake. Byte pairs of a text that cannot be divided need 200 bytes a character.
+PROMPT_CHARACTERS = 1 << 23
 
 
 def check_downloaded(flag, path):
@@ -101,7 +106,7 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
 
 def read_prompt_file(path):
     """The text of a prompt file without a byte order mark, which some editors write; see read_text() for errors."""
-    return read_text(path).removeprefix("\ufeff")
+    return read_text(path, PROMPT_CHARACTERS, pipes=True).removeprefix("\ufeff")
 
 
 def encode_prompt(tokenizer, text, place=""):
@@ -116,9 +121,12 @@ def encode_prompt(tokenizer, text, place=""):
 
 
 def read_prompts(path, tokenizer):
-    """A list with the token ids of each line of a file; raises DataError for an empty line."""
-    lines = enumerate(read_prompt_file(path).splitlines(), 1)
-    prompts = [encode_prompt(tokenizer, line, f"{path}: line {number}: ") for number, line in lines]
+    """A list with the token ids of each line of a file; raises DataError for an empty line.
+
+    A line ends with LF or CR LF. Other characters that Python's str.splitlines() takes for line ends are text.
+    """
+    lines = enumerate(read_prompt_file(path).removesuffix("\n").split("\n"), 1)
+    prompts = [encode_prompt(tokenizer, line.removesuffix("\r"), f"{path}: line {number}: ") for number, line in lines]
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:
         raise DataError(f"{path}: line {empty[0]} is empty: give at least one word to continue on every line")
@@ -139,16 +147,22 @@ def typed_prompt(tokenizer):
 
 
 def read_line():
-    """The next line of standard input without its line break, or "" at the end of the input.
+    """The next line of standard input without its line break, LF or CR LF, or "" at the end of the input.
 
     On a terminal, "> " is printed before the line is read, and Ctrl-C at this prompt ends the input, as Ctrl-D does.
+    Raises DataError for a line of more than PROMPT_CHARACTERS.
     """
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  its import gives input() line editing and a history
     try:
-        return input("> " if terminal else "")
+        if terminal:
+            return input("> ")
+        line = sys.stdin.readline(PROMPT_CHARACTERS + 1).removesuffix("\n").removesuffix("\r")
+        if len(line) > PROMPT_CHARACTERS:
+            raise DataError(f"a line of standard input has more than {PROMPT_CHARACTERS:,} characters: type less")
+        return line
     except (EOFError, KeyboardInterrupt) as error:
         if terminal:
             print()  # the shell's prompt begins on a new line
@@ -173,16 +187,19 @@ def write_continuation(
     """Generate up to `count` tokens after `prompt` and print their text.
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: print each token as soon as it is
-    generated. stats: add a line with times. emit: is called like print(). decoders: a dict in which the decoder of this
-    call is kept for later calls (see generate_batch). width: characters per line (default: those of the terminal).
+    generated, as always on a terminal. stats: add a line with times. emit: is called like print(). decoders: a dict in
+    which the decoder of this call is kept for later calls (see generate_batch). width: characters per line (default:
+    those of the terminal).
     """
     start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())
-    for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):
-        times.append(time.perf_counter() - start)
-        text += piece
-        if stream:
-            emit(wrap.push(piece), end="", flush=True)
-    emit(wrap.push("" if stream else text, is_last=True))
+    stream = stream or sys.stdout.isatty()  # a user who waits sees that tokens are generated
+    with warnings_after():
+        for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):
+            times.append(time.perf_counter() - start)
+            text += piece
+            if stream:
+                emit(wrap.push(piece), end="", flush=True)
+        emit(wrap.push("" if stream else text, is_last=True))
     new = max(0, len(times) - 1)  # number of new tokens; the last piece is not a token, see text_pieces()
     if stats and new:
         after_first = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
@@ -198,7 +215,8 @@ def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
     One more piece follows, which is no new token: the rest of an incomplete last character, usually empty text.
     """
     text, decoder = "", tokenizer.stream()
-    for token in generate(model, prompt, count, choose, decoders):
+    (rule,) = rules_for_tokens([choose or Greedy()], tokenizer, model.config.vocab_size)
+    for token in generate(model, prompt, count, rule, decoders):
         piece = decoder.push(token)
         text += piece
         yield piece
@@ -213,7 +231,7 @@ def continue_prompts(model, tokenizer, prompts, count, rules, stop, decoders=Non
     All prompts are decoded together. rules: one sampling rule per prompt. decoders: as for write_continuation().
     """
     text_decoders, texts, new = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
-    unfinished = range(len(prompts))
+    unfinished, rules = range(len(prompts)), rules_for_tokens(rules, tokenizer, model.config.vocab_size)
     for chosen in generate_batch(model, prompts, count, rules, decoders):  # one token for each prompt
         for i in unfinished:
             texts[i] += text_decoders[i].push(chosen[i])

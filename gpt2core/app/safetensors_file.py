@@ -19,6 +19,7 @@ import os
 import numpy as np
 
 from gpt2core.errors import CheckpointError
+from gpt2core.text.input_file import open_file
 
 # {dtype in a header: NumPy's dtype} of the tensors that can be read; NumPy has no bfloat16, see widen()
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -70,7 +71,7 @@ def read_safetensors(path, skip=None):
     OSError; ValueError if the file is truncated or not a safetensors file; CheckpointError for another dtype.
     """
     digest, tensors = hashlib.sha256(), {}
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         for name, dtype, shape, nbytes in read_header(file, digest, size):
             data = np.empty(nbytes, np.uint8)

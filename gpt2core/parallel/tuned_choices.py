@@ -42,10 +42,10 @@ def load_choices(path, tuned_for):
 
 
 def read_choices(path, tuned_for):
-    """{what is chosen: choice} in the cache file; {} if there is no file, and {} with a warning if it is damaged."""
+    """{what is chosen: choice} in the cache file; {} if there is none, and {} with a warning if it is damaged."""
     try:
         return load_choices(path, tuned_for)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # write_choices() warns if it cannot be written
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"the autotune cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
@@ -65,4 +65,5 @@ def write_choices(path, tuned_for, choices):
         temporary.write_text(content, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)
+        problem = f"cannot be written ({error.strerror or error}), so later runs measure its choices again"
+        warnings.warn(f"the autotune cache {path} {problem}", stacklevel=3)

@@ -23,31 +23,30 @@ from pathlib import Path
 import numpy as np
 
 from gpt2core.errors import ConfigError, DataError
+from gpt2core.text.input_file import CHUNK, blocks
 from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, build_tokenizer
 
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
 TOKEN_FILE = "tokens.bin"
-CHUNK = 1 << 17  # bytes per read
 FIRST_CHUNK = 1 << 13  # bytes per read if only the first tokens are needed
 CHECKED = 1 << 30  # bytes; all ids of a token file up to this size are checked when it is opened (under a second)
 
 
-def text_chunks(path, size=CHUNK):
+def text_chunks(path, size=CHUNK, pipes=False):
     """Yield the UTF-8 text of a file in chunks of about `size` bytes. Line ends and a byte order mark are not changed.
 
-    Raises DataError, with the path, if the file is missing, a directory, unreadable, empty, or not UTF-8; in the last
-    case also with the offset of the first wrong byte.
+    pipes: whether the file may be a pipe. Raises DataError, with the path, if the file is missing, of another kind,
+    unreadable, empty, or not UTF-8; in the last case also with the offset of the first wrong byte.
     """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with open(path, "rb") as file:
-            while block := file.read(size):
-                pending = len(decoder.getstate()[0])  # number of bytes of a character that began in the previous block
-                try:
-                    yield decoder.decode(block)
-                    offset += len(block)
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(path, offset - pending + error.start, block) from None
+        for block in blocks(path, size, pipes):
+            pending = len(decoder.getstate()[0])  # number of bytes of a character that began in the previous block
+            try:
+                yield decoder.decode(block)
+                offset += len(block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset - pending + error.start, block) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
     if not offset:
@@ -65,9 +64,15 @@ def _not_utf8(path, offset, block=b""):
     return DataError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert it with {command}{note}")
 
 
-def read_text(path):
-    """Return a whole UTF-8 file as str; raises DataError in the same cases as text_chunks()."""
-    return "".join(text_chunks(path))
+def read_text(path, limit=None, pipes=False):
+    """Return a whole UTF-8 file as str; raises DataError as text_chunks(), and for more than `limit` characters."""
+    chunks, count = [], 0
+    for chunk in text_chunks(path, pipes=pipes):
+        chunks.append(chunk)
+        count += len(chunk)
+        if limit is not None and count > limit:
+            raise DataError(f"{path} has more than {limit:,} characters: give a shorter text")
+    return "".join(chunks)
 
 
 @contextmanager

@@ -1,0 +1,35 @@
+"""Work after the last step of a run: an error there is noted, because the run itself has succeeded and is saved."""
+
+import contextlib
+import os
+import sys
+
+
+@contextlib.contextmanager
+def noted(what):
+    """In this context, an error ends only the context: one line on standard error says `what`, and the reason.
+
+    After an error of standard output, later output is discarded. A closed pipe gives no line.
+    """
+    try:
+        yield
+    except Exception as error:  # of any type: a damaged font, too little memory for the sample, a full disk
+        with contextlib.suppress(OSError):
+            if not isinstance(error, BrokenPipeError):
+                print(f"note: {what}: {reason(error)}", file=sys.stderr, flush=True)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output()
+
+
+def reason(error):
+    """The message of an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def discard_output():
+    """Redirect standard output to /dev/null: otherwise each flush, also that at exit, would raise its error again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
