@@ -1,5 +1,7 @@
 """Plot the loss curves of one run or of several runs in one figure, and write the figure to a PNG file."""
 
+import logging
+import warnings
 from typing import NamedTuple
 
 from gpt2core.app.output_files import SOFTWARE
@@ -28,6 +30,8 @@ def run_curves(rows, training="training", validation="validation", **style):
 
 def loss_figure(curves, title):
     """A matplotlib Figure with the `curves`; a curve that has only one step is drawn as a point."""
+    # Not a line for each matplotlib cache that cannot be written, and for each character that a font lacks.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure  # imported only if needed: the import takes longer than a step of preset tiny
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -46,9 +50,14 @@ def loss_figure(curves, title):
 
 def write_plot(curves, title, path):
     """Write the figure of `curves` as a PNG file. Raises OSError."""
-    loss_figure(curves, title).savefig(path, format="png", dpi=150, metadata=SOFTWARE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of characters that the font lacks
+        loss_figure(curves, title).savefig(path, format="png", dpi=150, metadata=SOFTWARE)
 
 
 def escaped(text):
-    """`text` with a backslash before each $, because matplotlib would read $ as the start of a formula."""
-    return text.replace("$", r"\$")
+    """`text` with a backslash before each $, because matplotlib would read $ as the start of a formula.
+
+    "?" replaces each byte of a file name that is not UTF-8, which matplotlib cannot draw.
+    """
+    return text.encode("utf-8", "replace").decode("utf-8").replace("$", r"\$")

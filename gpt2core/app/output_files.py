@@ -6,7 +6,9 @@ program if it is a PNG with the text SOFTWARE. Empty files and devices such as /
 """
 
 import contextlib
+import errno
 import fcntl
+import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +18,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.tracing.trace_file import check_trace_file
 
 FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # keys of each row of a log
+LONGEST = 1 << 20  # bytes; a row is shorter
 START = b'{"step": '  # the first bytes of each line of a log
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
 SOFTWARE = {"Software": "staged-gpt2"}  # a text field in the metadata of a plot
@@ -29,7 +32,7 @@ def log_rows(path):
     if not Path(path).is_file():  # it does not exist, or is a device such as /dev/full: a read would not end
         return
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
             if row := row_of(line):
                 yield row, line
             elif line.endswith(b"\n") or not line.startswith(START[: len(line)]):  # not even an incomplete row
@@ -76,9 +79,13 @@ def open_locked(path):
 def open_for_appending(path):
     """The file opened for appending, and created if needed; raises ConfigError if it cannot be written."""
     try:
-        return open(path, "a", encoding="utf-8")
+        # Without O_NONBLOCK, open() of a named pipe would wait until another program reads it.
+        file = open(path, "a", encoding="utf-8", opener=lambda *name: os.open(name[0], name[1] | os.O_NONBLOCK, 0o666))
+        os.set_blocking(file.fileno(), True)
+        return file
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
+        problem = "no program reads this pipe" if error.errno == errno.ENXIO else error.strerror
+        raise ConfigError(f"{path}: cannot be written ({problem}): choose another file") from None
 
 
 def continue_log(path, next_step, recorded=None):
@@ -143,17 +150,33 @@ def check_output_files(log, plot, trace=None):
     """
     if plot and plot.suffix.lower() in (".pdf", ".svg", ".eps", ".ps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp"):
         raise ConfigError(f"--plot {plot}: a plot is a PNG image: use the name {plot.with_suffix('.png')}")
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {plot}: matplotlib is not installed: install it, or omit the flag")
     given = {flag: path for flag, path in (("--log", log), ("--plot", plot), ("--trace", trace)) if path}
-    for flag, path in given.items():
+    created = [path for path in given.values() if not os.path.lexists(path)]
+    try:
+        for flag, path in given.items():
+            check_writable(flag, path)
+        for (flag, path), (other_flag, other) in itertools.combinations(given.items(), 2):
+            if path.is_file() and os.path.samefile(path, other):
+                files = f"{flag} {path} and {other_flag} {other}"
+                raise ConfigError(f"{files} are one file: choose another file for one of them")
+        if plot and not is_plot(plot):
+            raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
+        if trace:
+            check_trace_file(trace)
+    except ConfigError:
+        for path in created:
+            path.unlink(missing_ok=True)  # check_writable() has created it
+        raise
+
+
+def check_writable(flag, path):
+    """Open a file of this run for appending, which creates it, and close it; raises ConfigError if that fails."""
+    if not path.is_fifo():
         (open_locked if flag == "--log" else open_for_appending)(path).close()
-    for (flag, path), (other_flag, other) in itertools.combinations(given.items(), 2):
-        if path.is_file() and os.path.samefile(path, other):
-            files = f"{flag} {path} and {other_flag} {other}"
-            raise ConfigError(f"{files} are one file: choose another file for one of them")
-    if plot and not is_plot(plot):
-        raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
-    if trace:
-        check_trace_file(trace)
+    elif flag != "--log":  # the log is opened only once: its reader would take the first end for that of the log
+        raise ConfigError(f"{flag} {path}: is a named pipe, not a file: choose another file")
 
 
 def is_plot(path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import gpt2core
 from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SHIPPED
 from gpt2core.errors import CheckpointError, ConfigError, DataError
+from gpt2core.optimizer import Schedule
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
@@ -150,6 +151,21 @@ def read_progress(checkpoint, corpus):
     ):
         raise CheckpointError(f"{path}: last_log_row is {last_log_row!r:.80}, not a step and a loss: cannot be resumed")
     return Progress(path, state["step"], state["position"], state.get("loss_scale"), tuned, tuned_for, last_log_row)
+
+
+def schedule_notes(config, saved, progress):
+    """A list with one note if the learning rates of a resumed run change because --steps has changed; otherwise [].
+
+    config: the RunConfig. saved: saved_arguments() of the checkpoint. progress: its Progress, or None for a new run.
+    """
+    before, now, recipe = saved.get("steps"), config.steps, (config.schedule, config.lr, config.min_lr, config.warmup)
+    if not progress or before in (None, now) or config.schedule == "constant" or progress.step >= now:
+        return []
+    rates = [Schedule(*recipe, steps)(progress.step) for steps in (before, now)]
+    return [
+        f"note: --steps was {before} and is {now} from here on, and so is the end of the {config.schedule} schedule: "
+        f"the learning rate of step {progress.step} is {rates[1]:.3e} instead of {rates[0]:.3e}"
+    ]
 
 
 def restore(trainer, checkpoint, progress, retune):

@@ -10,9 +10,10 @@ import os
 import platform
 from pathlib import Path
 
-from gpt2core.app.checkpoint_directory import describe_step, newest_step, writable_directory
+from gpt2core.app.checkpoint_directory import HIDDEN, LATEST, STEP, describe_step, newest_step, writable_directory
+from gpt2core.app.checkpoint_files import FILES
 from gpt2core.app.output_files import lock, rename_with_number
-from gpt2core.errors import CheckpointError
+from gpt2core.errors import CheckpointError, ConfigError
 
 LOCK = ".lock"
 
@@ -93,8 +94,30 @@ def is_open_file(path, file):
     """Whether `path` still refers to the open `file`. If not, the file at `path` was removed or replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
+    except OSError:
         return False
+
+
+def check_names(args):
+    """Raise ConfigError if --log, --plot or --trace has a name that a checkpoint's files have; args: the parsed flags.
+
+    This is checked in the directories of --out, --resume and --init-from, also if a link leads there.
+    """
+    for flag, path in (("--log", args.log), ("--plot", args.plot), ("--trace", args.trace)):
+        for directory in (args.out, args.resume, args.init_from):
+            for name in names_inside(path, directory) if path and directory else ():
+                if name in (*FILES, LATEST, LOCK) or STEP.fullmatch(name) or HIDDEN.fullmatch(name):
+                    raise ConfigError(
+                        f"{flag} {path}: {name} in {directory} is a name of the checkpoint's own files: choose another "
+                        "name"
+                    )
+
+
+def names_inside(path, directory):
+    """The first components, after `directory`, of the path and of the file that it links to; [] outside of it."""
+    real, parent = os.path.realpath(directory), os.path.realpath(path.parent)
+    paths = [os.path.join(parent, path.name), os.path.realpath(path)]
+    return [Path(each).relative_to(real).parts[0] for each in paths if each.startswith(os.path.join(real, ""))]
 
 
 def checkpoint_of_older_run(settings):

@@ -7,13 +7,15 @@ import math
 import os
 import signal
 import sys
+from stat import S_ISREG
 
 from tqdm import tqdm
 
+from gpt2core.app.after_run import noted
 from gpt2core.app.checkpoint_directory import describe_step
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import check_output_files, continue_log, log_rows, rename_with_number
-from gpt2core.app.run_lock import checkpoint_of_older_run
+from gpt2core.app.run_lock import checkpoint_of_older_run, is_open_file
 from gpt2core.app.terminal import training_width, wrapped
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
@@ -29,8 +31,8 @@ class RunLog:
 
     A row of the log is a JSON object with the fields of a Step that are not None, at full precision. Rows of steps with
     validation also have val_loss and val_perplexity; the last row has parameters_sha256 and, on a GPU,
-    peak_memory_bytes. The constructor raises ConfigError if `path` is not a log. write_row() and close() raise
-    ConfigError if a file cannot be written, for example because the disk is full.
+    peak_memory_bytes. The constructor raises ConfigError if `path` is not a log. write_row() raises ConfigError if the
+    log cannot be written, for example because the disk is full. A plot that cannot be written is only noted.
     """
 
     def __init__(self, path, plot, every, next_step, steps, title="", recorded=None):
@@ -40,6 +42,7 @@ class RunLog:
         # Saved in each checkpoint. Before the first step it remains that of the loaded checkpoint.
         self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else recorded or {}
         self.complete_bytes = os.path.getsize(path) if path else 0  # size of the log up to its last complete line
+        self.lost = False  # whether rows are lost because another program has changed the log
         self.previous_lines = []  # the rarely_changing_lines() of the step that was printed last
         self.bar = tqdm(total=steps, initial=next_step, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
@@ -86,6 +89,7 @@ class RunLog:
                 self.file.flush()
                 self.complete_bytes += len(line)
                 self.last_log_row = step_and_loss(row)
+                self.note_lost_rows()
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
@@ -96,6 +100,14 @@ class RunLog:
                     f"{file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
                 ) from None
 
+    def note_lost_rows(self):
+        """Print a note, only once, if another program has removed, replaced or shortened the log."""
+        stat = os.fstat(self.file.fileno())
+        shorter = S_ISREG(stat.st_mode) and stat.st_size < self.complete_bytes
+        if not self.lost and (shorter or not is_open_file(self.path, self.file)):
+            self.print_error(f"note: --log {self.path}: was removed or changed during the run: rows are lost")
+            self.lost = True
+
     def close(self):
         """Remove the progress bar, close the log and write the plot."""
         self.bar.close()
@@ -103,10 +115,8 @@ class RunLog:
             with contextlib.suppress(OSError):  # nothing is lost: every row was flushed when it was written
                 self.file.close()
         if self.plot and self.rows:
-            try:
+            with noted(f"--plot {self.plot}: cannot be written"):
                 write_plot(run_curves(self.rows), self.title, self.plot)
-            except OSError as error:
-                raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
 
 def open_run_log(config, next_step, recorded, lock, notes):
@@ -226,8 +236,8 @@ def time_left(seconds, steps):
     return [f"about {duration(left)} for {counted(steps, 'more step')}"] if left >= 10 else []
 
 
-def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
-    """Print how the run ended, with emit(), which is called like print().
+def report_end(config, trainer, first_step, seconds, stopped_by, command):
+    """Print how the run ended.
 
     first_step: the number of the first step of this process. seconds: the time of the steps of this process.
     stopped_by: the number of the signal that stopped the run, or None. command: the command line that resumes the run.
@@ -235,19 +245,20 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     out = config.out
     if first_step >= config.steps:
         done = f"nothing was left to train after {counted(first_step, 'step')}"
-        emit(wrapped(f"{done}: --steps is {config.steps} in total; give a larger --steps", training_width()))
+        print(wrapped(f"{done}: --steps is {config.steps} in total; give a larger --steps", training_width()))
     if stopped_by and trainer.steps < config.steps:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
-        emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))
+        advice = f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"
+        print(f"{done}: {advice}")
         return
     total = f", {trainer.steps} in total" if first_step else ""
     saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
-    emit(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
+    print(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
     if trainer.loss_scale.value is not None:
         factor, repetitions = trainer.loss_scale.value, trainer.loss_scale.skipped
-        emit(f"loss scale {factor:g}; repetitions of steps because of overflow: {repetitions}")
+        print(f"loss scale {factor:g}; repetitions of steps because of overflow: {repetitions}")
     if peak := trainer.backend.runtime.peak_memory():
-        emit(f"largest amount of device memory used: {peak / 2**30:.2f} GiB")
+        print(f"largest amount of device memory used: {peak / 2**30:.2f} GiB")
 
 
 def reason(number):

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core.app.after_run import noted
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.corpus import Corpus, naming_text, read_texts, share_corpus, split_corpus
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference_io import check_downloaded, check_tokenizer, write_text
-from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing
-from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
+from gpt2core.app.rank_agreement import check_one_process, check_rank_flags
+from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state, schedule_notes
 from gpt2core.app.run_config import (
     RunConfig,
     data_parallel_ranks,
@@ -27,7 +28,7 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     resume_command,
 )
-from gpt2core.app.run_lock import RunLock, check_out_directory
+from gpt2core.app.run_lock import RunLock, check_names, check_out_directory
 from gpt2core.app.run_log import (
     SilentLog,
     describe,
@@ -94,12 +95,16 @@ def train(make_backend, world, args, cores, transport, lock):
         log.print(f"resumed after {counted(first_step, 'step')}")
     signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log, trace)
     command = trainer.backend.runtime.environment + resume_command(args, None if world.one_process else world.size)
-    emit = print if world.is_root else print_nothing
-    report_end(config, trainer, first_step, seconds, signal, command, emit)
+    if world.is_root:
+        with noted("the last lines of the run are missing"):
+            report_end(config, trainer, first_step, seconds, signal, command)
     if signal:
         return 128 + signal
     if config.sample > 0:
-        write_sample(config, corpus, trainer)
+        model = current_model(trainer)  # a collective: all ranks call it
+        if world.is_root:
+            with noted("the sample text is missing"):
+                write_sample(config, corpus, trainer, model)
     return 0
 
 
@@ -127,6 +132,7 @@ def read_inputs(world, args, transport, deterministic):
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     check_out_directory(args)
+    check_names(args)
     source = None
     check_downloaded("--init-from", args.init_from)
     if path := args.resume or args.init_from:
@@ -142,6 +148,7 @@ def read_inputs(world, args, transport, deterministic):
     config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
     notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
+    notes += schedule_notes(config, saved, progress)
     return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
 
 
@@ -223,8 +230,11 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
         if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
-        for line in trace.step_ended(step, last) if trace else ():
-            log.print(line)
+        try:
+            for line in trace.step_ended(step, last) if trace else ():
+                log.print(line)
+        except ConfigError as error:  # raised on all ranks; the run needs no trace
+            log.print_error(f"note: --trace {error}")
 
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
@@ -272,10 +282,8 @@ def final_fields(trainer):
     return {"parameters_sha256": parameter_hash(trainer)} | ({} if peak is None else {"peak_memory_bytes": peak})
 
 
-def write_sample(config, corpus, trainer):
-    """Continue the first tokens of the corpus with the trained model, on the root; all ranks must call it."""
-    model = current_model(trainer)  # a collective: all ranks call it
-    if trainer.world.is_root:
-        trainer.backend.runtime.use_threads(trainer.pool.size)
-        prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())
+def write_sample(config, corpus, trainer, model):
+    """Continue the first tokens of the corpus with the trained `model`; only the root calls it."""
+    trainer.backend.runtime.use_threads(trainer.pool.size)
+    prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
+    write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())

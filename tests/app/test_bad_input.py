@@ -216,12 +216,21 @@ def test_a_loss_that_is_nan_with_epsilon_0_names_the_flag(train, directory):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
-@pytest.mark.parametrize("flag", ["--log", "--plot", "--trace"])
-def test_a_full_disk_under_the_log_the_plot_or_the_trace_is_one_line(train, directory, flag):
+def test_a_full_disk_under_the_log_is_one_line(train, directory):
     run = directory / "run"
-    result = train("--resume", run, "--steps", 6, "--sample", 0, flag, FULL)
+    result = train("--resume", run, "--steps", 6, "--sample", 0, "--log", FULL)
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", "No space")
     assert has_finite_parameters_of(run, 4)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("flag", ["--plot", "--trace"])
+def test_a_full_disk_under_the_plot_or_the_trace_is_a_note_and_the_run_is_complete(train, directory, flag):
+    run = directory / "run"
+    result = train("--resume", run, "--out", run, "--steps", 14, "--sample", 0, flag, FULL)
+    assert (result.code, result.err.count("\n")) == (0, 1)
+    assert result.err.startswith(f"note: {flag} /dev/full: cannot be written") and "No space" in result.err
+    assert "trained 10 steps in " in result.out and has_finite_parameters_of(run, 14)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")

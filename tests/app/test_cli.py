@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from gpt2core.app.run_log import RunLog, time_left
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.text import input_file
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -570,6 +572,52 @@ def test_prompt_files_of_windows_have_the_same_prompts(infer, weights, tmp_path,
     assert windows == infer(*flags, "--mode", "batch", "--prompts", file).out != ""
 
 
+# the characters at which str.splitlines() divides a text, except LF, and a CR that no LF follows
+NOT_LINE_ENDS = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\r"
+
+
+def test_a_prompt_ends_only_at_lf_or_cr_lf(infer, weights, tmp_path, monkeypatch):
+    file, prompts = tmp_path / "prompts", [f"the{character}model" for character in NOT_LINE_ENDS] + ["and"]
+    file.write_bytes("".join(f"{text}{end}" for text, end in zip(prompts, ["\n", "\r\n"] * 5, strict=True)).encode())
+    flags = ("--weights", weights["byte"], "--max-new-tokens", 2)
+    want = [continuation(infer(*flags, "--prompt", text)) for text in prompts]
+    batch = infer(*flags, "--mode", "batch", "--prompts", file)
+    counts = [len(text.encode()) for text in prompts]
+    assert batch.out == "".join(
+        f"Prompt {number} ({count} tokens):\n{prompt}\n\nContinuation:\n{text}\n"
+        for number, (count, prompt, text) in enumerate(zip(counts, prompts, want, strict=True), 1)
+    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes()), encoding="utf-8"))
+    assert infer(*flags, "--interactive").out == "".join(want)
+
+
+def test_prompts_can_come_from_a_pipe_whose_writer_needs_time(infer, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(input_file, "WAIT", 0.01)
+    pipe, flags = tmp_path / "pipe", ("--weights", weights["word"], "--max-new-tokens", 2)
+    os.mkfifo(pipe)
+    refused = infer(*flags, "--prompt-file", pipe)
+    assert refused.code == 2 and f"cannot read {pipe}: no program writes to this pipe; give a UTF-8" in refused.err
+    monkeypatch.setattr(input_file, "WAIT", 0.1)
+    opened = os.open(pipe, os.O_RDWR)  # so that the writer need not wait for the reader, nor the reader for the writer
+    with ThreadPoolExecutor() as pool, pipe.open("wb", buffering=0) as file:
+        os.close(opened)
+        result = pool.submit(lambda: infer(*flags, "--prompt-file", pipe))
+        for part in (b"the mo", b"del rea", b"ds\n"):
+            time.sleep(0.5)
+            file.write(part)
+        file.close()
+        result = result.result()
+    assert result.err == f"note: waiting for the program that writes to {pipe}\n"  # once
+    assert (result.code, result.out) == (0, infer(*flags, "--prompt", "the model reads").out)
+
+
+def test_a_line_of_standard_input_has_a_limit(infer, weights, monkeypatch):
+    monkeypatch.setattr(inference_io, "PROMPT_CHARACTERS", 9)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the model\nthe models"))
+    result = infer("--weights", weights["word"], "--max-new-tokens", 1, "--interactive")
+    assert result.code == 2 and result.out and "error: a line of standard input has more than 9 char" in result.err
+
+
 def test_no_new_tokens_are_an_empty_continuation(infer, weights):
     flags = ("--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 0, "--stats")
     assert continuation(infer(*flags)) == "\n"
@@ -744,8 +792,23 @@ def test_a_resumed_run_keeps_its_checkpoint_interval_and_notes_what_changes(trai
     base = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--keep", 0)
     train(*base, "--steps", 2, "--checkpoint-every", 1)
     result = train("--resume", out, "--out", out, "--steps", 4, "--shuffle", "--sample", 0)
-    assert "note: --shuffle was False and is True from here on" in result.out
+    assert "note: --shuffle was False and is True from here on" in result.out and "note: --steps" not in result.out
     assert {path.name for path in out.glob("step-*")} == {f"step-{step:08d}" for step in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+@pytest.mark.parametrize("steps", [4, 12])
+def test_a_resumed_run_with_another_end_of_its_schedule_notes_the_learning_rate(train, tmp_path, corpus, kind, steps):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    flags = ("--data", corpus, "--sample", 0, "--log", log, "--lr", 1e-3)
+    train("--preset", "nano", *flags, "--schedule", kind, "--steps", 6, "--checkpoint-every", 3, "--out", out)
+    rates = [json.loads(line)["lr"] for line in log.read_text().split("\n")[:-1]]
+    for total, noted in ((6, False), (steps, True)):
+        result = train("--resume", out / "step-00000003", *flags[:-2], "--steps", total, "--overwrite")
+        rate = json.loads(log.read_text().split("\n")[3])["lr"]
+        note = f"note: --steps was 6 and is {steps} from here on, and so is the end of the {kind} schedule: the "
+        note += f"learning rate of step 3 is {rate:.3e} instead of {rates[3]:.3e}"
+        assert result.code == 0 and (note in result.words) == noted
 
 
 def test_top_k_samples_without_a_temperature(train, infer, tmp_path, corpus):

@@ -91,9 +91,13 @@ def fill(home, corpus):
     return home
 
 
-def snapshot(path):
-    """{relative path: content of a file, True for a directory, target of a link} of everything below `path`."""
-    return {
-        str(file.relative_to(path)): os.readlink(file) if file.is_symlink() else file.is_dir() or file.read_bytes()
-        for file in Path(path).rglob("*")
-    }
+def snapshot(path, without=()):
+    """{relative path: content} of everything below `path`, except the names `without`.
+
+    The content of a link is its target; a directory, a pipe and a socket have none.
+    """
+
+    def content(file):
+        return os.readlink(file) if file.is_symlink() else file.is_file() and file.read_bytes()
+
+    return {str(file.relative_to(path)): content(file) for file in Path(path).rglob("*") if file.name not in without}
