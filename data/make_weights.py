@@ -26,7 +26,7 @@ from tqdm import tqdm
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.train_command import train_command
@@ -150,9 +150,9 @@ def main():
     parser.add_argument("--preset", choices=PHASES, default="paper", help="the model to train or test (default paper)")
     parser.add_argument("--threads", type=int, default=2, help="number of worker threads (default 2)")
     parser.add_argument("--prompts", type=int, default=100, help="number of prompts of the test (default 100)")
-    parser.add_argument("--out", type=Path, help="directory for checkpoints (default out/shipped-PRESET)")
-    parser.add_argument("--log", type=Path, help="file for the training log (default out/shipped-PRESET.jsonl)")
-    parser.add_argument("--weights", type=Path, help="directory of the weights (default data/gpt2-PRESET)")
+    parser.add_argument("--out", type=to_path, help="directory for checkpoints (default out/shipped-PRESET)")
+    parser.add_argument("--log", type=to_path, help="file for the training log (default out/shipped-PRESET.jsonl)")
+    parser.add_argument("--weights", type=to_path, help="directory of the weights (default data/gpt2-PRESET)")
     parser.add_argument("--check", action="store_true", help="do not train; only test the existing weights")
     args = parser.parse_args()
     args.out = args.out or Path("out") / f"shipped-{args.preset}"
