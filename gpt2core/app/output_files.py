@@ -21,6 +21,7 @@ FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # 
 LONGEST = 1 << 20  # bytes; a row is shorter
 START = b'{"step": '  # the first bytes of each line of a log
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
+SINKS = "/dev/null", "/dev/full"
 SOFTWARE = {"Software": "staged-gpt2"}  # a text field in the metadata of a plot
 
 
@@ -172,11 +173,23 @@ def check_output_files(log, plot, trace=None):
 
 
 def check_writable(flag, path):
-    """Open a file of this run for appending, which creates it, and close it; raises ConfigError if that fails."""
+    """Open a file of this run for appending, which creates it, and close it; raises ConfigError if that fails.
+
+    Of the devices, only those are accepted whose writes end as on a terminal, in nothing, or on a full disk.
+    """
+    if path.is_char_device() and os.path.realpath(path) not in SINKS and not is_terminal(path):
+        raise ConfigError(f"{flag} {path}: is a device, not a file: choose another file, or /dev/null for none")
     if not path.is_fifo():
         (open_locked if flag == "--log" else open_for_appending)(path).close()
     elif flag != "--log":  # the log is opened only once: its reader would take the first end for that of the log
         raise ConfigError(f"{flag} {path}: is a named pipe, not a file: choose another file")
+
+
+def is_terminal(path):
+    """Whether `path` is a terminal, for example /dev/tty or /dev/stdout."""
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        return file.isatty()
+    return False
 
 
 def is_plot(path):
