@@ -25,9 +25,15 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpt2core.parallel.data_parallel import plan_buckets
-from torch_bridge.process_group import broadcast_module, check_same_parameters, require_process_group
+from torch_bridge.process_group import (
+    broadcast_module,
+    check_same_parameters,
+    require_parameters,
+    require_process_group,
+)
 
 MIB = 2**20
 
@@ -89,18 +95,23 @@ class GradientMean:
         self.index = {name: number for number, names in enumerate(plan) for name in names}
         self.unused = []
         self.used = next(iter(parameters.values())).new_ones(len(parameters), dtype=torch.int32) if parameters else None
-        for name, parameter in parameters.items() if eager else ():
+        for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(functools.partial(self.completed, name))
+            parameter.gradient_mean = self
+        check_before_steps()
         self.synchronizing = True
         self.reset()
 
     def reset(self):
+        self.unfinished = ""  # a name whose gradient of the last backward is not the mean yet
+        self.versions = {}  # {name: (gradient, its version)} of the gradients that are being sent
         self.missing = [set(bucket.parameters) for bucket in self.buckets]  # names whose gradient is not complete
         self.sent, self.handles, self.absent = 0, [], {}
 
     def completed(self, name, parameter):
         """Called by backward when the gradient of a parameter is complete."""
-        if not self.synchronizing:
+        self.unfinished = name
+        if not (self.synchronizing and self.eager):
             return
         missing = self.missing[self.index[name]]
         if name not in missing:
@@ -118,10 +129,30 @@ class GradientMean:
         self.sent += 1
         self.absent |= absent
         self.handles.append(dist.all_reduce(tensor, self.reduction, self.group, async_op=True))
+        for name in self.buckets[self.sent - 1].parameters if self.unfinished else ():
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                self.versions[name] = gradient, gradient._version
         return self.handles[-1]
 
+    def require_finished(self):
+        """Raise RuntimeError if a gradient of the last backward is not the mean over the ranks yet."""
+        if self.unfinished:
+            raise RuntimeError(
+                f"the gradient of {self.unfinished} is not synchronized: call finish_gradient_synchronization() after "
+                f"backward, before gradients are clipped or used by an optimizer"
+            )
+
     def finish(self):
-        """After backward: send the remaining buckets and wait for all of them."""
+        """After backward: send the remaining buckets and wait for all of them.
+
+        Raises RuntimeError if a gradient was changed, as by clipping, while its bucket was sent.
+        """
+        changed = [
+            name
+            for name, (gradient, version) in self.versions.items()
+            if self.parameters[name].grad is not gradient or gradient._version != version
+        ]
         while self.sent < len(self.buckets):
             handle = self.send()
             if not self.eager:
@@ -131,6 +162,11 @@ class GradientMean:
         for handle in self.handles:
             handle.wait()
         self.reset()
+        if changed:
+            raise RuntimeError(
+                f"the gradient of {changed[0]} was changed while it was sent: clip or scale gradients after "
+                f"finish_gradient_synchronization()"
+            )
 
     def find_used(self):
         """Set the gradients that are absent on this rank, but not on every rank; the others stay None."""
@@ -147,6 +183,28 @@ class GradientMean:
         for name, zeros in self.absent.items():
             if counts[name]:
                 self.parameters[name].grad = zeros  # the mean, once its bucket is complete
+
+
+@functools.cache
+def check_before_steps():
+    """Check before each step of every optimizer that the gradients are synchronized. One hook for the process."""
+    register_optimizer_step_pre_hook(require_synchronized)
+
+
+def require_synchronized(optimizer, args, kwargs):
+    """Raise RuntimeError if an optimizer is about to use gradients that are not means over the ranks."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for mean in {mean for parameter in parameters if (mean := getattr(parameter, "gradient_mean", None))}:
+        mean.require_finished()
+
+
+def check_frozen(owner, frozen):
+    """Raise RuntimeError if a parameter requires a gradient now that did not when the module was built."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"{name} was frozen when {owner} was built, and now it requires a gradient: set requires_grad before"
+            )
 
 
 def planned(parameters, packed, most):
@@ -175,6 +233,7 @@ class DistributedModule(nn.Module):
         name = type(self).__name__
         require_process_group(name)
         self.module = module
+        require_parameters(name, dict(module.named_parameters()))
         check_same_parameters(name, dict(module.named_parameters()), process_group)
         broadcast_module(module, process_group)
         trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
@@ -190,12 +249,7 @@ class DistributedModule(nn.Module):
 
         All ranks must call it after backward, before the optimizer's step.
         """
-        for name, parameter in self.frozen.items():
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} was frozen when {type(self).__name__} was built, and now it requires a gradient: set "
-                    f"requires_grad before"
-                )
+        check_frozen(type(self).__name__, self.frozen)
         self.gradients.finish()
 
     @property

@@ -4,6 +4,9 @@ import contextlib
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from torch_bridge.fsdp_parts import Part
 
 # PyTorch 2.13 has new names for these two collectives of flat tensors, and warns of the old ones.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,6 +20,24 @@ def require_process_group(name):
             f"{name} needs a process group, and torch.distributed is not initialised: call "
             f"torch.distributed.init_process_group first"
         )
+
+
+def require_parameters(name, parameters):
+    """Raise ValueError for a parameter that has no values yet, or that is divided over the ranks already."""
+    for key, parameter in parameters.items():
+        if isinstance(parameter, Part):
+            raise ValueError(
+                f"{name}: {key} is a part of a weight that is divided over the ranks already: use one of the two"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(
+                f"{name}: {key} has no shape yet: run one forward of the lazy module before {name}(module)"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name}: {key} is on the device meta and has no values: call to_empty(device=...) and initialise or load "
+                f"the module before {name}(module)"
+            )
 
 
 def check_same_parameters(name, parameters, group):
