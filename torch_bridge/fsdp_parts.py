@@ -87,17 +87,22 @@ def computed(func, args, kwargs):
     part = next(x for x in tensors if isinstance(x, Part))
     if name in RANDOM:
         raise RuntimeError(
-            f"FSDP: {name} would fill the part of {part.shard.name} that this rank has, with the numbers of every other "
-            f"rank if their seeds are equal: initialise the module before FSDP(module), or use load_full_params()"
+            f"FSDP: {name} would fill this rank's part of {part.shard.name}, with the numbers of the other ranks if "
+            f"their seeds are equal: initialise the module before FSDP(module), or use load_full_params()"
+        )
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
+        raise RuntimeError(
+            f"FSDP: a hook on the gradient of {part.shard.name} would never run: change gradients after "
+            f"finish_gradient_synchronization() instead"
         )
     if name not in (*JOINING, *INDEXING, *SHAPE_OF):
         for other in tensors:
             if other.numel() != 1 and other.shape != part.shape and other.shape != (part.numel(),):
                 raise RuntimeError(
-                    f"FSDP: {name} was called with the weight {part.shard.name} {tuple(part.shard.shape)} and a tensor "
-                    f"of the shape {tuple(other.shape)}, where this rank has only a part of the weight. It is whole as "
-                    f"an attribute of its module, and only in the forward of FSDP: call the model through FSDP and read "
-                    f"the weight there, or name other types in shard="
+                    f"FSDP: {name} was called with the weight {part.shard.name} {tuple(part.shard.shape)} and a "
+                    f"tensor of the shape {tuple(other.shape)}, where this rank has only a part of the weight. It is "
+                    f"whole as an attribute of its module, and only in the forward of FSDP: call the model through "
+                    f"FSDP and read the weight there, or leave the module's type out of shard="
                 )
     result = func(*args, **kwargs)
     if name.endswith("_like") or name.startswith("new_"):

@@ -35,8 +35,8 @@ def require_parameters(name, parameters):
             )
         if parameter.is_meta:
             raise ValueError(
-                f"{name}: {key} is on the device meta and has no values: call to_empty(device=...) and initialise or load "
-                f"the module before {name}(module)"
+                f"{name}: {key} is on the device meta and has no values: call to_empty(device=...) and initialise or "
+                f"load the module before {name}(module)"
             )
 
 

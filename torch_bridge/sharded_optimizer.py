@@ -7,9 +7,12 @@ class works, also one that needs the shape of a parameter, and the result has th
 optimizer. An update is the owner's step, then one broadcast of each parameter from its owner.
 """
 
+import inspect
+
 import torch
 import torch.distributed as dist
 
+from torch_bridge.fsdp_parts import Part
 from torch_bridge.process_group import device_of, require_process_group
 
 OWN = "params", "param_names"  # the entries of a parameter group that are not hyperparameters
@@ -20,11 +23,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     params: parameters or groups of them, the same on all ranks, as are their gradients. Parameters are assigned to
     ranks by size, the largest first, each to the rank that has the fewest bytes. All ranks must call step(),
-    state_dict() and load_state_dict(). Raises RuntimeError if there is no process group.
+    state_dict() and load_state_dict(). Raises RuntimeError if there is no process group, and ValueError for a parameter
+    that FSDP has sharded and for an optimizer that needs its closure, such as LBFGS.
     """
 
     def __init__(self, params, optimizer_cls, process_group=None, **kwargs):
         require_process_group(type(self).__name__)
+        closure = inspect.signature(getattr(optimizer_cls, "step", lambda closure=None: None)).parameters.get("closure")
+        if closure and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{optimizer_cls.__name__} calls its closure several times in a step, and ShardedOptimizer calls it "
+                f"once: use {optimizer_cls.__name__} itself"
+            )
         self.group = process_group
         self.rank, self.ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.owners, self.loads = {}, [0] * self.ranks  # {parameter: rank}, bytes of each rank
@@ -39,6 +49,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group as in torch.optim.Optimizer, and assign its parameters to ranks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for parameter in group["params"]:
+            if isinstance(parameter, Part):
+                raise ValueError(
+                    f"ShardedOptimizer: {parameter.shard.name} is divided over the ranks by FSDP, and so is the state "
+                    f"of its optimizer: use the plain optimizer with FSDP"
+                )
         for parameter in sorted(group["params"], key=torch.Tensor.numel, reverse=True):  # stable, so equal on all ranks
             owner = self.loads.index(min(self.loads))
             self.owners[parameter] = owner
