@@ -8,9 +8,10 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from tests.support.torch_models import MODELS, Toy, Unused, batches, build, rows  # noqa: E402
-from torch_bridge.ddp import MIB, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, planned  # noqa: E402
+from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, planned  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gloo")
+MIB = 2**20  # bytes; not imported, because it is what the class is tested with
 SMALL = 150 / MIB  # MiB of a bucket that holds some of the parameters of Toy
 
 WAYS = {
@@ -111,6 +112,16 @@ def make_mistakes():
         attempt(f"bucket {size}", lambda size=size: BucketedDDP(Toy(), size))
     twice = OverlapDDP(build(Toy, 0))
     attempt("twice", lambda: [twice(torch.ones(2, 6)).sum().backward() for _ in range(2)])
+    for way, wrap in WAYS.items():
+        ddp = wrap(build(Toy, 0))
+        sgd = torch.optim.SGD(ddp.parameters())
+        before = ddp.module.one.weight.detach().clone()
+        ddp(torch.ones(2, 6)).sum().backward()
+        attempt(f"{way}: step", sgd.step)
+        assert torch.equal(ddp.module.one.weight, before)
+        if ddp.eager:
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+            attempt(f"{way}: clip", ddp.finish_gradient_synchronization)
     thawed = OverlapDDP(nn.Linear(2, 2).requires_grad_(False))
     thawed.module.requires_grad_(True)
     attempt("thawed", thawed.finish_gradient_synchronization)
@@ -127,6 +138,9 @@ def test_a_mistake_is_an_error_that_names_both_values(run):
         for size in (0, -1, float("nan")):
             assert f"bucket_size_mb is {size}, and a bucket needs a size above 0" in found[f"bucket {size}"]
         assert "call finish_gradient_synchronization() after each backward" in found["twice"]
+        for way in WAYS:
+            assert "is not synchronized: call finish_gradient_synchronization()" in found[f"{way}: step"]
+        assert sum("was changed while it was sent: clip or scale" in text for text in found.values()) == len(WAYS) - 2
         assert "weight was frozen when OverlapDDP was built" in found["thawed"]
         assert "gradient of weight is sparse: build its module with sparse=False" in found["sparse"]
 
@@ -135,6 +149,17 @@ def test_a_mistake_is_an_error_that_names_both_values(run):
 def test_without_a_process_group_the_error_says_what_to_call(way):
     with pytest.raises(RuntimeError, match="DDP needs a process group.*init_process_group first"):
         way(Toy())
+
+
+def count_buckets():
+    """Numbers of buckets of two layers of 2^17 fp32 weights each, for a bucket size around the 2^20 bytes of both."""
+    layers = nn.Sequential(*(nn.Linear(2**9, 2**8, bias=False) for _ in range(2)))
+    return [len(BucketedDDP(layers, size).gradients.buckets) for size in (1 - 2**-19, 1, 2)]
+
+
+def test_bucket_size_mb_is_in_units_of_2_to_the_20_bytes(run):
+    for found in run(count_buckets):
+        assert found == [2, 1, 1]
 
 
 def parameters_of(**elements):

@@ -210,17 +210,6 @@ class SharesLayer(nn.Module):
         return self.two(self.one(x))
 
 
-class Compiled(Inner):
-    """torch.compile of a module whose layers are units."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = torch.compile(nn.Sequential(self.b, nn.ReLU()), backend="eager")
-
-    def forward(self, x):
-        return self.c(self.block(self.a(x)))
-
-
 def weight_norm(layer):
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(layer)
@@ -248,7 +237,6 @@ MODULES = {  # name: (model, types of the units)
     "late hooks": (Inner, None),
     "frozen": (Frozen, None),
     "shared by two blocks": (SharesLayer, (Half,)),
-    "compiled": (lambda: Compiled(), None),
 }
 # These compute in fp32 with a weight or a buffer of a layer whose results are bf16. PyTorch reports the two dtypes.
 FP32_ONLY = {"checkpoint inside, layers", "read elsewhere"} | {name for name in MODULES if "norm" in name}
@@ -303,6 +291,26 @@ def test_fsdp_trains_modules_that_use_weights_in_unusual_ways_as_one_process(run
             torch.testing.assert_close(losses, wanted, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
             for key, tensor in reference.named_parameters() if dtype is None else ():
                 torch.testing.assert_close(parameters[key], tensor.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long  # PyTorch's compiler needs seconds to start
+def test_compiled_modules_have_the_gradients_of_the_plain_module():
+    x, plain = torch.randn(4, 6), build(Inner, 0)
+    F.mse_loss(plain(x), x[:, :3]).backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for layers in ("a", "b"), ("",):
+            fsdp = FSDP(build(Inner, 0))
+            fsdp.module.a = torch.compile(fsdp.module.a, backend="eager") if "a" in layers else fsdp.module.a
+            fsdp.module.b = torch.compile(fsdp.module.b, backend="eager") if "b" in layers else fsdp.module.b
+            model = torch.compile(fsdp, backend="eager") if "" in layers else fsdp
+            F.mse_loss(model(x), x[:, :3]).backward()
+            fsdp.finish_gradient_synchronization()
+            for got, wanted in zip(fsdp.parameters(), plain.parameters(), strict=True):
+                gradient = got.grad.to_local() if got in fsdp.shards else got.grad
+                torch.testing.assert_close(gradient.reshape(wanted.shape), wanted.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

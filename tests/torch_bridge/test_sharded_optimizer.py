@@ -137,18 +137,58 @@ def add_group():
             p.grad = torch.ones_like(p)
         optimizer.step()
         results.append(numpy_of(model))
-    other = ShardedOptimizer(sharded.one.parameters(), torch.optim.AdamW, **ADAMW)
-    try:
-        other.load_state_dict(optimizers[1].state_dict())
-    except ValueError as error:
-        return results, str(error)
+    other, errors = ShardedOptimizer(sharded.one.parameters(), torch.optim.AdamW, **ADAMW), []
+    state = optimizers[1].state_dict()
+    for attempt in (
+        lambda: other.load_state_dict(state),
+        lambda: ShardedOptimizer(sharded.parameters(), torch.optim.LBFGS),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            errors.append(str(error))
+    return results, errors
 
 
 def test_groups_may_be_added_and_another_models_state_is_an_error(run):
-    for (plain, sharded), error in run(add_group):
+    for (plain, sharded), errors in run(add_group):
         for name in plain:
             np.testing.assert_array_equal(sharded[name], plain[name])
-        assert "parameter groups of [2, 2, 1] parameters, and this optimizer of [2]" in error
+        assert "parameter groups of [2, 2, 1] parameters, and this optimizer of [2]" in errors[0]
+        assert "LBFGS calls its closure several times in a step, and ShardedOptimizer calls it once" in errors[1]
+
+
+def scale_and_clip():
+    """Parameters of the plain and of the sharded model after steps with a scaler, of which the first overflows."""
+    results = []
+    for fused in (False, True):
+        plain, sharded = build(Toy, 6), build(Toy, 6)
+        options = ADAMW | {"fused": fused}
+        for model, optimizer in (
+            (plain, torch.optim.AdamW(plain.parameters(), **options)),
+            (sharded, ShardedOptimizer(sharded.parameters(), torch.optim.AdamW, **options)),
+        ):
+            scaler = torch.amp.GradScaler(model.one.weight.device.type, init_scale=4.0)
+            for step, (x, y) in enumerate(batches()):
+                optimizer.zero_grad()
+                scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+                if step == 0:
+                    model.three.weight.grad[0] = float("inf")
+                if step > 1:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((numpy_of(model), scaler.get_scale()))
+    return results
+
+
+def test_a_scaler_and_clipping_give_the_bits_of_the_plain_optimizer(run):
+    for found in run(scale_and_clip):
+        for (plain, scale), (sharded, other) in zip(found[::2], found[1::2], strict=True):
+            assert scale == other == 2.0
+            for name in plain:
+                np.testing.assert_array_equal(sharded[name], plain[name])
 
 
 def test_without_a_process_group_the_error_says_what_to_call():
