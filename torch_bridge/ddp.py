@@ -4,7 +4,8 @@
     a message per parameter     NaiveDDP           OverlapDDP
     packed                      FlatDDP            BucketedDDP
 
-All four are used in the same way, on gloo and on nccl, and all give the gradient of the mean of the ranks' losses:
+All four are used in the same way, on gloo and on nccl, and all give the gradient of the mean of the ranks' losses.
+Until finish_gradient_synchronization() a gradient is that of one rank, or is being sent: clip and unscale after it.
 
     model = BucketedDDP(model, bucket_size_mb=25)
     loss(model(inputs)).backward()
@@ -21,6 +22,7 @@ any rank, its gradient stays None, as in one process, and the attribute `unused`
 import contextlib
 import functools
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -97,8 +99,8 @@ class GradientMean:
         self.used = next(iter(parameters.values())).new_ones(len(parameters), dtype=torch.int32) if parameters else None
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(functools.partial(self.completed, name))
-            parameter.gradient_mean = self
-        check_before_steps()
+        hook = register_optimizer_step_pre_hook(functools.partial(require_synchronized, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
         self.synchronizing = True
         self.reset()
 
@@ -185,17 +187,16 @@ class GradientMean:
                 self.parameters[name].grad = zeros  # the mean, once its bucket is complete
 
 
-@functools.cache
-def check_before_steps():
-    """Check before each step of every optimizer that the gradients are synchronized. One hook for the process."""
-    register_optimizer_step_pre_hook(require_synchronized)
+def require_synchronized(mean, optimizer, args, kwargs):
+    """Called before each step of every optimizer: raise RuntimeError if a gradient is not the mean over the ranks yet.
 
-
-def require_synchronized(optimizer, args, kwargs):
-    """Raise RuntimeError if an optimizer is about to use gradients that are not means over the ranks."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for mean in {mean for parameter in parameters if (mean := getattr(parameter, "gradient_mean", None))}:
-        mean.require_finished()
+    mean: a weak reference to a GradientMean.
+    """
+    mean = mean()
+    if mean is not None and mean.unfinished:
+        own = {id(parameter) for parameter in mean.parameters.values()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            mean.require_finished()
 
 
 def check_frozen(owner, frozen):

@@ -147,7 +147,8 @@ class Call:
     def end(self):
         """Remove the hooks. Raises RuntimeError if forward has changed a weight."""
         self.hooks.__exit__()
-        for shard, weight in self.weights.items():
+        weights, self.weights = self.weights, {}  # autograd refers to this object until backward
+        for shard, weight in weights.items():
             if version_of(weight) != self.versions[shard]:
                 raise RuntimeError(
                     f"FSDP: the forward of {self.unit.label} has changed its weight {shard.name} in place, and the "

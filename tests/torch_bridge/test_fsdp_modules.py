@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import math
+import time
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils import parametrizations  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -311,6 +313,48 @@ def test_compiled_modules_have_the_gradients_of_the_plain_module():
                 torch.testing.assert_close(gradient.reshape(wanted.shape), wanted.grad)
     finally:
         dist.destroy_process_group()
+
+
+def in_memory(storages):
+    """The number of storages that exist, once gloo's threads have released those of the collectives that have ended."""
+    for _ in range(500):
+        if all(each.expired() for each in storages):
+            break
+        time.sleep(0.01)
+    return sum(not each.expired() for each in storages)
+
+
+def count_whole_weights():
+    """[(whole weights gathered in forward, in memory after it, gathered in the step, in memory at its end)]."""
+    [x, y], found = next(batches()), []
+    for model, types in (
+        (Inner, (nn.Linear,)),
+        (Inner, BLOCK),
+        (Twice, (nn.Linear,)),
+        (lambda: Checkpointed(False), BLOCK),
+    ):
+        fsdp, storages = FSDP(build(model, 0), shard=types), []
+        for shard in fsdp.shards.values():
+
+            def all_gather(*args, of=shard.all_gather, storages=storages, **options):
+                full, *others = of(*args, **options)
+                storages.append(StorageWeakRef(full.untyped_storage()))
+                return full, *others
+
+            shard.all_gather = all_gather
+        loss = F.mse_loss(fsdp(x), y)
+        counts = [len(storages), in_memory(storages)]
+        loss.backward()
+        fsdp.finish_gradient_synchronization()
+        found.append((*counts, len(storages), in_memory(storages)))
+    return found
+
+
+def test_no_whole_weight_is_in_memory_between_forward_and_backward_and_after_it(run):
+    for found in run(count_whole_weights):
+        assert [(forward > 0, kept, backward > forward, left) for forward, kept, backward, left in found] == [
+            (True, 0, True, 0)
+        ] * 4
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
