@@ -421,7 +421,13 @@ def clip(model, x, y, finish, norm_type):
     return own(0.03, norm_type, error_if_nonfinite=True)
 
 
-STEPS = [accumulate, finish_twice, retain, penalty, two_forwards, keep_zeros]
+def clip_values(model, x, y, finish):
+    F.mse_loss(model(x), y).backward()
+    finish()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+STEPS = [clip_values, accumulate, finish_twice, retain, penalty, two_forwards, keep_zeros]
 STEPS += [functools.partial(clip, norm_type=kind) for kind in (0.5, 1, 2.0, 3, math.inf)]
 OPTIMIZERS = [
     functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
@@ -590,6 +596,7 @@ def make_mistakes():
     attempt("isfinite", lambda: part.grad.isfinite().all())
     attempt("vector", lambda: nn.utils.parameters_to_vector(fsdp.parameters()).norm())
     attempt("Adafactor", torch.optim.Adafactor(fsdp.parameters()).step)
+    attempt("Muon", torch.optim.Muon([p for p in fsdp.parameters() if p.dim() == 2]).step)
     attempt("LBFGS", lambda: torch.optim.LBFGS(fsdp.parameters()).step(lambda: torch.ones(())))
     attempt("read outside", lambda: F.linear(torch.ones(2, WIDE), part))
     attempt("init", lambda: nn.init.xavier_uniform_(part))
@@ -651,6 +658,7 @@ MESSAGES = {
     "isfinite": "FSDP: all of b.weight",
     "vector": "FSDP: norm of a.weight",
     "Adafactor": "clip gradients with clip_grad_norm_() of the FSDP module",
+    "Muon": "FSDP: norm of a.weight would be computed from the elements",
     "LBFGS": "would be computed from the elements that this rank has",
     "read outside": "FSDP: linear was called with the weight b.weight (8, 8) and a tensor of the shape (2, 8)",
     "init": "FSDP: uniform_ would fill this rank's part of b.weight",
