@@ -111,9 +111,8 @@ class GatheredWeight(torch.autograd.Function):
         ctx.shard, ctx.unit = shard, unit
         full = gathered[0]
         strides = torch.empty(shard.shape, device="meta").stride()
-        return full.new_empty(0).set_(
-            full.untyped_storage(), 0, shard.shape, strides
-        )  # no view: it may change in place
+        # not a view of full: autograd has its own error for a view that forward changes in place
+        return full.new_empty(0).set_(full.untyped_storage(), 0, shard.shape, strides)
 
     @staticmethod
     def backward(ctx, gradient):
