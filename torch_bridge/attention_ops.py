@@ -13,6 +13,7 @@ Products of fp16 and bf16 are exact. All sums are float32.
 # The kernels read them as Heads (B, H, T, D): two batch dimensions.
 
 import functools
+import math
 
 import torch
 import triton
@@ -68,8 +69,8 @@ def check_inputs(q, k, v):
 
 
 def four_dimensions(x):
-    """x (batch..., T, D) as (B, H, T, D): a view, except for some strides of three or more batch dimensions."""
-    return x.flatten(0, -4) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+    """A view (B, H, T, D) of x (batch..., T, D). Raises RuntimeError if the strides of x do not allow a view."""
+    return x.view(math.prod(x.shape[:-3]), *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
 
 
 def has_descriptor_strides(x):
@@ -79,18 +80,31 @@ def has_descriptor_strides(x):
     return aligned and x.stride(3) == 1
 
 
-def heads_of(x):
-    """x (batch..., T, D) as Heads. Copies x if a descriptor cannot read it, for example an expanded gradient."""
-    x = four_dimensions(x)
+def input_heads(x):
+    """x (batch..., T, D) as Heads, of a copy if a descriptor cannot read x: for example an expanded gradient."""
+    x = x.flatten(0, -4) if x.ndim > 4 else four_dimensions(x)  # flatten copies x if its strides do not allow a view
     if not has_descriptor_strides(x) or x.data_ptr() % ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
+    return heads_of(x)
+
+
+def output_heads(x):
+    """The Heads of an empty_output(), which a kernel writes: never those of a copy."""
+    return heads_of(four_dimensions(x))
+
+
+def heads_of(x):
+    """The Heads of x (B, H, T, D)."""
     strides = [x.shape[3] if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return Heads(x, tuple(x.shape), tuple(strides))
 
 
 def empty_output(x):
-    """An uninitialised tensor like x that a descriptor can write: in x's order of dimensions, or else contiguous."""
-    output = torch.empty_like(x)
+    """An uninitialised tensor like x that a descriptor can write.
+
+    Up to two batch dimensions have x's order of dimensions if a descriptor can; otherwise the tensor is contiguous.
+    """
+    output = torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
     return output if has_descriptor_strides(four_dimensions(output)) else x.new_empty(x.shape)
 
 
@@ -174,7 +188,7 @@ def triton_forward(
     check_device(q, "FlashAttention2Triton", "FlashAttention2Torch")
     o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
-        precision, (y, *qkv) = precision_of(q), map(heads_of, (o, q, k, v))
+        precision, y, qkv = precision_of(q), output_heads(o), [input_heads(x) for x in (q, k, v)]
         tile, empty = select_tiles(*qkv[:2], precision).forward, allocator(q)
         if precision == "fp16x3":
             launches = fp16x3_launches.forward_launches(y, lse, *qkv, tile, empty, is_causal, natural=True)
@@ -207,7 +221,7 @@ def triton_backward(
         return gradients[0], *(each.zero_() for each in gradients[1:])
     lse = lse.contiguous()
     precision, delta, lse2 = precision_of(q), torch.empty_like(lse), torch.empty_like(lse)
-    written, (dy, *qkv, y) = map(heads_of, gradients), map(heads_of, (do, q, k, v, o))
+    written, (dy, *qkv, y) = map(output_heads, gradients), map(input_heads, (do, q, k, v, o))
     tiles, empty, arrays = select_tiles(*qkv[:2], precision), allocator(q), (delta, dy, *qkv, y, lse)
     if precision == "fp16x3":
         launches = fp16x3_launches.backward_launches(*written, *arrays, tiles.both, empty, is_causal, natural=True)

@@ -51,7 +51,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
 
     dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
     q, k, v, do = (torch.randn(heads, T, D, device="cuda", dtype=dtype) for _ in range(4))
-    used = in_use(attention_ops.heads_of(q), attention_ops.heads_of(k), attention_ops.precision_of(q))
+    used = in_use(attention_ops.input_heads(q), attention_ops.input_heads(k), attention_ops.precision_of(q))
     tile = tile or getattr(used, kernel)
     if tile is None:
         return {"not_used": True}

@@ -161,6 +161,18 @@ def test_any_strides_of_inputs_and_gradient_give_the_same_results(rng, function,
     assert_near(got, want, TOLERANCE)
 
 
+@pytest.mark.parametrize("batch", [(), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2), (1, 2, 1, 2, 2)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_dimensions_in_any_order_and_any_number_of_batch_dimensions_equal_float64(rng, function, batch):
+    """q, k, v and do have their dimensions in four different orders, of which most cannot be merged without a copy."""
+    arrays = []
+    for x in inputs(rng, batch, 17, 9, 16):
+        order = [int(axis) for axis in rng.permutation(len(batch))] + [len(batch), len(batch) + 1]
+        back = sorted(range(x.ndim), key=order.__getitem__)
+        arrays.append(x.permute(order).contiguous().permute(back))
+    assert_near(results(function, *arrays, True), oracle(*arrays, True), TOLERANCE)
+
+
 @pytest.mark.parametrize("function", [FlashAttention2Torch, *TRITON])
 def test_an_expanded_gradient_and_expanded_keys_are_read_as_their_copies(rng, function):
     q, k, v, _ = inputs(rng, (2, 3), 17, 9, 16)
@@ -211,8 +223,9 @@ def test_torch_compile_has_one_graph_and_the_same_bits(rng, function):
 @pytest.mark.parametrize(
     "operator", [tiled_attention.tiled_forward, pytest.param(attention_ops.triton_forward, marks=needs_interpreter)]
 )
-def test_fake_kernels_have_the_shapes_and_strides_of_the_operators(rng, operator):
-    q, k, v, do = inputs(rng, (2, 2), 5, 3, 16)
+@pytest.mark.parametrize("batch", [(2, 2), (3, 2, 2)])
+def test_fake_kernels_have_the_shapes_and_strides_of_the_operators(rng, operator, batch):
+    q, k, v, do = inputs(rng, batch, 5, 3, 16)
     q, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, do))
     backward = {
         tiled_attention.tiled_forward: tiled_attention.compiled_backward,

@@ -80,7 +80,7 @@ def test_the_gluon_kernels_equal_float64(rng, monkeypatch, batch, T_q, T_k, dtyp
 def test_large_16_bit_attention_uses_the_gluon_kernels(rng, T, D, causal):
     packed = torch.randn(3, T, 3, 7, D, device="cuda", dtype=torch.bfloat16)
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
-    tiles = attention_ops.select_tiles(attention_ops.heads_of(q), attention_ops.heads_of(k), "tf32x3")
+    tiles = attention_ops.select_tiles(attention_ops.input_heads(q), attention_ops.input_heads(k), "tf32x3")
     assert isinstance(tiles.forward, GluonTile) and isinstance(tiles.dkdv, GluonTile)
     do = torch.randn(3, 7, T, D, device="cuda", dtype=torch.bfloat16)
     got, want = results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal)
