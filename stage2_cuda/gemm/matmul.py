@@ -140,7 +140,7 @@ def matmul_kernel(
     if h is not None:
         store_block(h, acc, row, col, M, N, d_row, d_col, BLOCK_M, BLOCK_N, ACCESS_D)
     if ACTIVATION == "relu":
-        acc = tl.maximum(acc, 0.0)
+        acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL)  # by default the maximum of NaN and 0 is 0
     if ACTIVATION == "gelu":
         acc *= sigmoid_of_2u(acc)
     store_block(d, acc, row, col, M, N, d_row, d_col, BLOCK_M, BLOCK_N, ACCESS_D)

@@ -65,6 +65,17 @@ def test_c_may_be_expanded(rng, size):
     assert_near(matmul_add_relu(a, b, c), expected(a, b, c), TOLERANCE[torch.float32])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+def test_results_and_gradients_that_are_not_finite_are_those_of_torch_relu(rng):
+    a, b, c = inputs(rng, 24, 40, 32)
+    a[3, 5], b[4, 7], c[1, 2], c[9, 9], c[2, 2] = float("nan"), float("inf"), float("nan"), float("inf"), -float("inf")
+    leaves, dd = [x.requires_grad_() for x in (a, b, c)], torch.randn(24, 40)
+    got, want = matmul_add_relu(*leaves), torch.relu(a @ b + c)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for x, expected in zip(torch.autograd.grad(got, leaves, dd), torch.autograd.grad(want, leaves, dd), strict=True):
+        torch.testing.assert_close(x, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("c_at", ["start", "early", "end"])
 def test_c_may_be_read_at_any_time(rng, c_at):
     a, b, c = inputs(rng, 40, 50, 70)
