@@ -11,8 +11,11 @@ GROUP = 256  # elements that share one scale in int8
 
 
 def encode_fp16(x):
-    """x (..., m) float32 -> bytes (..., 2m) uint8: clipped to the range of fp16, rounded to nearest."""
-    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # inf would make the rounding error infinite
+    """x (..., m) float32 -> bytes (..., 2m) uint8: rounded to nearest; a finite number is clipped to the range of fp16.
+
+    Error feedback sends what clipping removes. inf and NaN are kept, so that a diverged gradient is not finite.
+    """
+    return np.where(np.isfinite(x), np.clip(x, -65504, 65504), x).astype(np.float16).view(np.uint8)
 
 
 def decode_fp16(code):

@@ -71,8 +71,9 @@ def encode(x, KIND: tl.constexpr):
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
         values = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)  # x != x: NaN stays NaN
     elif KIND == "fp16":
-        # the largest finite fp16 instead of infinity; NaN stays NaN
+        # a finite number becomes at most the largest fp16; infinity and NaN, for which a comparison is false, are kept
         clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+        clipped = tl.where(tl.abs(x) < float("inf"), clipped, x)
         values = clipped.to(tl.float16).to(tl.uint16, bitcast=True)
     else:
         scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may have ignored a NaN
