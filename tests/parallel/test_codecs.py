@@ -68,8 +68,7 @@ def test_pack_add_and_unpack_give_numpys_bits(rng, kind, p, m, n):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", CODECS)
-def test_an_infinite_or_nan_gradient_stays_so_in_the_code_or_in_the_residual(kind, bad):
-    """As in NumPy: codes keep NaN and infinity, except fp16, which clips infinity: the residual becomes infinite."""
+def test_the_code_of_an_infinite_or_nan_gradient_is_not_finite_as_in_numpy(kind, bad):
     xp = array_module()
     gradient = np.ones(GROUP, np.float32)
     gradient[7] = bad
@@ -80,7 +79,7 @@ def test_an_infinite_or_nan_gradient_stays_so_in_the_code_or_in_the_residual(kin
         got, want = Codec(kind).decode(host(code)), Codec(kind).decode(want)
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
     np.testing.assert_array_equal(np.isfinite(host(fused_residual)), np.isfinite(residual))
-    assert not (np.isfinite(got).all() and np.isfinite(host(fused_residual)).all())
+    assert not np.isfinite(got).all()
 
 
 @pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
