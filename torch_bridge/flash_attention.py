@@ -8,9 +8,10 @@ be omitted (False). They work under torch.compile.
     FlashAttention2TritonCompiled   forward: the Triton kernel; backward: the same formula under torch.compile
 
 q (batch..., T_q, D), k and v (batch..., T_k, D): float32, float16 or bfloat16, any strides, D a multiple of 8 from 16
-to 128. Causal: query i attends to the keys 0 to i, also if T_q and T_k differ. Each function saves q, k, v, o and the
-logsumexp (batch..., T_q); its backward recomputes the attention weights from the logsumexp. Inputs that do not match,
-or that the kernels cannot process on their device, raise TypeError or ValueError.
+to 128. Causal: query i attends to the keys 0 to i, also if T_q and T_k differ. Each function saves q, k, v and the
+logsumexp (batch..., T_q), those with a Triton forward also o. The Triton backward recomputes the attention weights from
+the logsumexp; the compiled formula computes the softmax again. Inputs that do not match, or that the kernels cannot
+process on their device, raise TypeError or ValueError.
 """
 
 import torch
@@ -35,13 +36,13 @@ class FlashAttention2Torch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         o, lse = tiled_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, lse)  # backward does not read lse; the assignment's tests do
         ctx.is_causal = is_causal
         return o
 
     @staticmethod
     def backward(ctx, do):
-        return *compiled_backward(do, *ctx.saved_tensors, ctx.is_causal), None
+        return *compiled_backward(do, *ctx.saved_tensors[:3], ctx.is_causal), None
 
 
 class FlashAttention2Triton(torch.autograd.Function):
@@ -64,4 +65,4 @@ class FlashAttention2TritonCompiled(FlashAttention2Triton):
 
     @staticmethod
     def backward(ctx, do):
-        return *compiled_backward(do, *ctx.saved_tensors, ctx.is_causal), None
+        return *compiled_backward(do, *ctx.saved_tensors[:3], ctx.is_causal), None

@@ -7,6 +7,7 @@ are custom operators, so torch.compile does not unroll the loops over tiles.
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
 
 import functools
+import math
 import warnings
 
 import torch
@@ -44,7 +45,8 @@ def query_tile(q, k, v, start):
     start: the position of the first query, or None if the attention is not causal.
     """
     q, scale, M = q.float(), q.shape[-1] ** -0.5, q.shape[-2]
-    row_max, row_sum = q.new_full(q.shape[:-1], float("-inf")), q.new_zeros(q.shape[:-1])
+    lowest = torch.finfo(q.dtype).min  # unlike -inf, lowest - lowest is 0: all scores of a tile may be -inf
+    row_max, row_sum = q.new_full(q.shape[:-1], lowest), q.new_zeros(q.shape[:-1])
     acc = torch.zeros_like(q)
     end = k.shape[-2] if start is None else min(start + M, k.shape[-2])
     for first_key in range(0, end, TILE):
@@ -67,20 +69,33 @@ def future(M, N, shift, device):
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def backward_formula(do, q, k, v, o, lse, is_causal):
-    """(dq, dk, dv) of attention, with the T_q x T_k matrices in memory (equations 13 to 19 of the assignment).
+def backward_formula(do, q, k, v, is_causal):
+    """(dq, dk, dv) of attention, with the T_q x T_k matrices in memory.
 
-    The dtype of a product is that of q; other operations are float32.
+    Everything is float32; on a GPU, p and ds are rounded to the dtype of q, so that tensor cores multiply them. The
+    formula computes the softmax again and takes delta, the D of the assignment, from p and dp, which are not rounded.
+    With the saved logsumexp and o, the rounding errors of large scores, and of o in 16 bits, would not cancel in
+    dp - delta.
     """
-    scale = q.shape[-1] ** -0.5
-    p = torch.exp((q @ k.mT).float() * scale - lse[..., None])  # (batch..., T_q, T_k)
+    scale, rounded = q.shape[-1] ** -0.5, q.dtype if q.is_cuda else torch.float32
+    unread = max(k.shape[-2] - q.shape[-2], 0) if is_causal else 0  # keys after the last query
+    k, v = k[..., : k.shape[-2] - unread, :], v[..., : v.shape[-2] - unread, :]
+    s = product(q, k.mT) * scale  # (batch..., T_q, T_k)
     if is_causal:
-        p = p.masked_fill(future(q.shape[-2], k.shape[-2], 0, q.device), 0.0)
-    dv = p.to(do.dtype).mT @ do
-    dp = (do @ v.mT).float()
-    delta = (o.float() * do.float()).sum(-1, keepdim=True)  # the D of the assignment
-    ds = (p * (dp - delta) * scale).to(q.dtype)
-    return ds @ k, ds.mT @ q, dv
+        s = s.masked_fill(future(q.shape[-2], k.shape[-2], 0, q.device), float("-inf"))
+    p, dp = s.softmax(-1), product(do, v.mT)
+    ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).to(rounded)
+    dq, dk, dv = product(ds, k) * scale, product(ds.mT, q) * scale, product(p.to(rounded).mT, do)
+    dk, dv = (torch.nn.functional.pad(gradient, (0, 0, 0, unread)) for gradient in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def product(a, b):
+    """a (batch..., M, K) times b (batch..., K, N) in float32. The products of two 16-bit numbers are exact."""
+    if a.is_cuda and a.dtype == b.dtype != torch.float32:  # tensor cores; PyTorch has this dtype of the result on CUDA
+        three = [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (a, b)]
+        return torch.bmm(*three, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
+    return a.float() @ b.float()
 
 
 @functools.cache
@@ -106,19 +121,12 @@ def compiled_formula():
 
 @torch.library.custom_op("torch_bridge::compiled_attention_backward", mutates_args=())
 def compiled_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """backward_formula(), compiled; its results are contiguous, as the fake kernel says."""
-    gradients = compiled_formula()(do, q, k, v, o, lse, is_causal)
-    return tuple(gradient.contiguous() for gradient in gradients)
+    return tuple(gradient.contiguous() for gradient in compiled_formula()(do, q, k, v, is_causal))
 
 
 @compiled_backward.register_fake
-def _(do, q, k, v, o, lse, is_causal):
+def _(do, q, k, v, is_causal):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))

@@ -99,6 +99,37 @@ def test_float16_has_the_tolerance_of_its_rounding(rng, function):
     assert_near(got, oracle(q, k, v, do, True), 3e-3)  # p, ds and the results are rounded to 11 bits
 
 
+SCALES = [  # mean and standard deviation of q and k, of v, and of do
+    *(((0, std), (0, 1), (0, 1)) for std in (0.01, 1, 6, 30)),
+    *(((mean, 1), (0, 1), (0, 1)) for mean in (40, 100)),
+    ((0, 1), (100, 1), (0, 1)),
+    ((40, 1), (40, 1), (1, 0)),  # do of o.sum().backward()
+    ((0, 1), (0, 1), (0, 1e4)),
+    ((0, 1), (0, 1), (0, 1e-5)),
+]
+
+
+@pytest.mark.parametrize("causal, T_q, T_k", [(True, 48, 48), (True, 20, 70), (False, 70, 20)])
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_any_scale_are_as_good_as_those_of_pytorch(rng, dtype, scales, causal, T_q, T_k):
+    """PyTorch's math backend computes 16-bit attention in float32."""
+    *arrays, do = inputs(rng, (2, 2), T_q, T_k, 64)
+    qk, *others = scales
+    x = [(mean + std * x).to(dtype) for (mean, std), x in zip((qk, qk, *others), (*arrays, do), strict=True)]
+    want, found = oracle(*x, causal), results(FlashAttention2Torch, *x, causal)
+    leaves = [each.clone().requires_grad_() for each in x[:3]]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+    peers = torch.autograd.grad(o, leaves, x[3])
+    largest_score = (x[0].double() @ x[1].double().mT).abs().max().item() / 8
+    for name, peer in zip(("dq", "dk", "dv"), peers, strict=True):
+        ours, theirs = ((each.double() - want[name]).norm() for each in (found[name], peer))
+        # The scores are sums of 64 products in float32, with errors of some 2^-21, and differ in both implementations.
+        rounding = max(torch.finfo(dtype).eps / 8, 2.0**-20 * largest_score) * want[name].norm()
+        assert ours <= 2 * theirs + rounding, f"{name}: {ours:.2e}, PyTorch {theirs:.2e}"
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_without_is_causal_every_query_attends_to_every_key(rng, function):
     q, k, v, do = inputs(rng, (2,), 5, 7, 16)
@@ -227,13 +258,12 @@ def test_torch_compile_has_one_graph_and_the_same_bits(rng, function):
 def test_fake_kernels_have_the_shapes_and_strides_of_the_operators(rng, operator, batch):
     q, k, v, do = inputs(rng, batch, 5, 3, 16)
     q, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, do))
-    backward = {
-        tiled_attention.tiled_forward: tiled_attention.compiled_backward,
-        attention_ops.triton_forward: attention_ops.triton_backward,
-    }[operator]
+    backward, saved = tiled_attention.compiled_backward, ()
+    if operator is attention_ops.triton_forward:
+        backward, saved = attention_ops.triton_backward, operator(q, k, v, True)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, (q, k, v, True), test_utils=tests)
-    torch.library.opcheck(backward, (do, q, k, v, *operator(q, k, v, True), True), test_utils=tests)
+    torch.library.opcheck(backward, (do, q, k, v, *saved, True), test_utils=tests)
 
 
 def test_a_failed_compilation_falls_back_to_eager_with_one_note(rng, monkeypatch):
