@@ -93,6 +93,18 @@ def output_heads(x):
     return heads_of(four_dimensions(x))
 
 
+def read_heads(q, k, v, is_causal):
+    """[Heads of q, k and v]: of k and v only the rows that a query reads, because p = 0 times an infinite v is NaN."""
+    q, k, v = map(input_heads, (q, k, v))
+    return [q, *(first_rows(x, q.shape[2]) for x in (k, v))] if is_causal else [q, k, v]
+
+
+def first_rows(heads, T):
+    """The Heads of the first T rows, or of all if there are fewer."""
+    B, H, rows, D = heads.shape
+    return heads._replace(shape=(B, H, min(T, rows), D))
+
+
 def heads_of(x):
     """The Heads of x (B, H, T, D)."""
     strides = [x.shape[3] if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
@@ -188,7 +200,7 @@ def triton_forward(
     check_device(q, "FlashAttention2Triton", "FlashAttention2Torch")
     o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
-        precision, y, qkv = precision_of(q), output_heads(o), [input_heads(x) for x in (q, k, v)]
+        precision, y, qkv = precision_of(q), output_heads(o), read_heads(q, k, v, is_causal)
         tile, empty = select_tiles(*qkv[:2], precision).forward, allocator(q)
         if precision == "fp16x3":
             launches = fp16x3_launches.forward_launches(y, lse, *qkv, tile, empty, is_causal, natural=True)
@@ -221,7 +233,12 @@ def triton_backward(
         return gradients[0], *(each.zero_() for each in gradients[1:])
     lse = lse.contiguous()
     precision, delta, lse2 = precision_of(q), torch.empty_like(lse), torch.empty_like(lse)
-    written, (dy, *qkv, y) = map(output_heads, gradients), map(input_heads, (do, q, k, v, o))
+    T_q, (dy, y), qkv = q.shape[-2], map(input_heads, (do, o)), read_heads(q, k, v, is_causal)
+    written = [output_heads(x) for x in gradients]
+    if is_causal:
+        written[1:] = [first_rows(each, T_q) for each in written[1:]]
+        for gradient in gradients[1:]:
+            gradient[..., T_q:, :].zero_()
     tiles, empty, arrays = select_tiles(*qkv[:2], precision), allocator(q), (delta, dy, *qkv, y, lse)
     if precision == "fp16x3":
         launches = fp16x3_launches.backward_launches(*written, *arrays, tiles.both, empty, is_causal, natural=True)

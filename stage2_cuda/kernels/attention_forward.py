@@ -130,8 +130,8 @@ def forward_kernel(
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # last queries first: they have the longest loops
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(q_desc, b, h, start_m, BLOCK_M, HEAD_DIM)
-    # in a part, all scores of a row may be -inf, and the difference of two infinities would be NaN
-    row_max = tl.full([BLOCK_M], LOWEST if IN_PARTS else float("-inf"), tl.float32)
+    # all scores of a row in a tile may be -inf, and the difference of two infinities would be NaN
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):

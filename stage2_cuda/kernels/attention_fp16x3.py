@@ -1,19 +1,23 @@
 """Attention of float32 arrays on tensor cores: each product is the sum of three products of fp16 numbers.
 
-A float32 array x is multiplied by a power of two, its scale, and written as x_high + x_low, both fp16: about 22 bits.
-Then a b = a_high b_high + a_high b_low + a_low b_high, with sums in float32; a_low b_low is too small to matter. Three
+A float32 array x is multiplied by powers of two and written as x_high + x_low, both fp16: about 22 bits. Then
+a b = a_high b_high + a_high b_low + a_low b_high, with sums in float32; a_low b_low is too small to matter. Three
 products of fp16 are faster than three products of tf32, whose two tf32 numbers take 8 bytes instead of 4.
 
-Each head of q, k, v and dy has its own scale. The largest norm of its rows, multiplied by the scale, is in
-[2^14, 2^15), or smaller if the norm is below 2^-112. So
+The size of a row is the power of two with size <= norm < 2 size, for norms from 2^-112 to 2^127. x is multiplied by
+2^14 / size, so no element exceeds 2^15; the largest fp16 number is 65504. There are two cases, for each head and array:
 
-- no element of x, multiplied by the scale, exceeds 2^15; the largest fp16 number is 65504;
-- |dp| <= 2^30 and |dp - delta| <= 2^31, both multiplied by the scales of dy and v, because a scalar product is at most
-  the product of the norms. So ds, multiplied by 2^-16 too, does not exceed 2^15.
+- Even: the norms of all rows, except those of zero rows, differ by at most a factor of 2^10. All rows have the size of
+  the largest one, and the products of a tile are multiplied by one number. |dp| <= 2^30 and |dp - delta| <= 2^31 in
+  these units, because a scalar product is at most the product of the norms. So ds, multiplied by 2^-16, does not
+  exceed 2^15. p is at most 1 and is multiplied by 2^14.
+- Uneven: the norms differ more, or are infinite or NaN. Each row has its own size, so a large row does not change the
+  precision of others. Each column of a tile is multiplied by the size of its row. In a product that adds over these
+  rows, such as p v, each row of p times the sizes has its own power of two: see weigh(). It is slower.
 
-Errors: below 2^-22 of an element, or 2^-39 of the largest norm of the head if that is more: a row that is much smaller
-than the largest one keeps fewer bits. p is at most 1 and is multiplied by 2^14. All scales are powers of two, so they
-add no rounding errors. q, k, v and dy must be finite.
+If one of the arrays of a head is uneven, its programs compute all products in the uneven way. Errors: below 2^-22 of an
+element, or 2^-39 of the size of its row if that is more; if even 2^-29, and 2^-20 of ds of the smallest rows. Powers of
+two add no rounding errors. A row that contains infinity or NaN gives NaN to all results that depend on it.
 
 Launches: norms_kernel, split_kernel (which also computes delta), then forward_kernel or backward_kernel. The formulas
 are those of attention.py.
@@ -23,7 +27,9 @@ are those of attention.py.
 # scale: log2(e) / sqrt(D) in forward, 1 / sqrt(D) in backward; lse and delta (B, H, T_q): float32
 # q_desc, k_desc, v_desc, dy_desc: descriptors of float32 arrays in norms_kernel and split_kernel, then of halves
 # An array of halves (2 B, H, T, D) is contiguous fp16: x_high of batch entry b is entry b, x_low is entry B + b.
-# norms (arrays, B H, tiles), scales (arrays, B H): float32; the arrays are q, k, v and in backward dy, in this order.
+# norms (2, arrays, B H, tiles): the largest and the smallest norm of the ROWS rows of a tile
+# sizes (arrays, B H, 1 + stride), stride >= T: the size of all rows, or 0 if the array is uneven; then that of each row
+# float32; the arrays are q, k, v and in backward dy, in this order
 
 import triton
 import triton.language as tl
@@ -47,6 +53,9 @@ ROWS = tl.constexpr(64)  # of one program of norms_kernel and split_kernel
 NORMS = tl.constexpr(256)  # that split_kernel loads at a time
 P_SCALE, DS_SCALE = tl.constexpr(2.0**14), tl.constexpr(2.0**-16)
 P_UNSCALE, DS_UNSCALE = tl.constexpr(2.0**-14), tl.constexpr(2.0**16)
+UNIT = tl.constexpr(2.0**-14)  # x = (x_high + x_low) size UNIT
+UNITS = tl.constexpr(2.0**-28)  # of a product of two numbers
+EVEN_RATIO = tl.constexpr(2.0**10)
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
@@ -79,56 +88,85 @@ def load_halves(desc, b, h, row, H, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.const
 
 
 @triton.jit
-def scale_of(norm):
-    """The power of two that brings `norm` to [2^14, 2^15), if `norm` is at least 2^-112; otherwise 2^126."""
-    # the bits 23 to 30 of a float32 are its exponent + 127
-    exponent = tl.maximum(norm.to(tl.int32, bitcast=True) >> 23, 15)  # so that 1 / scale is a normal number
+def exponent_of(norm):
+    """The bits of the exponent of a norm (its exponent + 127), at least 15 and at most 254.
+
+    With these limits size_of() and scale_of() are normal numbers, also for zero, infinity and NaN.
+    """
+    return tl.minimum(tl.maximum((norm.to(tl.int32, bitcast=True) >> 23) & 255, 15), 254)
+
+
+@triton.jit
+def size_of(exponent):
+    """The power of two with this exponent."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(exponent):
+    """2^14 / size_of(exponent)."""
     return ((2 * 127 + 14 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scale_index():
-    """The index of this program's array and head in `scales`, and of its first tile in `norms` / tiles."""
+def array_and_head():
+    """The index of this program's array and head."""
     return tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
 
 
 @triton.jit
-def store_norm(desc, norms, H, HEAD_DIM: tl.constexpr):
+def row_norms(x):
+    """The norms of the rows of x; NaN if a row contains infinity or NaN."""
+    largest = tl.max(tl.abs(x), 1)  # dividing by it avoids squares that are too large or too small for float32
+    x = x / tl.where(largest > 0, largest, 1.0)[:, None]
+    return tl.where(largest > 0, largest, 1.0) * tl.sqrt(tl.sum(x * x, 1))
+
+
+@triton.jit
+def store_norms(desc, norms, H, HEAD_DIM: tl.constexpr):
     x = load_tile(desc, tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1) * ROWS, ROWS, HEAD_DIM)
-    largest = tl.max(tl.abs(x))  # dividing by it avoids squares that are too large or too small for float32
-    x = x / tl.where(largest > 0, largest, 1.0)
-    norm = largest * tl.sqrt(tl.max(tl.sum(x * x, 1)))
-    tl.store(norms + scale_index() * tl.num_programs(1) + tl.program_id(1), norm)
+    norm = row_norms(x)
+    finite = norm < float("inf")  # false for NaN
+    largest = tl.max(tl.where(finite, norm, 0.0))
+    smallest = tl.min(tl.where(finite, tl.where(norm > 0, norm, float("inf")), -1.0))  # -1: uneven, whatever the others
+    at = norms + array_and_head() * tl.num_programs(1) + tl.program_id(1)
+    tl.store(at, largest)
+    tl.store(at + tl.num_programs(2) * tl.num_programs(0).to(tl.int64) * tl.num_programs(1), smallest)
 
 
 @triton.jit
 def norms_kernel(q_desc, k_desc, v_desc, dy_desc, norms, H, HEAD_DIM: tl.constexpr):
-    """The largest norm of ROWS rows of array number tl.program_id(2). dy_desc is None in forward."""
+    """The largest and the smallest norm of ROWS rows of array number tl.program_id(2). dy_desc is None in forward."""
     if tl.program_id(2) == 0:
-        store_norm(q_desc, norms, H, HEAD_DIM)
+        store_norms(q_desc, norms, H, HEAD_DIM)
     elif tl.program_id(2) == 1:
-        store_norm(k_desc, norms, H, HEAD_DIM)
+        store_norms(k_desc, norms, H, HEAD_DIM)
     elif tl.program_id(2) == 2:
-        store_norm(v_desc, norms, H, HEAD_DIM)
+        store_norms(v_desc, norms, H, HEAD_DIM)
     elif dy_desc is not None:
-        store_norm(dy_desc, norms, H, HEAD_DIM)
+        store_norms(dy_desc, norms, H, HEAD_DIM)
 
 
 @triton.jit
-def split_rows(desc, halves, norms, scales, T, D, H, HEAD_DIM: tl.constexpr):
-    """Store the scale of this head, and the halves of ROWS rows; returns these rows (float32, without the scale)."""
+def split_rows(desc, halves, norms, sizes, T, stride, D, H, HEAD_DIM: tl.constexpr):
+    """Store the sizes and the halves of ROWS rows; returns these rows (float32, not multiplied)."""
     head, start, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, tl.num_programs(1)
-    largest = 0.0
+    largest, smallest, norms = 0.0, float("inf"), norms + array_and_head() * tiles
     for first in range(0, tiles, NORMS):
         offs = first + tl.arange(0, NORMS)
-        norm = tl.load(norms + scale_index() * tiles + offs, mask=offs < tiles, other=0.0)
-        largest = tl.maximum(largest, tl.max(norm))
-    scale = scale_of(largest)
-    if tl.program_id(1) == 0:
-        tl.store(scales + scale_index(), scale)
+        at = norms + offs
+        largest = tl.maximum(largest, tl.max(tl.load(at, mask=offs < tiles, other=0.0)))
+        at += tl.num_programs(2) * tl.num_programs(0).to(tl.int64) * tiles
+        smallest = tl.minimum(smallest, tl.min(tl.load(at, mask=offs < tiles, other=float("inf"))))
+    uneven = largest > smallest * EVEN_RATIO
     x = load_tile(desc, tl.program_id(0) // H, tl.program_id(0) % H, start, ROWS, HEAD_DIM)
-    high, low = split(x * scale)
+    exponent = exponent_of(tl.where(uneven, row_norms(x), largest))
+    high, low = split(x * scale_of(exponent)[:, None])
     rows, cols = start + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    sizes += array_and_head() * (1 + stride)
+    if start == 0:
+        tl.store(sizes, tl.where(uneven, 0.0, size_of(exponent_of(largest))))
+    tl.store(sizes + 1 + rows, size_of(exponent), mask=rows < T)
     at, mask = halves + (head * T + rows)[:, None] * D + cols[None, :], (rows < T)[:, None] & (cols < D)[None, :]
     tl.store(at, high, mask=mask)
     tl.store(at + tl.num_programs(0).to(tl.int64) * T * D, low, mask=mask)
@@ -137,63 +175,133 @@ def split_rows(desc, halves, norms, scales, T, D, H, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def split_kernel(
-    q_desc, k_desc, v_desc, dy_desc, y_desc, q_halves, k_halves, v_halves, dy_halves, delta_ptr, norms, scales,
-    T_q, T_k, D, H, HEAD_DIM: tl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc, y_desc, q_halves, k_halves, v_halves, dy_halves, delta_ptr, norms, sizes,
+    T_q, T_k, stride, D, H, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Scale and halves of ROWS rows of array number tl.program_id(2); with dy also delta. In forward, dy is None."""
+    """Sizes and halves of ROWS rows of array number tl.program_id(2); with dy also delta. In forward, dy is None."""
     if tl.program_id(2) == 0:
-        split_rows(q_desc, q_halves, norms, scales, T_q, D, H, HEAD_DIM)
+        split_rows(q_desc, q_halves, norms, sizes, T_q, stride, D, H, HEAD_DIM)
     elif tl.program_id(2) == 1:
-        split_rows(k_desc, k_halves, norms, scales, T_k, D, H, HEAD_DIM)
+        split_rows(k_desc, k_halves, norms, sizes, T_k, stride, D, H, HEAD_DIM)
     elif tl.program_id(2) == 2:
-        split_rows(v_desc, v_halves, norms, scales, T_k, D, H, HEAD_DIM)
+        split_rows(v_desc, v_halves, norms, sizes, T_k, stride, D, H, HEAD_DIM)
     elif dy_desc is not None:
-        dy = split_rows(dy_desc, dy_halves, norms, scales, T_q, D, H, HEAD_DIM)
+        dy = split_rows(dy_desc, dy_halves, norms, sizes, T_q, stride, D, H, HEAD_DIM)
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         y = load_tile(y_desc, tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1) * ROWS, ROWS, HEAD_DIM)
         tl.store(delta_ptr + tl.program_id(0).to(tl.int64) * T_q + rows, row_delta(y, dy), mask=rows < T_q)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sizes_of(sizes, stride, NUMBER: tl.constexpr):
+    """(The size of all rows of array number NUMBER in this head, or 0 if it is uneven; a pointer to the row sizes)."""
+    sizes += (NUMBER * tl.num_programs(0).to(tl.int64) + tl.program_id(0)) * (1 + stride)
+    return tl.load(sizes), sizes + 1
+
+
+@triton.jit
+def is_uneven(sizes, stride, ARRAYS: tl.constexpr):
+    """Whether one of the arrays of this head is uneven."""
+    smallest = 1.0
+    for number in tl.static_range(ARRAYS):
+        smallest = tl.minimum(smallest, sizes_of(sizes, stride, number)[0])
+    return smallest == 0
+
+
+@triton.jit
+def product_sizes(tile, row_factor, sizes, offs, T):
+    """The tile of a product of halves, times row_factor (rows) and the sizes of the rows offs that are its columns."""
+    return tile * row_factor[:, None] * tl.load(sizes + offs, mask=offs < T, other=0.0)[None, :]
+
+
+@triton.jit
+def weigh(w, sizes, offs, T):
+    """(halves of w sizes unit, UNITS / unit (rows, 1)), for a product that adds over the rows offs of an array.
+
+    sizes: the sizes of these rows. Each row of w has its own unit, a power of two that brings the largest element of
+    w sizes to [2^14, 2^15).
+    """
+    w *= tl.load(sizes + offs, mask=offs < T, other=0.0)[None, :]
+    exponent = exponent_of(tl.max(tl.abs(w), 1))[:, None]
+    high, low = split(w * scale_of(exponent))
+    return high, low, size_of(exponent) * UNITS
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def forward_kernel(
-    y_desc, lse_ptr, q_desc, k_desc, v_desc, scales, T_q, T_k, H, scale,
+def forward_tile(
+    y_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """As forward_kernel in attention_forward.py; q_desc, k_desc and v_desc are those of the halves."""
-    b, h, heads = tl.program_id(0) // H, tl.program_id(0) % H, tl.num_programs(0)
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    scales += tl.program_id(0)
-    # not 0, or a masked score would become -inf * 0 = NaN
-    scale = tl.maximum(scale / tl.load(scales) / tl.load(scales + heads), SMALLEST)
+    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
+    v_size, v_sizes = sizes_of(sizes, stride, 2)
+    if UNEVEN:
+        s_factor, scale = tl.load(q_sizes + offs_m, mask=offs_m < T_q, other=0.0) * (scale * UNITS), 1.0
+    else:
+        # not 0, or a masked score would become -inf * 0 = NaN
+        scale = tl.maximum(scale * (q_size * UNIT) * (k_size * UNIT), SMALLEST)
     q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-    row_max = tl.full([BLOCK_M], LOWEST if IN_PARTS else float("-inf"), tl.float32)  # see attention_forward.py
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
     if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_N)
-    for start_n in tl.range(begin, end, BLOCK_N):
+    # fewer stages, so that the uneven case needs no more shared memory than the even one
+    for start_n in tl.range(begin, end, BLOCK_N, num_stages=1 if UNEVEN else None):
         start_n = tl.multiple_of(start_n, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
         s = multiply(q, q_low, k.T, k_low.T)
+        if UNEVEN:
+            s = product_sizes(s, s_factor, k_sizes, offs_n, T_k)
         s = mask_tile(s, float("-inf"), offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        p_high, p_low = split(p * P_SCALE)
-        acc += multiply(p_high, p_low, v, v_low) * P_UNSCALE
+        if UNEVEN:
+            p_high, p_low, unscale = weigh(p, v_sizes, offs_n, T_k)
+        else:
+            p_high, p_low = split(p * P_SCALE)
+            unscale = P_UNSCALE
+        acc += multiply(p_high, p_low, v, v_low) * unscale
     lse = row_max + tl.math.log2(row_sum)
     if NATURAL:
         lse *= LN2
     if IN_PARTS:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # a part without keys: y is 0, the logsumexp is -inf
     tl.store(lse_ptr + head_of_output(tl.program_id(0).to(tl.int64), IN_PARTS) * T_q + offs_m, lse, mask=offs_m < T_q)
-    y = acc / row_sum[:, None] / tl.load(scales + 2 * heads)
+    y = acc / row_sum[:, None]
+    if not UNEVEN:
+        y *= v_size * UNIT
     store_tile(y_desc, y, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
+
+
+@triton.jit
+def forward_kernel(
+    y_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """As forward_kernel in attention_forward.py; q_desc, k_desc and v_desc are those of the halves."""
+    if is_uneven(sizes, stride, 3):
+        forward_tile(
+            y_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
+            BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, IN_PARTS, NATURAL, True,
+        )  # fmt: skip
+    else:
+        forward_tile(
+            y_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
+            BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, IN_PARTS, NATURAL, False,
+        )  # fmt: skip
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -206,64 +314,79 @@ def ds_halves(p, dp, delta):
 
 
 @triton.jit
-def load_scales(scales):
-    """The scales of q, k, v and dy of this head."""
-    scales, heads = scales + tl.program_id(0), tl.num_programs(0)
-    return tl.load(scales), tl.load(scales + heads), tl.load(scales + 2 * heads), tl.load(scales + 3 * heads)
-
-
-@triton.jit
 def dq_tile(
-    dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, start_m, T_q, T_k, H, scale,
+    dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, start_m, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries [start_m, start_m + BLOCK_M). With IN_PARTS: the terms of a part of the keys.
 
     lse_ptr and delta_ptr point to the T_q elements of this head.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q_scale, k_scale, v_scale, dy_scale = load_scales(scales)
+    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
+    (v_size, v_sizes), (dy_size, dy_sizes) = sizes_of(sizes, stride, 2), sizes_of(sizes, stride, 3)
     q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
     dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-    delta = tl.load(delta_ptr + offs_m, mask=offs_m < T_q, other=0.0) * dy_scale * v_scale
+    delta = tl.load(delta_ptr + offs_m, mask=offs_m < T_q, other=0.0)
     lse = tl.load(lse_ptr + offs_m, mask=offs_m < T_q, other=0.0)
     if NATURAL:
         lse *= LOG2E
-    s_scale = scale * LOG2E / q_scale / k_scale
+    if UNEVEN:
+        s_factor = tl.load(q_sizes + offs_m, mask=offs_m < T_q, other=0.0) * (scale * LOG2E * UNITS)
+        dp_factor, s_scale = tl.load(dy_sizes + offs_m, mask=offs_m < T_q, other=0.0) * UNITS, 1.0
+    else:
+        s_scale = scale * LOG2E * (q_size * UNIT) * (k_size * UNIT)
+        delta = delta * (1 / UNIT / dy_size) * (1 / UNIT / v_size)
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
     if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_N)
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
         s = multiply(q, q_low, k.T, k_low.T)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
         dp = multiply(dy, dy_low, v.T, v_low.T)
+        if UNEVEN:
+            s = product_sizes(s, s_factor, k_sizes, offs_n, T_k)
+            dp = product_sizes(dp, dp_factor, v_sizes, offs_n, T_k)
         p = tl.math.exp2(s * s_scale - lse[:, None])
         p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
-        ds, ds_low = ds_halves(p, dp, delta[:, None])
-        dq += multiply(ds, ds_low, k, k_low) * DS_UNSCALE
-    dq = dq / dy_scale * (scale / v_scale / k_scale)
+        if UNEVEN:
+            ds, ds_low, unscale = weigh(p * (dp - delta[:, None]), k_sizes, offs_n, T_k)
+        else:
+            ds, ds_low = ds_halves(p, dp, delta[:, None])
+            unscale = DS_UNSCALE
+        dq += multiply(ds, ds_low, k, k_low) * unscale
+    if UNEVEN:
+        dq *= scale
+    else:
+        dq = dq * (dy_size * UNIT) * (scale * (v_size * UNIT) * (k_size * UNIT))
     store_tile(dq_desc, dq, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_tile(
-    dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, start_n, T_q, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
+    dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, start_n, T_q, T_k, H,
+    scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the keys [start_n, start_n + BLOCK_N). With IN_PARTS: the terms of a part of the queries.
 
     Here the tiles of s, p, dp and ds are transposed.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    q_scale, k_scale, v_scale, dy_scale = load_scales(scales)
+    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
+    (v_size, v_sizes), (dy_size, dy_sizes) = sizes_of(sizes, stride, 2), sizes_of(sizes, stride, 3)
     k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
     v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-    s_scale = scale * LOG2E / q_scale / k_scale
+    if UNEVEN:
+        s_factor = tl.load(k_sizes + offs_n, mask=offs_n < T_k, other=0.0) * (scale * LOG2E * UNITS)
+        dp_factor, s_scale = tl.load(v_sizes + offs_n, mask=offs_n < T_k, other=0.0) * UNITS, 1.0
+    else:
+        s_scale = scale * LOG2E * (q_size * UNIT) * (k_size * UNIT)
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     begin, end = query_range(start_n, T_q, 0, BLOCK_M, BLOCK_N, 1, CAUSAL)
     if IN_PARTS:
@@ -273,6 +396,8 @@ def dkdv_tile(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
         s = multiply(k, k_low, q.T, q_low.T)
+        if UNEVEN:
+            s = product_sizes(s, s_factor, q_sizes, offs_m, T_q)
         lse = load_rows(lse_ptr, 0, offs_m, start_m, T_q, EVEN, False)
         if NATURAL:
             lse *= LOG2E
@@ -281,34 +406,68 @@ def dkdv_tile(
             if start_m < start_n + BLOCK_N:
                 p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
         dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-        p_high, p_low = split(p * P_SCALE)
-        dv += multiply(p_high, p_low, dy, dy_low) * P_UNSCALE
+        if UNEVEN:
+            p_high, p_low, unscale = weigh(p, dy_sizes, offs_m, T_q)
+        else:
+            p_high, p_low = split(p * P_SCALE)
+            unscale = P_UNSCALE
+        dv += multiply(p_high, p_low, dy, dy_low) * unscale
         dp = multiply(v, v_low, dy.T, dy_low.T)
-        delta = load_rows(delta_ptr, 0, offs_m, start_m, T_q, EVEN, False) * dy_scale * v_scale
-        ds, ds_low = ds_halves(p, dp, delta[None, :])
-        dk += multiply(ds, ds_low, q, q_low) * DS_UNSCALE
+        delta = load_rows(delta_ptr, 0, offs_m, start_m, T_q, EVEN, False)
+        if UNEVEN:
+            dp = product_sizes(dp, dp_factor, dy_sizes, offs_m, T_q)
+            ds, ds_low, unscale = weigh(p * (dp - delta[None, :]), q_sizes, offs_m, T_q)
+        else:
+            delta = delta * (1 / UNIT / dy_size) * (1 / UNIT / v_size)
+            ds, ds_low = ds_halves(p, dp, delta[None, :])
+            unscale = DS_UNSCALE
+        dk += multiply(ds, ds_low, q, q_low) * unscale
+    if UNEVEN:
+        dk *= scale
+    else:
+        dv *= dy_size * UNIT
+        dk = dk * (dy_size * UNIT) * (scale * (v_size * UNIT) * (q_size * UNIT))
     head = head_of_output(h, IN_PARTS)
-    store_tile(dv_desc, dv / dy_scale, b, head, start_n, BLOCK_N, HEAD_DIM)
-    store_tile(dk_desc, dk / dy_scale * (scale / v_scale / q_scale), b, head, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dv_desc, dv, b, head, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dk_desc, dk, b, head, start_n, BLOCK_N, HEAD_DIM)
 
 
 @triton.jit
-def backward_kernel(
-    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
+def backward_tile(
+    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs."""
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
     tile, n_tiles = tl.program_id(1) // 2, tl.num_programs(1) // 2
     delta_ptr, lse_ptr = delta_ptr + head_start, lse_ptr + head_start
     if tl.program_id(1) % 2 == 0:
         dkdv_tile(
-            dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, tile * BLOCK_N,
-            T_q, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, IN_PARTS,
+            dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, tile * BLOCK_N,
+            T_q, T_k, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, IN_PARTS, UNEVEN,
         )  # fmt: skip
     else:
         dq_tile(
-            dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, (n_tiles - 1 - tile) * BLOCK_M,
-            T_q, T_k, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS,
+            dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h,
+            (n_tiles - 1 - tile) * BLOCK_M, T_q, T_k, H, scale,
+            BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS, UNEVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs."""
+    if is_uneven(sizes, stride, 4):
+        backward_tile(
+            dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
+            scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, True,
+        )  # fmt: skip
+    else:
+        backward_tile(
+            dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
+            scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, False,
         )  # fmt: skip
