@@ -73,7 +73,7 @@ def save_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, dd):
-    """(da, db, dc): dc = 0 where d <= 0, else dd, as that of torch.relu (also where d is NaN); da = dc b', db = a' dc."""
+    """(da, db, dc): dc = 0 where d <= 0, else dd, as PyTorch's for a d that is NaN; da = dc b', db = a' dc."""
     a, b, d = ctx.saved_tensors
     dc = torch.where(d <= 0, 0, dd)
     return dc @ b.mT, a.mT @ dc, dc

@@ -4,8 +4,8 @@
     a b = scale_a scale_b (low_a high_b + high_a low_b + high_a high_b)
 
 fp16 and tf32 both have 11 significant bits. fp16 is twice as fast and needs half the memory, but its range is smaller.
-Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest
-magnitude is in [2^14, 2^15).
+Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest finite
+magnitude is in [2^14, 2^15). Infinity and NaN stay so, and change only the results that depend on them.
 
 Errors: high + low differs from x / scale by less than 2^-22 times x / scale or, if x / scale is small, by less than
 2^-39 times the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 times a b. Tensor
@@ -137,7 +137,8 @@ def split_kernel(
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask, 0)
     x = tl.where(cols[None, :] < n_cols, x, 0)
     # the exponent field of a float32: a number in [2^e, 2^(e + 1)) has the exponent e + 127
-    exponent = tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23
+    finite = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+    exponent = tl.max(tl.max(finite, 1), 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)  # at least 2^-112, so that the scale below is a normal number
     x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / scale = 2^(141 - exponent)
     block = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)

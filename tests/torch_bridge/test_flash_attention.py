@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.runtime import faster_interpreter  # noqa: E402
-from tests.support.attention_oracle import assert_near, oracle, results  # noqa: E402
+from tests.support.attention_oracle import assert_near, error_bounds, oracle, results  # noqa: E402
 from torch_bridge import attention_ops, tiled_attention, triton_launch  # noqa: E402
 from torch_bridge.flash_attention import (  # noqa: E402
     FlashAttention2Torch,
@@ -153,6 +153,57 @@ def test_float32_of_any_magnitude_keeps_its_precision(rng):
     got, want = results(FlashAttention2Triton, q, k, v, do, True), oracle(q, k, v, do, True)
     for name, x in want.items():
         assert (got[name].double() - x).norm() <= TOLERANCE * x.norm(), name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [2e3, 1e8, 1e20, "any"])
+@pytest.mark.parametrize("array", ["q", "k", "v", "do", "k and v"])
+def test_a_large_row_does_not_change_the_precision_of_other_rows(rng, monkeypatch, array, size, causal):
+    if rng.random() < 0.5:
+        parts = AttentionTiles(SQUARE._replace(parts=2), both=SQUARE._replace(parts=2))
+        monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: parts)
+    arrays = dict(zip(("q", "k", "v", "do"), inputs(rng, (1, 2), 80, 70, 16), strict=True))
+    for name in array.split(" and "):
+        if size == "any":  # each row has its own magnitude
+            arrays[name] *= torch.from_numpy(10.0 ** rng.uniform(-12, 12, (*arrays[name].shape[:-1], 1))).float()
+        else:
+            arrays[name][:, 0, int(rng.integers(70))] *= size
+    x = list(arrays.values())
+    got, want, bounds = results(FlashAttention2Triton, *x, causal), oracle(*x, causal), error_bounds(*x, causal)
+    for name, bound in bounds.items():
+        errors = (got[name].double() - want[name]).norm(dim=-1, keepdim=True)
+        # 2^-16: tens of roundings; a large error of a score changes p by more than the first order. Results below 1e-30
+        # may be rounded to 0 in float32.
+        assert (errors <= 2.0**-16 * bound + 1e-30).all(), f"{name}: {(errors / bound).max():.1e}"
+
+
+@pytest.mark.parametrize("value", [1e20, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_keys_and_values_that_no_query_reads_have_no_influence(rng, function, dtype, value):
+    q, k, v, do = inputs(rng, (2,), 19, 40, 16, dtype)
+    k[:, 19:], v[:, 19:] = value, value
+    got, want = results(function, q, k, v, do, True), oracle(q, k[:, :19], v[:, :19], do, True)
+    assert not got["dk"][:, 19:].any() and not got["dv"][:, 19:].any()
+    got |= {name: got[name][:, :19] for name in ("dk", "dv")}
+    assert_near(got, want, TOLERANCE if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice", "ignore:overflow encountered")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_row_that_is_not_finite_gives_nan_where_it_is_read_and_changes_no_other_row(rng, function, dtype, value):
+    q, k, v, do = inputs(rng, (2,), 40, 40, 16, dtype)
+    tolerance = TOLERANCE if dtype == torch.float32 else 3e-3
+    want = oracle(q, k, v, do, True)["o"]
+    for x, changed in ((q, slice(20, 21)), (k, slice(20, None))):  # the rows of o that depend on row 20
+        kept, x[0, 20, 5] = x[0, 20, 5].clone(), value
+        got, x[0, 20, 5] = function.apply(q, k, v, True), kept
+        assert got[0, changed].isnan().any()
+        got[0, changed] = want[0, changed].to(dtype)
+        assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
 @needs_interpreter
