@@ -256,8 +256,8 @@ def forward_tile(
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
     if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_N)
-    # fewer stages, so that the uneven case needs no more shared memory than the even one
-    for start_n in tl.range(begin, end, BLOCK_N, num_stages=1 if UNEVEN else None):
+    # two stages, so that the uneven case needs no more shared memory than the even one
+    for start_n in tl.range(begin, end, BLOCK_N, num_stages=2 if UNEVEN else None):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)

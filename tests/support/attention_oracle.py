@@ -28,15 +28,17 @@ def results(function, q, k, v, do, *causal):
 def error_bounds(q, k, v, do, causal):
     """{"o", "dq", "dk", "dv"}: for each row the sum of the norms of its terms, which float32 rounds to 2^-24 of them.
 
-    A score s has an error of some eps |q| |k|; that of p is p (1 - p) times it. In ds = p (dp - delta) the two numbers
-    may cancel; all implementations that compute delta from o have this error, PyTorch's fused kernels too.
+    A score s_j has an error of some eps e_j, e_j = |q| |k_j|; then p_j has one of p_j (e_j - sum(p e)) eps. The
+    difference in ds = p (dp - delta) may cancel; all implementations that compute delta from o have this error, as
+    PyTorch's fused kernels.
     """
     scale, (q, k, v, do) = q.shape[-1] ** -0.5, (x.double() for x in (q, k, v, do))
     s = q @ k.mT * scale
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
     q, k, v, do, p = *(x.norm(dim=-1, keepdim=True) for x in (q, k, v, do)), s.softmax(-1)
-    weights = p + p * (1 - p) * (q @ k.mT) * scale
+    e = (q @ k.mT) * scale
+    weights = p + p * ((1 - p) * e + ((p * e).sum(-1, keepdim=True) - p * e))
     dp = do @ v.mT
     ds = weights * (dp + (weights * dp).sum(-1, keepdim=True)) * scale
     return {"o": weights @ v, "dq": ds @ k, "dk": ds.mT @ q, "dv": weights.mT @ do}

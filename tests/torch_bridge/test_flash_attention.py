@@ -156,11 +156,11 @@ def test_float32_of_any_magnitude_keeps_its_precision(rng):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("size", [2e3, 1e8, 1e20, "any"])
+@pytest.mark.parametrize("size", [2e3, 1e20, "any"])
 @pytest.mark.parametrize("array", ["q", "k", "v", "do", "k and v"])
-def test_a_large_row_does_not_change_the_precision_of_other_rows(rng, monkeypatch, array, size, causal):
-    if rng.random() < 0.5:
+def test_a_large_row_does_not_change_the_precision_of_other_rows(rng, monkeypatch, array, size):
+    causal, in_parts = rng.random(2) < 0.5
+    if in_parts:
         parts = AttentionTiles(SQUARE._replace(parts=2), both=SQUARE._replace(parts=2))
         monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: parts)
     arrays = dict(zip(("q", "k", "v", "do"), inputs(rng, (1, 2), 80, 70, 16), strict=True))
@@ -169,7 +169,7 @@ def test_a_large_row_does_not_change_the_precision_of_other_rows(rng, monkeypatc
             arrays[name] *= torch.from_numpy(10.0 ** rng.uniform(-12, 12, (*arrays[name].shape[:-1], 1))).float()
         else:
             arrays[name][:, 0, int(rng.integers(70))] *= size
-    x = list(arrays.values())
+    x, causal = list(arrays.values()), bool(causal)
     got, want, bounds = results(FlashAttention2Triton, *x, causal), oracle(*x, causal), error_bounds(*x, causal)
     for name, bound in bounds.items():
         errors = (got[name].double() - want[name]).norm(dim=-1, keepdim=True)
