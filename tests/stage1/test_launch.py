@@ -1,6 +1,7 @@
 """stage1_mpi.launch and `make train STAGE=1 N=4`: the choice of mpiexec, its flags, error lines, and signals."""
 
 import os
+import pty
 import re
 import shutil
 import signal
@@ -10,14 +11,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import ConfigError
-from stage1_mpi import launch
-from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts, check_names, choose, launch_line
+from stage1_mpi import host_file, launch
+from stage1_mpi.host_file import check_hosts, check_names
+from stage1_mpi.launch import MPICH, OPEN_MPI, choose, launch_line
 from tests.support.mpi import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,59 +160,131 @@ def test_each_implementation_gets_its_own_flags(monkeypatch, implementation, use
 @pytest.mark.parametrize(
     "implementation, text",
     [
-        (MPICH, "# two hosts\n\none:4\ntwo:4\nthree\nfe80::1\n"),
-        (MPICH, "one:4 binding=user:0\n"),
-        (OPEN_MPI, "one slots=4 user=me\n"),
-        (OPEN_MPI, "# two hosts\n\none slots=4\ntwo slots=4 max_slots=8  # new\nthree\nfe80::1\n"),
+        (MPICH, "# two hosts é\n\none:4\r\n\ttwo:4 \nthree\n  # more\nme@four\n"),
+        (MPICH, "one:4 binding=user:0\ntwo user=me\tbinding=core:2\n"),
+        (OPEN_MPI, "one slots=4 username=me\ntwo count = 2 port=22\n"),
+        (OPEN_MPI, "# two hosts\n\none slots=4\ntwo slots=4 max_slots=8  # new é\nthree#\nfe80::1\n"),
         (MPICH, (ROOT / "hostfile").read_text()),
         (OPEN_MPI, (ROOT / "hostfile").read_text()),
     ],
 )
 def test_a_host_file_in_the_right_format_is_accepted(tmp_path, implementation, text):
-    check_hosts(write(tmp_path / "hosts", text), implementation)
+    check_hosts(write(tmp_path / "hosts", text), implementation.host_format)
+
+
+NO_NUMBER = "has no number of ranks from 1 to 999999 after"
 
 
 @pytest.mark.parametrize(
     "implementation, text, words",
     [
         (MPICH, "one:4\ntwo slots=3\n", "hosts, line 2: 'two slots=3' is not in the format of MPICH; write 'two:3'"),
-        (MPICH, "#\none slots = 4 max_slots=8\n", "line 2: .* 'one:4'"),
+        (MPICH, "#\none slots=4 max_slots=8\n", "line 2: .* 'one:4'"),
+        (MPICH, "one:4 slots=4\n", "is not in the format of MPICH; write 'one:4'"),
         (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not in the format of Open MPI; write 'one slots=4'"),
+        (OPEN_MPI, "one:4 slots=4\n", "is not in the format of Open MPI; write 'one slots=4'"),
         (OPEN_MPI, "one\n\n10.0.0.2:16 # big\n", "line 3: .* '10.0.0.2 slots=16'"),
-        (
-            MPICH,
-            "one:4\ntwo:x\n",
-            "hosts, line 2: 'two:x' has no positive number of ranks after the colon; write two:4",
-        ),
-        (MPICH, "one:0\n", "line 1: 'one:0' has no positive number of ranks after the colon; write one:4"),
-        (MPICH, "one:-1\n", "'one:-1' has no positive number"),
-        (MPICH, "one:\n", "'one:' has no positive number"),
-        (MPICH, "one slots=abc\n", "'one slots=abc' has no positive number of ranks after slots=; write one:4"),
-        (
-            OPEN_MPI,
-            "one slots=abc\n",
-            "'one slots=abc' has no positive number of ranks after slots=; write one slots=4",
-        ),
-        (OPEN_MPI, "one slots = 0\n", "'one slots = 0' has no positive number of ranks after slots="),
-        (OPEN_MPI, "one slots=-2\n", "'one slots=-2' has no positive number of ranks after slots="),
-        (OPEN_MPI, "one slots\n", "'one slots' has no positive number of ranks after slots="),
-        (OPEN_MPI, "one slots=4 max_slots=x\n", "has no positive number of ranks after max_slots="),
-        (OPEN_MPI, "one:x\n", "'one:x' has no positive number of ranks after the colon; write one slots=4"),
+        (MPICH, "one:4\ntwo:x\n", f"hosts, line 2: 'two:x' {NO_NUMBER} the colon; write two:4"),
+        (MPICH, "one:0\n", f"line 1: 'one:0' {NO_NUMBER} the colon; write one:4"),
+        (MPICH, "one:-1\n", f"'one:-1' {NO_NUMBER}"),
+        (MPICH, "one:1000000\n", f"'one:1000000' {NO_NUMBER}"),
+        (MPICH, "one:2:3\n", f"'one:2:3' {NO_NUMBER}"),
+        (MPICH, "one:\n", f"'one:' {NO_NUMBER}"),
+        (MPICH, "one slots=abc\n", f"'one slots=abc' {NO_NUMBER} slots=; write one:4"),
+        (OPEN_MPI, "one slots=abc\n", f"'one slots=abc' {NO_NUMBER} slots=; write one slots=4"),
+        (OPEN_MPI, "one slots = 0\n", f"'one slots = 0' {NO_NUMBER} slots="),
+        (OPEN_MPI, "one slots=-2\n", f"'one slots=-2' {NO_NUMBER} slots="),
+        (OPEN_MPI, "one slots\n", f"'one slots' {NO_NUMBER} slots="),
+        (OPEN_MPI, "one slots=4 max_slots=x\n", f"{NO_NUMBER} max_slots="),
+        (OPEN_MPI, "one slots=4 max_slots=2\n", "has a max_slots below slots 4; raise max_slots"),
+        (OPEN_MPI, "one:x\n", f"'one:x' {NO_NUMBER} the colon; write one slots=4"),
         (OPEN_MPI, "one 4\n", "'one 4' has '4' after the host; write one slots=4"),
         (MPICH, "one 4\n", "'one 4' has '4' after the host; write one:4"),
+        (MPICH, "one : 4\n", "'one : 4' has ':' after the host; write one:4"),
         (MPICH, "one:4 bindin=user:0\n", "'one:4 bindin=user:0' has 'bindin=user:0' after the host; write one:4"),
+        (MPICH, "one mapping=core\n", "has 'mapping=core' after the host; write one:4"),
+        (MPICH, "one binding=cores\n", "has an unknown value after binding=; write one:4, or correct the value"),
+        (MPICH, "one binding=user:0x99999\n", "has an unknown value after binding="),
+        (MPICH, "one user = root\n", "'one user = root' has no value directly after user=; write one:4"),
+        (MPICH, "one user\n", "'one user' has no value directly after user="),
+        (MPICH, "one user=a user=b\n", "gives user twice"),
+        (OPEN_MPI, "one slots=1 count=2\n", "gives count twice"),
         (OPEN_MPI, "one slot=4\n", "'one slot=4' has 'slot=4' after the host; write one slots=4"),
+        (OPEN_MPI, "one slots=4 user=me\n", "has 'user=me' after the host; write one slots=4"),
+        (OPEN_MPI, "one port=x\n", "has an unknown value after port="),
+        (
+            MPICH,
+            "one:4 # four\n",
+            "'one:4 # four' has a comment after the host, .*: write the comment in a line of its own",
+        ),
+        (MPICH, "one#\n", "has a comment after the host"),
         (MPICH, ":4\n", "':4' has no host; write localhost:4"),
+        (MPICH, "4\n", "'4' has no host; write localhost:4"),
+        (MPICH, "-v\n", "'-v' has no host"),
+        (OPEN_MPI, "^one\n", "'.one' has no host; write localhost slots=4"),
+        (OPEN_MPI, "[::1] slots=2\n", "has no host; write localhost slots=4"),
+        (MPICH, "::1\n", "'::1' is an IPv6 address, .*; write the name of the host"),
+        (MPICH, "one:4\xa0\n", r"has the character '.xa0'; remove it"),
+        (MPICH, "one:4\0\n", r"has the character '.x00'; remove it"),
+        (OPEN_MPI, "one\rtwo\n", r"has the character '.r'; remove it"),
+        (OPEN_MPI, "one slots=4\r\n", "hosts, line 1: ends with CR LF, .*: save the file with LF line ends"),
+        (MPICH, "# " + 70_000 * "x" + "\n", "line 1 has 70,002 characters, more than 1,000: shorten it"),
         (MPICH, "one\ntwo:2\none:2\n", "line 3: one is in line 1 too; write each host once, .*: one:4"),
         (OPEN_MPI, "one\n\none\n", "line 3: one is in line 1 too; write each host once, .*: one slots=4"),
         (MPICH, "# no host\n\n", "hosts: contains no host"),
         (OPEN_MPI, "", "hosts: contains no host"),
         (MPICH, "\ufeffone:4\n", "hosts: begins with a byte order mark .*: save the file as UTF-8 without it"),
+        (MPICH, "one\n" * 300_000, "hosts: has 1,200,000 bytes, too many for a host file"),
     ],
 )
 def test_a_mistake_in_a_host_file_names_the_line_and_what_to_write(tmp_path, implementation, text, words):
-    with pytest.raises(ConfigError, match=words):
-        check_hosts(write(tmp_path / "hosts", text), implementation)
+    path = tmp_path / "hosts"
+    path.write_bytes(text.encode())  # write_text() would change line ends
+    with pytest.raises(ConfigError, match=words) as raised:
+        check_hosts(path, implementation.host_format)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+PARTS = {  # of a line of a host file: the part before it is a host
+    "MPICH": [
+        "",
+        "",
+        ":2",
+        ":0",
+        ":-1",
+        ":x",
+        ":2:3",
+        ":",
+        " slots=2",
+        " # c",
+        "#c",
+        " user=root",
+        " user",
+        " user = root",
+    ]
+    + [" binding=core", " binding=user:0", " binding=", " mapping=x", "\t", "\r", "\xa0", " user=root"],
+    "Open MPI": ["", "", ":2", " slots=2", " slots = 2", " slots=0", " slots=x", " slots", " count=3", " max_slots=4"]
+    + [" max_slots=1", " # c", "#c", " user=root", " username=root", " port=22", " port=x", "\t", "\r", "\xa0", " 2"],
+}
+
+
+def test_the_launcher_reads_each_host_file_that_is_accepted(mpi, tmp_path, rng):
+    mpiexec_path, implementation = choose()
+    accepted, path = 0, tmp_path / "hosts"
+    for _ in range(400):
+        parts = rng.choice(PARTS[implementation.name], rng.integers(1, 4))
+        host = rng.choice(["localhost", "127.0.0.1"])
+        path.write_bytes(f"{rng.choice(['', '# é', '  '])}\n{host}{''.join(parts)}\n".encode())
+        try:
+            check_hosts(path, implementation.host_format)
+        except ConfigError:
+            continue
+        done = run(*launch_line(mpiexec_path, implementation, 1, path), "true", timeout=30)
+        assert done.returncode == 0, (path.read_bytes(), done.stderr)
+        accepted += 1
+        if accepted == 20:
+            break
+    assert accepted >= 10
 
 
 @pytest.fixture
@@ -226,7 +299,7 @@ def names(monkeypatch, tmp_path):
         aliases = " ".join(f"{alias}) echo hostname {name};;" for alias, name in aliases.items())
         write(tmp_path / "ssh", f"#!/bin/sh\ncase $3 in {aliases} *) echo hostname $3;; esac\n").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        monkeypatch.setattr(launch.socket, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(host_file.socket, "getaddrinfo", getaddrinfo)
 
     return make
 
@@ -243,14 +316,14 @@ def test_a_host_name_without_an_address_is_an_error_that_names_the_line(names, t
     path = write(tmp_path / "hosts", "one:4\nalias\n\nuser@two:4\n")
     words = rf"hosts, line 4: user@two cannot be resolved \({reason}\); correct the name, or write the address"
     with pytest.raises(ConfigError, match=words):
-        check_names(path, check_hosts(path, MPICH))
+        check_names(path, check_hosts(path, MPICH.host_format))
 
 
 def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
     names({"node": socket.gaierror(-2, "Name or service not known")}, {"node": "10.0.0.2"})
     path = write(tmp_path / "hosts", "node:4\n10.0.0.3:2\n")
-    assert check_hosts(path, MPICH) == {"node": 1, "10.0.0.3": 2}
-    check_names(path, check_hosts(path, MPICH))
+    assert check_hosts(path, MPICH.host_format) == {"node": 1, "10.0.0.3": 2}
+    check_names(path, check_hosts(path, MPICH.host_format))
 
 
 @pytest.mark.parametrize(
@@ -258,24 +331,41 @@ def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
     [
         ("-n 0 train_gpt2.py", "-n 0: a job needs at least 1 rank"),
         ("-n -3 train_gpt2.py", "-n -3: a job needs at least 1 rank"),
+        ("-n 1000000000 train_gpt2.py", "-n 1000000000: too many ranks for this host with "),
+        (
+            "-n 1000000000 --hostfile {remote} train_gpt2.py",
+            "-n 1000000000: too many ranks for the hosts of --hostfile",
+        ),
         ("-n two train_gpt2.py", "'two'"),
         ("-n 2.5 train_gpt2.py", "'2.5'"),
         ("-n 2", "no script to run"),
         ("-n 2 --", "no script to run"),
         ("-n 2 -- -m", "no script to run"),
         ("-n 2 missing.py", "missing.py: no such script in "),
+        ("-n 2 .", ".: is not a file, but a script is needed"),
+        ("-n 2 -- -c pass", "-c: the program must be a script, or -m and the name of a module"),
+        ("-n 2 -- -m nosuch", "-m nosuch: there is no module nosuch"),
+        ("-n 2 -- -m stage1_mpi.nosuch", "-m stage1_mpi.nosuch: there is no module stage1_mpi.nosuch"),
+        ("-n 2 -- -m stage1_mpi", "-m stage1_mpi: it is a package without __main__"),
+        ("-n 2 -- -m sys", "-m sys: it is built into Python"),
+        ("-n 2 -- -m .launch", "-m .launch: not the name of a module"),
+        ("-n 2 --flags=' train_gpt2.py", '--flags "\'": No closing quotation'),
         ("-n 2 --ranks 3 train_gpt2.py", "--ranks"),
         (
             "-n 2 --hostfile missing train_gpt2.py",
             "--hostfile missing: cannot be read (No such file or directory, in the ",
         ),
         ("-n 2 --hostfile . train_gpt2.py", "--hostfile .: cannot be read (Is a directory"),
+        ("-n 2 --hostfile /dev/zero train_gpt2.py", "--hostfile /dev/zero: is not a regular file"),
+        ("-n 2 --hostfile {pipe} train_gpt2.py", "pipe: is not a regular file"),
         ("-n 2 --hostfile {unknown} train_gpt2.py", "unknown, line 1: no..host cannot be resolved (not a host name)"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(mpi, tmp_path, flags, words):
-    unknown = write(tmp_path / "unknown", "no..host\n")
-    done = run(*launcher(*flags.format(unknown=unknown).split()))
+    files = {"unknown": write(tmp_path / "unknown", "no..host\n"), "remote": write(tmp_path / "remote", "10.0.0.2\n")}
+    files["pipe"] = tmp_path / "pipe"
+    os.mkfifo(files["pipe"])
+    done = run(*launcher(*flags.format(**files).split()))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
 
@@ -330,6 +420,48 @@ def test_a_signal_ends_the_step_saves_it_and_keeps_its_exit_code(mpi, tmp_path, 
     assert load_checkpoint(tmp_path / "run").path.name.endswith(stopped[1])
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_two_signals_in_a_row_end_the_job_without_messages_of_the_launcher(mpi, tmp_path, number):
+    process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run"))
+    while not process.stdout.readline().startswith("step     3"):
+        assert process.poll() is None, finish(process)
+    for _ in range(2):
+        os.killpg(process.pid, number)
+        time.sleep(0.03)
+    code, out, err = finish(process)
+    # The step of the first signal may already be saved when the second one arrives.
+    assert code == 128 + number and re.fullmatch(r"(step .*\n|(interrupted|stopped by) .*\n.*--resume.*\n)*", out), out
+    assert err in ("", "stopping after the current step; a second signal stops at once\n")
+
+
+def test_a_third_signal_ends_ranks_that_ignore_two(mpi, tmp_path):
+    text = "import os, signal, time\nfrom mpi4py import MPI\nfor n in 2, 15:\n    signal.signal(n, signal.SIG_IGN)\n"
+    text += "print(f'{os.getpid()}\\n', end='', flush=True)\ntime.sleep(60)\n"
+    process = start(*launcher("-n", 2, write(tmp_path / "ignores.py", text)))
+    ranks = pids_of_ranks(process)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert finish(process)[0] == 128 + signal.SIGINT
+    assert all_end(ranks)
+
+
+def pids_of_ranks(process):
+    ranks = []
+    while len(ranks) < 2:
+        line = process.stdout.readline()
+        assert line, finish(process)
+        ranks += [int(pid) for pid in line.split()]
+    return ranks
+
+
+def all_end(pids):
+    until = time.monotonic() + 30
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not any(map(alive, pids))
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -341,17 +473,10 @@ def alive(pid):
 def test_no_rank_outlives_a_launcher_that_is_killed(mpi, tmp_path):
     text = "import os, time\nfrom mpi4py import MPI\nprint(f'{os.getpid()}\\n', end='', flush=True)\ntime.sleep(60)\n"
     process = start(*launcher("-n", 2, write(tmp_path / "sleeps.py", text)))
-    ranks = []
-    while len(ranks) < 2:
-        line = process.stdout.readline()
-        assert line, finish(process)
-        ranks += [int(pid) for pid in line.split()]
+    ranks = pids_of_ranks(process)
     process.kill()
     process.communicate(timeout=30)
-    until = time.monotonic() + 30
-    while any(map(alive, ranks)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(map(alive, ranks))
+    assert all_end(ranks)
 
 
 # -- supervision of Open MPI's mpiexec, with one process in place of the job -------------------------------------------
@@ -367,9 +492,10 @@ print("ready", flush=True)
 time.sleep(30)
 """
 SUPERVISE = """import sys
-from stage1_mpi.launch import supervise
+from stage1_mpi import launch
+launch.STARTING = 0
 as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--"]
-sys.exit(supervise([*as_rank, *sys.argv[1:]]))
+sys.exit(launch.supervise([*as_rank, *sys.argv[1:]], launch.OPEN_MPI))
 """
 
 
@@ -393,7 +519,7 @@ def test_a_second_signal_ends_an_open_mpi_job_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline().startswith("saved 2")  # and continues
     process.send_signal(signal.SIGINT)
-    assert finish(process)[0] == 128 + signal.SIGTERM
+    assert finish(process)[0] == 128 + signal.SIGINT
 
 
 def test_an_open_mpi_job_reads_the_pipe_of_the_launcher(tmp_path):
@@ -403,18 +529,26 @@ def test_an_open_mpi_job_reads_the_pipe_of_the_launcher(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "A PROMPT\n", "")
 
 
-def test_interactive_on_a_terminal_with_open_mpi_is_an_error_that_names_mpiexec(monkeypatch):
-    monkeypatch.setattr(launch, "choose", lambda: ("/opt/bin/mpiexec", OPEN_MPI))
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    args = launch.parser().parse_args(["-n", "2", "--", "-m", "stage1_mpi.inference", "--interactive"])
-    want = f"run /opt/bin/mpiexec -n 2 {sys.executable} -m stage1_mpi.inference --interactive$"
-    with pytest.raises(ConfigError, match=want):
-        launch.launch(args)
+def test_a_job_reads_what_is_typed_on_the_terminal_of_the_launcher(tmp_path):
+    script = write(
+        tmp_path / "reads.py", "import sys\nfor line in sys.stdin:\n    print(line.upper(), end='', flush=True)\n"
+    )
+    controller, terminal = pty.openpty()
+    options = dict(stdin=terminal, stdout=subprocess.PIPE, text=True, start_new_session=True, env=ENVIRONMENT, cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISE, script], **options)
+    for line in ("a prompt", "another"):
+        os.write(controller, f"{line}\n".encode())
+        assert process.stdout.readline() == f"{line.upper()}\n"
+    os.write(controller, b"\x04")  # Ctrl-D
+    assert finish(process)[0] == 0
+    for descriptor in (controller, terminal):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77])
 def test_an_open_mpi_job_keeps_its_exit_code(code):
-    text = f"from stage1_mpi.launch import supervise; raise SystemExit(supervise(['sh', '-c', 'exit {code}']))"
+    text = "from stage1_mpi.launch import *; raise SystemExit(supervise(['sh', '-c', 'exit CODE'], OPEN_MPI))"
+    text = text.replace("CODE", str(code))
     assert run(sys.executable, "-c", text).returncode == code
 
 

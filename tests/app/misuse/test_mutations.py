@@ -26,7 +26,7 @@ from gpt2core.errors import UserError
 from gpt2core.text.token_file import HEADER, MAGIC, load_tokens, write_token_file
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
-from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts
+from stage1_mpi.host_file import MPICH, OPEN_MPI, check_hosts
 from tests.support.misuse_places import snapshot
 from tests.support.mutations import mutate
 
@@ -35,8 +35,8 @@ LIMIT = 30  # seconds of one case, which usually takes 0.03
 NANO = ("--preset", "nano", "--threads", "1", "--sample", "0")
 STEP = "step-00000004"
 HOSTS = {
-    MPICH: b"# two hosts\none:4\n10.0.0.2:16 binding=user:0\n\nthree\nfe80::1\n",
-    OPEN_MPI: b"# two hosts\none slots=4\n10.0.0.2 slots=16 max_slots=20 # big\n\nthree\nfe80::1\n",
+    MPICH.mpi: b"# two hosts\none:4\n10.0.0.2:16 binding=user:0\n\nthree user=me\n",
+    OPEN_MPI.mpi: b"# two hosts\none slots=4\n10.0.0.2 slots=16 max_slots=20 # big\n\nthree\nfe80::1\n",
 }
 
 
@@ -268,23 +268,27 @@ def case_log(rng, home, inputs):
 
 
 def case_hosts(rng, home, inputs):
-    implementation = rng.choice([MPICH, OPEN_MPI])
+    grammar = rng.choice([MPICH, OPEN_MPI])
     file = home / "hosts"
-    file.write_bytes(HOSTS[implementation])
+    file.write_bytes(HOSTS[grammar.mpi])
     what = change(rng, file)
-    yield f"{implementation.name} {what}"
+    yield f"{grammar.mpi} {what}"
     try:
-        check_hosts(file, implementation)
+        check_hosts(file, grammar)
     except UserError as error:
         yield 2, f"error: {error}\n"
         return
     yield 0, ""
-    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    form = r"[^\s:]+(:[1-9]\d*)?|[^\s:]*(:[^\s:]*){2,}" if implementation is MPICH else r"[^\s=]+"
-    option = r"\s+(?!(slots|max[-_]slots)\s*=)[^\s=]+\s*=\s*\S+"
-    option = option if implementation is MPICH else rf"(\s+(slots|max[-_]slots)\s*=\s*0*[1-9]\d*|{option})"
-    for line in filter(None, lines):
-        expect(re.fullmatch(rf"({form})({option})*", line, re.A), f"the line {line!r} is accepted")
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").split("\n")]
+    if grammar is MPICH:
+        form, option = r"[\w.@-]+(:0*[1-9]\d*)?", r"\s+(user|binding)=[\w:.,+-]+"
+    else:
+        form = r"[\w.@:-]+"
+        option = r"\s+((max[-_])?(slots|count|cpu)([-_]max)?|port)\s*=\s*0*[1-9]\d*|\s+user[-_]?name\s*=\s*[\w.-]+"
+        lines = [line.split("#")[0].strip() for line in lines]
+    for line in lines:
+        if line and not line.startswith("#"):
+            expect(re.fullmatch(rf"({form})({option})*", line, re.A), f"the line {line!r} is accepted")
 
 
 CASES = {  # how often
