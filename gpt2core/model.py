@@ -13,13 +13,15 @@ from gpt2core.errors import ConfigError
 from gpt2core.ops import SOLO
 
 MAX_PARAMETERS = 1 << 40  # a larger number is almost certainly a typo, and overflows in array libraries
+MAX_LAYERS = 1000  # the deepest trained transformers have fewer; lists of millions of layers would take minutes
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """The sizes of one GPT-2. Names follow nanoGPT. `tied`: the token embedding is also the matrix of the logits.
 
-    Raises ConfigError for a size below 1, more than MAX_PARAMETERS, an epsilon outside (0, 1), or C % n_head != 0.
+    Raises ConfigError for a size below 1, more than MAX_LAYERS or MAX_PARAMETERS, an epsilon outside (0, 1), or
+    C % n_head != 0.
     """
 
     vocab_size: int = 50257
@@ -37,6 +39,8 @@ class GPT2Config:
                 raise ConfigError(f"{field.name} must be a positive whole number, but it is {value!r}")
         if not 0 < self.layer_norm_epsilon < 1:
             raise ConfigError(f"layer_norm_epsilon must be between 0 and 1, but it is {self.layer_norm_epsilon!r}")
+        if self.n_layer > MAX_LAYERS:
+            raise ConfigError(f"n_layer {self.n_layer:,} is more than {MAX_LAYERS:,}: take a model with fewer layers")
         parameters = 12 * self.n_layer * self.n_embd**2 + (self.vocab_size + self.block_size) * self.n_embd
         if parameters > MAX_PARAMETERS:
             raise ConfigError(

@@ -105,6 +105,9 @@ class Runtime:
         """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError if there is none."""
         raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
 
+    def check_training(self, config):
+        """Raise ConfigError if this runtime is not meant to train a model of a GPT2Config."""
+
     def notes(self, config):
         """A list of warnings to print before the model of this GPT2Config is run."""
         return []

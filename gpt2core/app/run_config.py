@@ -4,6 +4,7 @@ The value of a setting is the first of these that exists: the flag on the comman
 resumed run, the default of the preset (see RECIPES in presets.py).
 """
 
+import math
 import os
 import shlex
 import sys
@@ -258,9 +259,10 @@ def check_sizes(sizes):
     heads, width = sizes["n_head"], sizes["n_embd"]
     if width % heads:
         near = max(heads, round(width / heads) * heads)
+        divisors = [d for n in range(1, math.isqrt(width) + 1) if width % n == 0 for d in (n, width // n)]
         raise ConfigError(
             f"--n-head {heads} does not divide --n-embd {width}, and every head needs the same width: use --n-embd "
-            f"{near}, or --n-head {max(n for n in range(1, min(heads, width) + 1) if width % n == 0)}"
+            f"{near}, or --n-head {max(n for n in divisors if n <= heads)}"
         )
 
 

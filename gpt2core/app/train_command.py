@@ -163,6 +163,7 @@ def make_trainer(make_backend, world, config, cores):
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic
     )
     backends = all_or_raise(world, lambda: make_backends(make_backend, config, threads))
+    all_or_raise(world, lambda: backends[0].runtime.check_training(config.model))
     all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
     with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
         return Trainer(

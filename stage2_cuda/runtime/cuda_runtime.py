@@ -15,7 +15,8 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
 
-MAX_INTERPRETED = 1_000_000  # parameters; training a larger model in Triton's interpreter prints a warning
+# parameters: training a larger model in Triton's interpreter prints a warning; one with more than LIMIT is refused
+MAX_INTERPRETED, LIMIT_INTERPRETED = 1_000_000, 20_000_000
 
 
 def make_runtime(precision, deterministic):
@@ -150,6 +151,13 @@ class InterpreterRuntime(Runtime):
 
     def synchronize(self):
         pass
+
+    def check_training(self, config):
+        if (count := parameter_count(config)) > LIMIT_INTERPRETED:
+            raise ConfigError(
+                f"Triton's interpreter is far too slow to train a model of {count:,} parameters: use --preset nano, or "
+                f"a machine with a GPU"
+            )
 
     def notes(self, config):
         if parameter_count(config) < MAX_INTERPRETED:
