@@ -1,5 +1,8 @@
 # The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
+targets = help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu \
+  assignment sanitize bench bench-gpu lint clean
+
 # The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
 variables = STAGE N HOSTFILE PRESET ARGS OUT DIR SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
@@ -71,13 +74,22 @@ ifneq ($(filter assignment,$(MAKECMDGOALS)),)
   endif
 endif
 
+# Names of files and folders are not targets: make would call them up to date.
+not_targets := $(foreach goal,$(filter-out $(targets),$(MAKECMDGOALS)),$(if $(findstring .venv/,$(goal)),,$(goal)))
+ifneq ($(not_targets),)
+  $(error $(firstword $(not_targets)): there is no such target: make help lists the targets)
+endif
+
 ifneq ($(filter train generate exercise grade notebook,$(MAKECMDGOALS)),)
-  ifeq ($(filter $(STAGE),0 1 2 3),)
+  ifneq ($(words $(STAGE)) $(filter $(STAGE),0 1 2 3),1 $(STAGE))
     $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
 endif
 
 ifneq ($(filter train generate,$(MAKECMDGOALS)),)
+  ifneq ($(words $(PRESET)),1)
+    $(error PRESET=$(PRESET) is not the name of one preset: use for example PRESET=nano)
+  endif
   stage := $(STAGE_$(STAGE))
   ifneq ($(filter 0 2,$(STAGE)),)
     ifneq ($(N),1)
@@ -119,7 +131,7 @@ endif
 weights = $(or $(trained),$(wildcard data/gpt2-$(PRESET)))
 no_weights = $(OUT) has no checkpoint: run make train with the same STAGE, PRESET and OUT first, or omit PRESET for the shipped weights
 
-.PHONY: help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
+.PHONY: $(targets)
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -134,9 +146,6 @@ help:  ## show this text
 	@echo '  DIR=work/stageN    the working folder of make exercise and make grade'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter; nothing is installed (default: .venv)'
-
-.DEFAULT:
-	@echo 'make: $@: there is no such target: make help lists the targets' >&2; exit 2
 
 train: $(train_ready)  ## train PRESET, write checkpoints to OUT, print a sample text
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)

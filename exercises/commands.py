@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from exercises.catalog import PACKAGES, ROOT
+from exercises.source import SourceError, read_source
 from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import Parser
 from gpt2core.communicator import Solo
@@ -28,7 +29,7 @@ def base_parser(name, description, examples):
 def folder_name(text):
     """The Path in `text`; an error for an empty text, because Path("") is the current directory."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR (default work/stageN)")
+        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR")
     return Path(text)
 
 
@@ -56,9 +57,12 @@ def check_folder(stage, folder):
     make = called("exercise", stage, folder)
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist: run `{make}` first")
+    if not os.path.lexists(path / MARKER):
+        raise ConfigError(f"{path} has no {MARKER}, so it is not a working folder: run `{make}` in an unused folder")
     marked = stage_of(path)
     if marked is None:
-        raise ConfigError(f"{path} has no {MARKER}, so it is not a working folder: run `{make}` in an unused folder")
+        content = json.dumps({"stage": stage})
+        raise ConfigError(f"{path / MARKER} does not give a stage: if this folder is of stage {stage}, write {content}")
     if marked != stage:
         raise ConfigError(f"{path} is a working folder of stage {marked}, not of stage {stage}: use STAGE={marked}")
     return path
@@ -67,10 +71,10 @@ def check_folder(stage, folder):
 def stage_of(folder):
     """The stage of a working folder, from its marker, or None."""
     try:
-        stage = json.loads((folder / MARKER).read_text(encoding="utf-8"))["stage"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        stage = json.loads(read_source(folder / MARKER, MARKER))["stage"]
+    except (SourceError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return stage if stage in PACKAGES and type(stage) is int else None
+    return stage if type(stage) is int and stage in PACKAGES else None
 
 
 def write_file(path, text):

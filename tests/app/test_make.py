@@ -106,10 +106,29 @@ def test_the_working_folder_is_dir_of_the_command_line_only(goal, module):
     assert "STAGE=7 is not a stage: STAGE is 0, 1, 2 or 3" in make(goal, "STAGE=7").stderr
 
 
-def test_an_unknown_target_is_an_error_that_names_make_help():
-    done = make("tarin")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("make: tarin: there is no such target: make help lists the targets\n")
+@pytest.mark.parametrize("goal", ["tarin", "tests", "docs", "data", "./data", "gpt2core/", "stage0_serial", "Makefile"])
+def test_an_unknown_target_is_an_error_that_names_make_help(goal):
+    for goals in ([goal], ["help", goal]):
+        done = make(*goals)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"{goal.removeprefix('./')}: there is no such target: make help lists the targets" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("STAGE=0 1", "STAGE=0 1 is not a stage: STAGE is 0, 1, 2 or 3"),
+        ("STAGE=", "STAGE= is not a stage"),
+        ("STAGE=1 1", "STAGE=1 1 is not a stage"),
+        ("STAGE=%", "STAGE=% is not a stage"),
+        ("PRESET=a b", "PRESET=a b is not the name of one preset: use for example PRESET=nano"),
+        ("PRESET=", "PRESET= is not the name of one preset"),
+    ],
+)
+@pytest.mark.parametrize("goal", ["train", "generate"])
+def test_a_variable_that_is_not_one_word_of_its_list_is_one_line(goal, word, message):
+    done = make(goal, word)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and message in done.stderr
 
 
 def test_the_help_fits_80_columns():

@@ -296,6 +296,19 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path, stage, words, line)
     assert str(caught.value).startswith(line.format(folder=tmp_path)) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"stage": 7}', '{"stage": true}', '{"stage": [0]}', "[" * 100_000, None]
+)
+def test_a_broken_marker_is_one_line_that_says_what_to_write(tmp_path, text):
+    if text is None:
+        os.mkfifo(tmp_path / MARKER)  # a read would not end
+    else:
+        (tmp_path / MARKER).write_text(text)
+    want = f'{tmp_path / MARKER} does not give a stage: if this folder is of stage 0, write {{"stage": 0}}'
+    with pytest.raises(ConfigError, match=f"^{re.escape(want)}$"):
+        grade.command(["--stage", "0", "--dir", str(tmp_path)])
+
+
 def test_without_triton_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "find_spec", lambda name: None)
     (tmp_path / MARKER).write_text(json.dumps({"stage": 3}))

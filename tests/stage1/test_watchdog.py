@@ -112,6 +112,35 @@ def test_a_rank_that_stops_its_watchdog_has_ended_normally(pair):
     assert processes._states[0] == ENDING and not found._thread.is_alive()
 
 
+class Ring(SimpleNamespace):
+    """The mpi4py calls of a Heartbeat: the left neighbour sends EXITING, which arrives at the test number `arrival`."""
+
+    rank, size, cancelled, tests = 0, 2, False, 0
+
+    def allgather(self, rank):
+        return [0, 1]
+
+    def Isend(self, message, to):
+        return SimpleNamespace(Test=lambda: True)
+
+    def Irecv(self, message, source):
+        def test():
+            self.tests += 1
+            if self.tests >= self.arrival:
+                message[:] = watchdog.EXITING
+            return self.tests >= self.arrival
+
+        return SimpleNamespace(Test=test, Cancel=lambda: setattr(self, "cancelled", True))
+
+
+@pytest.mark.parametrize("arrival, cancelled", [(1, False), (5, False), (10**9, True)])
+def test_at_its_exit_a_rank_waits_for_its_neighbour_but_not_forever(monkeypatch, arrival, cancelled):
+    monkeypatch.setattr(watchdog, "EXIT_TIMEOUT", 0.05 if cancelled else 60)
+    ring = Ring(arrival=arrival)
+    watchdog.Heartbeat(ring, 0, 60).exit()
+    assert ring.cancelled == cancelled and (cancelled or ring.tests == arrival)
+
+
 def test_a_kernel_without_pidfd_makes_each_rank_the_first_of_its_own(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     host = SimpleNamespace(rank=3, allgather=lambda mine: [mine] * 4)

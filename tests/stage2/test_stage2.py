@@ -284,6 +284,12 @@ def one_line(result):
 
 
 @in_the_interpreter
+def test_the_interpreter_refuses_to_train_a_large_model_before_it_is_built(train2):
+    result = train2("--preset", "gpt2", "--steps", 1)
+    assert one_line(result) and "parameters: use --preset nano, or a machine with a GPU" in result.err
+
+
+@in_the_interpreter
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_the_interpreter_supports_only_fp32_and_fp16(train2, precision, monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # installed only with the packages for a GPU

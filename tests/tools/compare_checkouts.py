@@ -418,6 +418,8 @@ def main():
     other = args.other.resolve()
     if not (other / "gpt2core").is_dir():
         parser.error(f"other {args.other}: has no directory gpt2core; give the root of a checkout")
+    if other == ROOT:
+        parser.error(f"other {args.other}: is this checkout; give the root of another checkout")
 
     if args.speed:
         items = gpu_timings(args.gpus) if args.gpu else cpu_timings()
