@@ -29,7 +29,7 @@ def base_parser(name, description, examples):
 def folder_name(text):
     """The Path in `text`; an error for an empty text, because Path("") is the current directory."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR")
+        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR (default work/stageN)")
     return Path(text)
 
 
