@@ -104,6 +104,7 @@ def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "every command"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
+    parser.MAY_BE_0 += ("rounds",)  # only the traced run
     add("--rounds", type=int, default=3, help="runs of each command with empty and with warm caches (default 3)")
     add("--show-output", action="store_true", help="print what each traced command printed (default: no)")
     add_save_flags(add, "start")

@@ -199,10 +199,26 @@ def to_json(record):
     return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
 
 
+class BenchmarkParser(Parser):
+    """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
+
+    MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows"  # names of flags
+
+    def parse_args(self, arguments=None, namespace=None):
+        options = super().parse_args(arguments, namespace)
+        for action in self._actions:
+            values = getattr(options, action.dest, None)
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                zero = value == 0 and action.dest in self.MAY_BE_0
+                if action.type in (int, float) and value is not None and not (0 < value < 1 << 31 or zero):  # NaN too
+                    self.error(f"argument {action.option_strings[0]}: {value} must be positive and below 2^31")
+        return options
+
+
 def benchmark_parser(benchmark, docstring, *examples, **options):
     """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring. examples: (flags, comment)."""
     keep_lines = argparse.RawDescriptionHelpFormatter
-    return Parser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
+    return BenchmarkParser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
 
 
 def add_save_flags(add, name=None):

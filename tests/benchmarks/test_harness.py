@@ -14,6 +14,7 @@ from benchmarks.harness import cpu_tables, report
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
+from gpt2core.errors import ConfigError
 from tests.support.help_text import arguments_of, assert_parsed, examples_of
 
 LIBRARIES = ("harness", "peers")
@@ -196,3 +197,19 @@ def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_
     assert (ours["tokens/s"], ours["times as fast as torch"], torch["tokens"]) == ("16.00", "4.00", "8 x (2 + 4)")
     saved[:2] = [dict(each, times_as_fast_as_recomputing=1.0) for each in saved[:2]]
     assert [row[""] for row in cpu_tables.cpu_decode()[0]] == ["KV cache, ours", "KV cache, torch eager"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--rounds 0", "--ranks 2 -1", "--seconds nan", "--seconds inf", "--rounds 9999999999"]
+)
+def test_a_number_of_a_benchmark_that_is_not_positive_or_is_too_large_is_one_line(words):
+    parser = report.benchmark_parser("benchmarks.x", "A question.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--warm-up", type=int)
+    assert parser.parse_args(["--warm-up", "0"]).rounds == 3
+    with pytest.raises(
+        ConfigError, match=f"argument {words.split()[0]}: {words.split()[-1]} must be positive and below"
+    ):
+        parser.parse_args(words.split())

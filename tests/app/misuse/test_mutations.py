@@ -279,7 +279,7 @@ def case_hosts(rng, home, inputs):
         yield 2, f"error: {error}\n"
         return
     yield 0, ""
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").split("\n")]
+    lines = [line.strip() for line in file.read_bytes().decode().split("\n")]
     if grammar is MPICH:
         form, option = r"[\w.@-]+(:0*[1-9]\d*)?", r"\s+(user|binding)=[\w:.,+-]+"
     else:
