@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from gpt2core.parallel.launcher_env import rank_prefix, read_launcher_env
+from gpt2core.parallel.launcher_env import read_launcher_env
 
 # Each Python thread uses one BLAS thread, because the batch is already divided among Python threads. BLAS reads these
 # variables when it is loaded. If BLAS was loaded earlier, the Trainer limits its threads through threadpoolctl.
@@ -37,8 +37,9 @@ def missing_package(error):
 def _short_errors(error_type, error, traceback, show=sys.excepthook):
     """The exception hook (see the docstring of this file); `show` is the hook that it replaces."""
     if line := missing_package(error):
-        *_, rank = read_launcher_env()
-        print(line.replace("error: ", f"error: {rank_prefix(rank)}", 1), file=sys.stderr)
+        variable, _, rank = read_launcher_env()
+        line = line.replace("error: ", f"error: rank {rank}: ", 1) if variable else line
+        print(line, file=sys.stderr)
         sys.exit(2)
     interactive = hasattr(sys, "ps1")
     if interactive or not issubclass(error_type, KeyboardInterrupt):

@@ -19,7 +19,7 @@ from gpt2core.app.run_config import flag
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.model import parameter_shapes
 from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
-from gpt2core.parallel.launcher_env import rank_prefix, read_launcher_env
+from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens
 
 INPUTS = "data", "val_data", "prompts", "prompt_file"  # flags that name input files
@@ -135,7 +135,7 @@ def check_one_process(world, stage):
     variable, count, process_number = read_launcher_env()
     if world.one_process and count > 1:
         raise ConfigError(
-            f"{rank_prefix(process_number)}{count} processes were started ({variable}), but this stage is one process, "
+            f"rank {process_number}: {count} processes were started ({variable}), but this stage is one process, "
             f"so each would do all of the work: use {stage}, or start it without a launcher. If each process is a run "
             f"of its own, remove {variable} from its environment"
         )

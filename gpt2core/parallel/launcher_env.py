@@ -28,8 +28,3 @@ def read_launcher_env():
             rank = os.environ.get(rank_name, "")
             return LauncherEnv(size_name, int(os.environ[size_name]), int(rank) if rank.isdigit() else 0)
     return LauncherEnv()
-
-
-def rank_prefix(rank):
-    """The beginning of an error message of a process: "rank 1: ", or "" for the first process."""
-    return f"rank {rank}: " if rank else ""

@@ -322,7 +322,7 @@ def test_each_process_reports_that_a_one_process_stage_was_started_several_times
         assert one_line(result) and "3 processes were started (OMPI_COMM_WORLD_SIZE)" in result.err
         assert f"use {stage}, or start it without a launcher" in result.err
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
-        assert one_line(other := run()) and other.err == result.err.replace("error: ", "error: rank 2: ")
+        assert one_line(other := run()) and other.err == result.err.replace("rank 0: ", "rank 2: ")
 
 
 def test_threads_are_an_error(train2, infer2):
