@@ -61,6 +61,9 @@ def headline():
     def token_rate(result):
         return f"{1e-6 * result['tokens_per_second']:.2f} M tokens/s"
 
+    def gpu(name):  # "NVIDIA H100 80GB HBM3" is an H100
+        return load(name)["hardware"]["gpu"].split()[1]
+
     return [
         row(
             "time per training step, preset `paper`, 2 threads, AMD Zen 4", "cpu-training-step",
@@ -78,17 +81,17 @@ def headline():
             our_ranks["times_as_fast"][torch_ranks["name"]],
         ),
         row(
-            "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step",
+            f"time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {gpu('gpu/step_gpt2')}", "gpu-step",
             step_time(our_gpu_step), f"{step_time(torch_gpu_step)} (compiled)",
             our_gpu_step["times_as_fast"][torch_gpu_step["name"]],
         ),
         row(
-            "time per generated token, GPT-2 124M, bf16, one H200", "gpu-decode",
+            f"time per generated token, GPT-2 124M, bf16, one {gpu('gpu/decode')}", "gpu-decode",
             token_time(our_decode), f"{token_time(torch_decode)} ({decode_peer})",
             our_decode["times_as_fast"][torch_decode["name"]],
         ),
         row(
-            "training speed, GPT-2 124M, bf16, 4 H200s", "several-gpus",
+            f"training speed, GPT-2 124M, bf16, 4 {gpu('gpus/scaling')}s", "several-gpus",
             token_rate(our_gpus), f"{token_rate(torch_gpus)} (DDP, compiled)",
             our_gpus["times_as_fast"],
         ),

@@ -144,8 +144,10 @@ def test_the_headline_uses_pytorch_s_fastest_program_and_the_row_names_its_varia
     results = [result("ours", 1e-6, times_as_fast=speedups), result(graph, 3e-6, **variant), result(overhead, 2e-6)]
     results.append(result("ours", 9e-6) | {"case": "eight"})
     real_load = tables.load
-    monkeypatch.setattr(tables, "load", lambda name: {"results": results} if name == "gpu/decode" else real_load(name))
+    record = {"results": results, "hardware": {"gpu": "NVIDIA B300 SXM6 AC"}}
+    monkeypatch.setattr(tables, "load", lambda name: record if name == "gpu/decode" else real_load(name))
     row = next(row for row in tables.headline() if "generated token" in row[""])
+    assert "bf16, one B300]" in row[""]
     assert (row["this project"], row["PyTorch"], row["speedup"]) == ("1 µs", "2 µs (compiled, reduce-overhead)", "2.00")
     assert gpu_tables.decode_variant(results[1]) == (
         " (attention: sums, products: library, cache cut to a multiple of 128)"
