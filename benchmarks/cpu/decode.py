@@ -13,7 +13,7 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save, summary
 from gpt2core.app.presets import PRESETS
 
-OURS, TORCH = "ours", "torch eager"
+OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
 SEED = 20260101
 BATCHES = 8, 32  # numbers of prompts
 BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark processes import this file
@@ -62,13 +62,15 @@ def cases(block_size, new):
 
 
 def process_specs(args, threads):
-    """Yield a ProcessSpec for each program.
+    """Yield a ProcessSpec for each program. The compiled program has no case "recomputing".
 
     This project uses `threads` threads of OpenBLAS, or of Python for a full window; PyTorch uses OpenMP threads.
     """
     sizes = {"preset": args.preset, "threads": threads}
     yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, sizes)
     yield ProcessSpec(TORCH, "benchmarks.peers.torch_gpt2", threads, sizes)
+    if not args.no_compile:
+        yield ProcessSpec(COMPILED, "benchmarks.peers.torch_decode_cuda", threads, sizes)
 
 
 def measure(args, threads, specs):
@@ -82,7 +84,8 @@ def measure(args, threads, specs):
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
             if args.only not in case:
                 continue
-            for name, answers in run_rounds(processes, args.rounds, request, request).items():
+            able = [each for each in processes if request["use_cache"] or each.spec.name != COMPILED]
+            for name, answers in run_rounds(able, args.rounds, request, request).items():
                 rounds = answers["rounds"]
                 results.append(
                     {
@@ -167,7 +170,7 @@ def main():
         __doc__,
         ("", "with one and with two threads"),
         ("--threads 1 --only batch", "only batches of prompts"),
-        ("--preset tiny --rounds 1", "a quick trial"),
+        ("--preset tiny --rounds 1 --no-compile", "a quick trial"),
     )
     add = parser.add_argument
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
@@ -176,6 +179,7 @@ def main():
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
+    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add_save_flags(add)
     args = parser.parse_args()
     names = [name for name, _ in cases(PRESETS[args.preset].block_size, args.new)]

@@ -74,7 +74,7 @@ def make_trainer(config, batch_size, seq_len, threads, world):
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model = DistributedDataParallel(TorchGPT2(config))
+    model = DistributedDataParallel(TorchGPT2(config), gradient_as_bucket_view=True)  # saves a copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     per_rank = batch_size // world.size
     rows = slice(world.rank * per_rank, (world.rank + 1) * per_rank)

@@ -1,4 +1,4 @@
-"""The PyTorch program of gpu/decode.py: decoding with a KV cache, eager, compiled or in CUDA graphs, in variants."""
+"""PyTorch's program of gpu/decode.py, and of cpu/decode.py if compiled: decoding with a KV cache, in variants."""
 
 import math
 import time
@@ -230,3 +230,24 @@ class CudaGenerator:
                 first_seconds = time.perf_counter() - started
         ids = tokens[:, T : T + new].cpu()
         return ids.numpy(), first_seconds, time.perf_counter() - started
+
+
+def make_generator(config, threads, kind="compiled"):
+    """Return `generate(prompts, n, use_cache)` of cpu/decode.py: fp32 on the CPU, without CUDA graphs.
+
+    prompts: (B, T) token ids. It returns (new ids (B, n), seconds until the first new tokens, seconds for all). Raises
+    ValueError for use_cache=False: without the cache, each number of tokens would be compiled.
+    """
+    torch.set_num_threads(threads)
+    generators = {}  # {B: CudaGenerator}, reused
+
+    def generate(prompts, n, use_cache):
+        if not use_cache:
+            raise ValueError("use_cache=False: use benchmarks.peers.torch_gpt2")
+        B = len(prompts)
+        if B not in generators:  # cut=0: one step for all lengths, which compiles faster
+            generators[B] = CudaGenerator(config, B, "fp32", kind, products="sums", cut=0, device="cpu")
+        ids, first_seconds, seconds = generators[B](prompts, n)
+        return ids.tolist(), first_seconds, seconds
+
+    return generate

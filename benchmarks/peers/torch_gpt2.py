@@ -13,7 +13,11 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys, values; P positions are filled."""
+    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys, values; P positions are filled.
+
+    last_only: return only the last position (B, 1, C). split(), as in nanoGPT, lets backward concatenate the gradients
+    of q, k and v once.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -21,15 +25,19 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, cache=None, past=0):
+    def forward(self, x, cache=None, past=0, last_only=False):
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        parts = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in parts)  # each (B, H, T, D)
         if cache is not None:
             cache[0, :, :, past : past + T], cache[1, :, :, past : past + T] = k, v
             k, v = cache[:, :, :, : past + T]  # each (B, H, P + T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # one new position attends to all positions
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        q = q[:, :, -1:] if last_only else q
+        y = self.attend(q, k, v, causal=q.shape[2] > 1)  # one new position attends to all positions
+        return self.c_proj(y.transpose(1, 2).reshape(B, -1, C))
+
+    def attend(self, q, k, v, causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 class Block(nn.Module):
@@ -41,15 +49,17 @@ class Block(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x, cache=None, past=0):
-        x = x + self.attn(self.ln_1(x), cache, past)
+    def forward(self, x, cache=None, past=0, last_only=False):
+        y = self.attn(self.ln_1(x), cache, past, last_only)
+        x = (x[:, -1:] if last_only else x) + y
         return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
 
 
 class TorchGPT2(nn.Module):
     """GPT-2 with the sizes of a GPT2Config.
 
-    `forward(ids (B, T))` returns logits (B, T, V), or with last_only=True those of the last position (B, 1, V).
+    `forward(ids (B, T))` returns logits (B, T, V), or with last_only=True those of the last position (B, 1, V). Then
+    the last layer computes only keys and values of the other positions.
     caches: keys and values (n_layer, 2, B, H, block, D), of which the first `past` positions are filled. If past > 0,
     T must be 1.
     """
@@ -77,8 +87,8 @@ class TorchGPT2(nn.Module):
     def forward(self, ids, caches=None, past=0, last_only=False):
         x = self.wte(ids) + self.wpe(self.positions[past : past + ids.shape[1]])  # (B, T, C)
         for layer, block in enumerate(self.h):
-            x = block(x, None if caches is None else caches[layer], past)
-        return self.lm_head(self.ln_f(x[:, -1:] if last_only else x))
+            x = block(x, None if caches is None else caches[layer], past, last_only and block is self.h[-1])
+        return self.lm_head(self.ln_f(x))
 
 
 def make_trainer(config, batch_size, seq_len, threads, compiled=False, bf16=False):

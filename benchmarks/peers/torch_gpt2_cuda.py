@@ -10,29 +10,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import torch_gpt2
 
-# B batch, T time, C channels, H heads, D = C // H, V vocabulary
+# B batch, T time, V vocabulary
 
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 PAD = 64  # the vocabulary is padded to a multiple of PAD; nanoGPT pads 50257 to 50304
 GRAPHS = (None, "trees", "step")  # values of the argument `graph` of CudaSteps
 ATTENTION = {"default": nullcontext, "cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)}
 AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
-
-
-class Attention(torch_gpt2.Attention):
-    """Attention that divides the projection into q, k and v by split(), as in nanoGPT.
-
-    So backward concatenates the gradients of q, k and v only once.
-    """
-
-    def forward(self, x, cache=None, past=0):
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
 class NanoGPT(torch_gpt2.TorchGPT2):
@@ -43,9 +27,6 @@ class NanoGPT(torch_gpt2.TorchGPT2):
 
     def __init__(self, config):
         super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
-        for block in self.h:
-            block.attn = Attention(config)
-        self.apply(self._initialise)
 
     def forward(self, ids, targets):
         logits = super().forward(ids)

@@ -63,7 +63,8 @@ def wrap(module, way):
     if way.startswith("bucketed"):
         return BucketedDDP(module, float(way.split()[1]))
     if way == TORCH:
-        return Unsynchronized(module, nn.parallel.DistributedDataParallel)  # buckets of 25 MB
+        ddp = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+        return Unsynchronized(module, ddp)  # buckets of 25 MB
     return {NONE: Unsynchronized, "naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}[way](module)
 
 

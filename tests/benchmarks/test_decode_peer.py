@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.gpu import decode  # noqa: E402
 from benchmarks.harness import gpu_tables, tables  # noqa: E402
-from benchmarks.peers import torch_gpt2  # noqa: E402
+from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
 from gpt2core.model import GPT2Config  # noqa: E402
 
@@ -63,6 +63,35 @@ def test_compiled_variants_generate_the_same_tokens(rng, attention, products):
 )
 def test_captured_variants_generate_the_same_tokens(rng, kind, attention, products, batch):
     check_tokens(rng, batch, [5, 5], "cuda", kind=kind, attention=attention, products=products, cut=16)
+
+
+@pytest.mark.parametrize("batch, length", [(1, 5), (3, 7), (1, BLOCK)])
+def test_the_programs_of_cpu_decode_generate_the_tokens_of_their_models(rng, batch, length):
+    threads, prompts = torch.get_num_threads(), rng.integers(0, V, (batch, length))
+    eager = torch_gpt2.make_generator(CONFIG, threads)
+    assert eager(prompts, BLOCK, True)[0] == eager(prompts, BLOCK, False)[0]
+    cached = torch_decode_cuda.make_generator(CONFIG, threads, "eager")
+    ids, first, total = cached(prompts, BLOCK, use_cache=True)
+    same_seed = CudaGenerator(CONFIG, batch, "fp32", "eager", device="cpu").model
+    np.testing.assert_array_equal(ids, expected_tokens(same_seed, prompts, BLOCK))
+    assert 0 < first <= total
+    with pytest.raises(ValueError, match="use_cache=False"):
+        cached(prompts, 1, use_cache=False)
+
+
+@pytest.mark.parametrize("past", [0, 4])
+def test_the_last_position_and_the_cache_do_not_depend_on_whether_the_last_layer_computes_only_it(rng, past):
+    model = torch_gpt2.TorchGPT2(CONFIG).double()
+    ids = torch.from_numpy(rng.integers(0, V, (2, past + 1 if past else 9)))
+    caches = [torch.zeros(2, 2, 2, 2, BLOCK, 16, dtype=torch.float64) for _ in range(2)]
+    for cache, last_only in zip(caches, (True, False), strict=True):
+        if past:
+            model(ids[:, :past], cache, last_only=last_only)
+        logits = model(ids[:, past:], cache, past, last_only)
+        # float64: the products of one row and of many rows round differently
+        torch.testing.assert_close(logits[:, -1:], model(ids)[:, -1:], rtol=0, atol=1e-12)
+        assert logits.shape[1] == (1 if last_only or past else ids.shape[1])
+    torch.testing.assert_close(*caches, rtol=0, atol=1e-12)
 
 
 def test_an_unknown_variant_or_too_many_tokens_are_refused():
