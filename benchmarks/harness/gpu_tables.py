@@ -250,6 +250,25 @@ def gpu_decode():
     return rows, names
 
 
+def gpu_decode_tried():
+    """The variants of PyTorch's program that the search timed, for each case."""
+    names, rows = ["gpu/decode", "gpu/decode_eight"], []
+    for name in names:
+        searched = [result for result in load(name)["results"] if "tried" in result]
+        for result in {result["case"]: result for result in searched}.values():  # the programs of a case share a search
+            for each in result["tried"]:
+                rows.append(
+                    {
+                        "sequences": result["batch"],
+                        "products": each["products"],
+                        "attention": each["attention"],
+                        "cache cut to a multiple of": each.get("cut") or "not cut",
+                        "us per token": f"{each['us_per_token']:.0f}" if "us_per_token" in each else each["error"],
+                    }
+                )
+    return rows, names
+
+
 def gpu_memory():
     rows = []
     for result in load("gpu/memory")["results"]:
@@ -413,6 +432,7 @@ TABLES = {
     "gpu-tune": gpu_tune,
     "gpu-products": gpu_products,
     "gpu-decode": gpu_decode,
+    "gpu-decode-tried": gpu_decode_tried,
     "gpu-start": gpu_start,
     "gpu-start-h100": lambda: gpu_start("gpu/start_h100"),
     "gpu-memory": gpu_memory,
