@@ -108,12 +108,16 @@ def measure(args, threads, specs):
 def summarise(results):
     """Add cores used, speed ratios and the rates of batches to the results of one thread count.
 
+    The ratios "as fast as torch" compare with the program of PyTorch that is the fastest in this case.
+
     Returns two lists of table rows: of the cases with one prompt, and of the batches.
     """
     by_case = {(result["name"], result["case"]): result for result in results}
     rows, batch_rows = [], []
     for result in results:
-        torch, recomputing = by_case[TORCH, result["case"]], by_case.get((result["name"], "recomputing"))
+        peers = [by_case[name, result["case"]] for name in (TORCH, COMPILED) if (name, result["case"]) in by_case]
+        torch = min(peers, key=lambda peer: statistics.median(peer["total"]))
+        recomputing = by_case.get((result["name"], "recomputing"))
         result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
         result["times_as_fast_as_torch"] = paired_ratio(torch["token"], result["token"])
         if "batch" in result:

@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.cpu import decode as cpu_decode  # noqa: E402
 from benchmarks.gpu import decode  # noqa: E402
 from benchmarks.harness import gpu_tables, tables  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
@@ -77,6 +78,24 @@ def test_the_programs_of_cpu_decode_generate_the_tokens_of_their_models(rng, bat
     assert 0 < first <= total
     with pytest.raises(ValueError, match="use_cache=False"):
         cached(prompts, 1, use_cache=False)
+
+
+def test_decoding_on_the_cpu_is_compared_with_the_fastest_program_of_pytorch_in_each_case():
+    def result(name, case, seconds, **more):
+        samples = {key: [seconds] * 3 for key in ("first", "token", "total", "cpu")}
+        return {"name": name, "case": case, "threads": 1, "prompt": 2, "new": 4, "peak_bytes": 1, **samples, **more}
+
+    seconds = {"ours": (1.0, 4.0, 6.0), "torch eager": (3.0, 8.0, 9.0), "torch compiled": (2.0, None, 12.0)}
+    results = []
+    for name, (cached, recomputing, batch) in seconds.items():
+        results.append(result(name, "KV cache", cached))
+        results += [result(name, "recomputing", recomputing)] * bool(recomputing)
+        results.append(result(name, "batch of 8", batch, batch=8))
+    rows, batch_rows = cpu_decode.summarise(results)
+    column = "times as fast as torch"
+    assert [row[column] for row in rows] == ["2.00", "2.00", "0.67", "1.00", "1.00"]
+    assert [row[column] for row in batch_rows] == ["1.50", "1.00", "0.75"]
+    assert [row["times as fast as recomputing"] for row in rows] == ["4.0", "1.0", "2.7", "1.0", ""]
 
 
 @pytest.mark.parametrize("past", [0, 4])
