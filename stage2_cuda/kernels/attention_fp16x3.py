@@ -24,7 +24,8 @@ are those of attention.py.
 """
 
 # Symbols and constants: see attention_forward.py. x, x_low: the high and the low fp16 numbers of a tile.
-# scale: log2(e) / sqrt(D) in forward, 1 / sqrt(D) in backward; lse and delta (B, H, T_q): float32
+# scale: log2(e) / sqrt(D) in forward; in backward 1 / sqrt(D), and score_scale is log2(e) / sqrt(D)
+# lse and delta (B, H, T_q): float32
 # q_desc, k_desc, v_desc, dy_desc: descriptors of float32 arrays in norms_kernel and split_kernel, then of halves
 # An array of halves (2 B, H, T, D) is contiguous fp16: x_high of batch entry b is entry b, x_low is entry B + b.
 # norms (2, arrays, B H, tiles): the largest and the smallest norm of the ROWS rows of a tile
@@ -70,14 +71,18 @@ def split(x):
 
 
 @triton.jit
-def multiply(a, a_low, b, b_low):
-    """a b; the largest product is added last.
+def multiply(a, a_low, b, b_low, TRANSPOSED: tl.constexpr = False):
+    """a b; the largest product is added last. TRANSPOSED: add in the order of b' a', which gives the same bits.
 
     Tensor cores truncate when they add, so they must not add a sum over many tiles. The callers multiply the result by
     a constant before they add it: otherwise Triton would make their sum the accumulator of tl.dot.
     """
-    tile = tl.dot(a_low, b)
-    tile = tl.dot(a, b_low, tile)
+    if TRANSPOSED:
+        tile = tl.dot(a, b_low)
+        tile = tl.dot(a_low, b, tile)
+    else:
+        tile = tl.dot(a_low, b)
+        tile = tl.dot(a, b_low, tile)
     return tl.dot(a, b, tile)
 
 
@@ -242,7 +247,8 @@ def forward_tile(
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
+    q_size, q_sizes = sizes_of(sizes, stride, 0)
+    k_size, k_sizes = sizes_of(sizes, stride, 1)
     v_size, v_sizes = sizes_of(sizes, stride, 2)
     if UNEVEN:
         s_factor, scale = tl.load(q_sizes + offs_m, mask=offs_m < T_q, other=0.0) * (scale * UNITS), 1.0
@@ -314,9 +320,18 @@ def ds_halves(p, dp, delta):
 
 
 @triton.jit
+def weights_of(s, s_scale, lse, UNEVEN: tl.constexpr):
+    """p = exp2(s_scale s - lse). The rounding of a large lse is large: without the minimum, p could be infinite."""
+    exponent = s * s_scale - lse
+    if UNEVEN:
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.math.exp2(exponent)
+
+
+@triton.jit
 def dq_tile(
-    dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, start_m, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, start_m, T_q, T_k, H,
+    scale, score_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries [start_m, start_m + BLOCK_M). With IN_PARTS: the terms of a part of the keys.
@@ -324,8 +339,10 @@ def dq_tile(
     lse_ptr and delta_ptr point to the T_q elements of this head.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
-    (v_size, v_sizes), (dy_size, dy_sizes) = sizes_of(sizes, stride, 2), sizes_of(sizes, stride, 3)
+    q_size, q_sizes = sizes_of(sizes, stride, 0)
+    k_size, k_sizes = sizes_of(sizes, stride, 1)
+    v_size, v_sizes = sizes_of(sizes, stride, 2)
+    dy_size, dy_sizes = sizes_of(sizes, stride, 3)
     q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
     dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
     delta = tl.load(delta_ptr + offs_m, mask=offs_m < T_q, other=0.0)
@@ -333,10 +350,10 @@ def dq_tile(
     if NATURAL:
         lse *= LOG2E
     if UNEVEN:
-        s_factor = tl.load(q_sizes + offs_m, mask=offs_m < T_q, other=0.0) * (scale * LOG2E * UNITS)
+        s_factor = tl.load(q_sizes + offs_m, mask=offs_m < T_q, other=0.0) * (score_scale * UNITS)
         dp_factor, s_scale = tl.load(dy_sizes + offs_m, mask=offs_m < T_q, other=0.0) * UNITS, 1.0
     else:
-        s_scale = scale * LOG2E * (q_size * UNIT) * (k_size * UNIT)
+        s_scale = score_scale * (q_size * UNIT) * (k_size * UNIT)
         delta = delta * (1 / UNIT / dy_size) * (1 / UNIT / v_size)
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
@@ -352,7 +369,7 @@ def dq_tile(
         if UNEVEN:
             s = product_sizes(s, s_factor, k_sizes, offs_n, T_k)
             dp = product_sizes(dp, dp_factor, v_sizes, offs_n, T_k)
-        p = tl.math.exp2(s * s_scale - lse[:, None])
+        p = weights_of(s, s_scale, lse[:, None], UNEVEN)
         p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         if UNEVEN:
             ds, ds_low, unscale = weigh(p * (dp - delta[:, None]), k_sizes, offs_n, T_k)
@@ -370,7 +387,7 @@ def dq_tile(
 @triton.jit
 def dkdv_tile(
     dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, start_n, T_q, T_k, H,
-    scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    scale, score_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the keys [start_n, start_n + BLOCK_N). With IN_PARTS: the terms of a part of the queries.
@@ -378,15 +395,17 @@ def dkdv_tile(
     Here the tiles of s, p, dp and ds are transposed.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    (q_size, q_sizes), (k_size, k_sizes) = sizes_of(sizes, stride, 0), sizes_of(sizes, stride, 1)
-    (v_size, v_sizes), (dy_size, dy_sizes) = sizes_of(sizes, stride, 2), sizes_of(sizes, stride, 3)
+    q_size, q_sizes = sizes_of(sizes, stride, 0)
+    k_size, k_sizes = sizes_of(sizes, stride, 1)
+    v_size, v_sizes = sizes_of(sizes, stride, 2)
+    dy_size, dy_sizes = sizes_of(sizes, stride, 3)
     k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
     v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
     if UNEVEN:
-        s_factor = tl.load(k_sizes + offs_n, mask=offs_n < T_k, other=0.0) * (scale * LOG2E * UNITS)
+        s_factor = tl.load(k_sizes + offs_n, mask=offs_n < T_k, other=0.0) * (score_scale * UNITS)
         dp_factor, s_scale = tl.load(v_sizes + offs_n, mask=offs_n < T_k, other=0.0) * UNITS, 1.0
     else:
-        s_scale = scale * LOG2E * (q_size * UNIT) * (k_size * UNIT)
+        s_scale = score_scale * (q_size * UNIT) * (k_size * UNIT)
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     begin, end = query_range(start_n, T_q, 0, BLOCK_M, BLOCK_N, 1, CAUSAL)
     if IN_PARTS:
@@ -395,13 +414,13 @@ def dkdv_tile(
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-        s = multiply(k, k_low, q.T, q_low.T)
+        s = multiply(k, k_low, q.T, q_low.T, True)
         if UNEVEN:
             s = product_sizes(s, s_factor, q_sizes, offs_m, T_q)
         lse = load_rows(lse_ptr, 0, offs_m, start_m, T_q, EVEN, False)
         if NATURAL:
             lse *= LOG2E
-        p = tl.math.exp2(s * s_scale - lse[None, :])
+        p = weights_of(s, s_scale, lse[None, :], UNEVEN)
         if CAUSAL:
             if start_m < start_n + BLOCK_N:
                 p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
@@ -434,8 +453,8 @@ def dkdv_tile(
 
 @triton.jit
 def backward_tile(
-    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
+    scale, score_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
     MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
@@ -444,30 +463,30 @@ def backward_tile(
     if tl.program_id(1) % 2 == 0:
         dkdv_tile(
             dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h, tile * BLOCK_N,
-            T_q, T_k, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, IN_PARTS, UNEVEN,
+            T_q, T_k, H, scale, score_scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, IN_PARTS, UNEVEN,
         )  # fmt: skip
     else:
         dq_tile(
             dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, b, h,
-            (n_tiles - 1 - tile) * BLOCK_M, T_q, T_k, H, scale,
+            (n_tiles - 1 - tile) * BLOCK_M, T_q, T_k, H, scale, score_scale,
             BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS, UNEVEN,
         )  # fmt: skip
 
 
 @triton.jit
 def backward_kernel(
-    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+    dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
+    scale, score_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
     MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs."""
     if is_uneven(sizes, stride, 4):
         backward_tile(
             dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
-            scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, True,
+            scale, score_scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, True,
         )  # fmt: skip
     else:
         backward_tile(
             dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H,
-            scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, False,
+            scale, score_scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, EVEN, IN_PARTS, False,
         )  # fmt: skip

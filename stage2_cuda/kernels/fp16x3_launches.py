@@ -87,7 +87,8 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tile, empty, causa
     gradients, parts = (dq, dk, dv), backward_parts((q, k, v), tile, empty)
     written = descriptors(tile.block_m, *(map(heads_of, parts) if parts else gradients))
     q_m, k_n, v_n, dy_m = descriptors(tile.block_m, *map(heads_of, halves))
-    arguments = *written, delta, dy_m, lse, q_m, k_n, v_n, sizes, max(T_q, T_k), T_q, T_k, H, 1 / math.sqrt(D)
+    scales = 1 / math.sqrt(D), LOG2E.value / math.sqrt(D)
+    arguments = *written, delta, dy_m, lse, q_m, k_n, v_n, sizes, max(T_q, T_k), T_q, T_k, H, *scales
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
     grid = parts_grid((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
     options = tile_options(tile, D, IN_PARTS=tile.parts > 1, NATURAL=natural, **masks)

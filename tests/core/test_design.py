@@ -252,6 +252,32 @@ READ_LAUNCHER = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "s
 ENVIRONMENT = (*READ_LAUNCHER, "stage2_cuda/runtime/cupti.py")  # the last sets a variable for torch.profiler
 
 
+def nested_targets(tree):
+    """The lines of assignments in kernels (functions with the decorator `jit`) to a tuple that contains a tuple."""
+    for function in ast.walk(tree):
+        names = [ast.unparse(each) for each in getattr(function, "decorator_list", ())]
+        if any(re.search(r"\bjit\b", name) for name in names):
+            for node in ast.walk(function):
+                for target in node.targets if isinstance(node, ast.Assign) else ():
+                    parts = target.elts if isinstance(target, ast.Tuple) else ()
+                    if any(isinstance(part, ast.Tuple) for part in parts):
+                        yield node.lineno
+
+
+KERNELS = [path for path in CODE + EXERCISES if "jit\n" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=name_of)
+def test_no_kernel_assigns_to_a_tuple_in_a_tuple(path):
+    """Triton 3.9 compiles such a line, Triton 3.6 ends with a TypeError."""
+    assert list(nested_targets(tree_of(path))) == []
+
+
+def test_a_tuple_in_a_tuple_is_found():
+    text = "@triton.jit\ndef kernel(x):\n    (a, b), c = x\n    a, b = x\n\ndef host(x):\n    (a, b), c = x\n"
+    assert list(nested_targets(ast.parse(text))) == [3]
+
+
 @pytest.mark.parametrize(
     "path", [path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *ENVIRONMENT)], ids=name_of
 )

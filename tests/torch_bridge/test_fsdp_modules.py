@@ -251,7 +251,7 @@ def train(model, samples, finish=lambda: None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in list(batches())[:2]:
         optimizer.zero_grad()
-        loss = F.mse_loss(model(x[samples]), y[samples])
+        loss = F.mse_loss(model(x[samples]).float(), y[samples])  # PyTorch 2.11 has no gradient for two dtypes on CUDA
         loss.backward()
         finish()
         optimizer.step()
