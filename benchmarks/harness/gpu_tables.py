@@ -228,7 +228,7 @@ def decode_variant(result):
 
 
 def gpu_decode():
-    names = ["gpu/decode", "gpu/decode_eight", "gpu/decode_paper"]
+    names = ["gpu/decode", "gpu/decode_eight", "gpu/decode_many", "gpu/decode_paper"]
     rows, ours = [], None
     for name in names:
         for result in load(name)["results"]:
@@ -252,7 +252,7 @@ def gpu_decode():
 
 def gpu_decode_tried():
     """The variants of PyTorch's program that the search timed, for each case."""
-    names, rows = ["gpu/decode", "gpu/decode_eight"], []
+    names, rows = ["gpu/decode", "gpu/decode_eight", "gpu/decode_many"], []
     for name in names:
         searched = [result for result in load(name)["results"] if "tried" in result]
         for result in {result["case"]: result for result in searched}.values():  # the programs of a case share a search
