@@ -15,6 +15,7 @@ from gpt2core.data import Windows
 from gpt2core.errors import Diverged
 from gpt2core.model import GPT2Config
 from gpt2core.optimizer import Schedule
+from gpt2core.parallel import steps_in_flight
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.runtime import Compiled, Results
@@ -183,6 +184,27 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     with pytest.raises(ValueError, match="of the earlier step first"):
         pending[1].result()
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
+
+
+def test_the_seconds_of_steps_are_the_elapsed_time_of_which_no_part_counts_twice(rng, monkeypatch):
+    """A step counts from its beginning or, if it began before the previous result was read, from that moment."""
+    windows, trainer, now = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend()), [100.0]
+    monkeypatch.setattr(steps_in_flight, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def begin(at, ahead=0):
+        now[0] = at
+        return trainer.begin(read_batch(trainer, windows, ahead), 1e-3)
+
+    def result(pending, at):
+        now[0] = at
+        step = pending.result()
+        assert step.tokens_per_second == pytest.approx(4 * 16 / step.seconds)
+        return step.seconds
+
+    assert [result(begin(at), at + 2) for at in (100, 110)] == [2, 2]  # the 8 seconds between them are of no step
+    first, second = begin(120), begin(121, ahead=1)
+    assert [result(first, 125), result(second, 126.5)] == [5, 1.5]
+    assert result(begin(130), 131) == 1
 
 
 def test_a_round_of_a_benchmark_leaves_no_step_in_flight():

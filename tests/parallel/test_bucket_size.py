@@ -8,7 +8,7 @@ import pytest
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
-from gpt2core.parallel.bucket_size import BucketSize, best_bucket, measured_bucket
+from gpt2core.parallel.bucket_size import WARM_UP, BucketSize, best_bucket, measured_bucket, time_all_reduce
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -72,6 +72,12 @@ def test_the_size_stays_between_a_megabyte_and_the_gradient(alpha, beta, size, m
 def test_a_clock_that_goes_backwards_still_gives_a_size():
     """If the times are only noise, alpha or beta may be negative."""
     assert Wire(-1e-5, 1e-9).measure(10**7).mb == 1 and Wire(1e-5, -1e-9).measure(10**7).mb == 10
+
+
+def test_the_rounds_of_the_warm_up_do_not_count():
+    wire, now = Wire(0.0, 0.0), iter([0, 9, 9, 18, *(t for n in range(5) for t in (20 + 10 * n, 21 + 11 * n))])
+    seconds = time_all_reduce(wire, np.zeros(8), NumpyBackend(), False, 1, lambda: next(now))
+    assert WARM_UP == 2 and seconds == 3  # the median of 1, 2, 3, 4 and 5, without the two rounds of 9 seconds
 
 
 def test_the_header_names_the_measured_values():

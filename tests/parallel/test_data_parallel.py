@@ -219,9 +219,10 @@ def test_a_codec_rounds_to_half_a_step(kind, bound):
 
 def test_bf16_rounds_as_pytorch_does():
     torch = pytest.importorskip("torch")
-    x = np.random.default_rng().standard_normal(4096).astype(np.float32)
+    x = np.random.default_rng().integers(0, 1 << 32, 4096, np.uint32).view(np.float32)  # any float32, NaN too
     # the last two are ties: to even is down, then up
     x[:9] = [0, -0.0, np.inf, -np.inf, 1e-40, 3.4e38, 65535.5, -1.00390625, 1.01171875]
+    x.view(np.uint32)[9:11] = 0x7F800001, 0xFFFFFFFF  # NaN in the bits that bf16 drops only, and in all bits
     encode, decode = CODECS["bf16"]
     assert_array_equal(decode(encode(x)), torch.tensor(x).bfloat16().float().numpy())
 
@@ -288,8 +289,15 @@ def test_verify_names_the_rank_that_differs(tokens):
         trainer = make_trainer(comm, ParallelConfig())
         trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
         verify(trainer)
+        kept = trainer.parameters[5]
         trainer.parameters[5] += comm.rank == 2
         with pytest.raises(Diverged, match="step 0: the parameters of rank 2 differ from those of rank 0"):
+            verify(trainer)
+        trainer.parameters[5] = kept
+        trainer.compute_parameters = trainer.parameters.copy()  # the copy that kernels read in 16 bits
+        verify(trainer)
+        trainer.compute_parameters[5] += comm.rank == 3
+        with pytest.raises(Diverged, match="step 0: the parameters of rank 3 differ from those of rank 0"):
             verify(trainer)
         return True
 

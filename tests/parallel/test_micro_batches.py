@@ -64,13 +64,13 @@ def random_batch(rng, rows, T=16):
     return rng.integers(0, 37, (2, rows, T))
 
 
-def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None):
+def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, group=None):
     """MicroBatches over freshly initialised parameters, and those parameters; shape: of the batches to merge."""
     workers, arena = WorkerPool(backends(threads, precision)), Arena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
-    return MicroBatches(config, arena, flat, workers, count, Solo(), shape), arena.views(flat)
+    return MicroBatches(config, arena, flat, workers, count, group or Solo(), shape), arena.views(flat)
 
 
 def backward(run, inputs, targets, scale):
@@ -137,6 +137,15 @@ def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows
 
     monkeypatch.setattr(NumpyBackend, "matmul", dependent)
     assert micro_batches(CONFIG, 8, 1, shape=(16, 16))[0].merged == 2
+
+    here = threading.local()
+
+    def merged(group):
+        here.rank = group.rank
+        return micro_batches(CONFIG, 8, 1, shape=(16, 16), group=group)[0].merged
+
+    monkeypatch.setattr(NumpyBackend, "matmul", lambda *args: (whole if here.rank else dependent)(*args))
+    assert run_ranks(2, merged) == [2, 2]  # all-reduces of a tensor group need equal shapes
 
 
 def test_micro_batches_are_not_merged_if_they_differ_in_size_or_are_large(monkeypatch, independent_rows):
