@@ -156,10 +156,11 @@ def test_empty_text_has_no_tokens(tokenizer):
 
 
 def test_prompt_may_open_with_a_word_known_only_after_a_space():
-    tokenizer = Tokenizer.word_level("In the loss we trust")
-    assert tokenizer.decode(tokenizer.encode_prompt("loss we")) == " loss we"
+    tokenizer = Tokenizer.word_level("In the loss we trust\nloss of trust")
+    assert tokenizer.decode(tokenizer.encode_prompt("we trust")) == " we trust"
+    assert tokenizer.decode(tokenizer.encode_prompt("loss we")) == "loss we"  # the vocabulary has both: as written
     assert tokenizer.decode(tokenizer.encode_prompt("In the")) == "In the"  # in the vocabulary without a space
-    with pytest.raises(DataError, match="'dragon'.*vocabulary of 5"):
+    with pytest.raises(DataError, match="'dragon'.*vocabulary of 8"):
         tokenizer.encode_prompt("dragon loss")
 
 
