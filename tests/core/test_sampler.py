@@ -252,6 +252,9 @@ def test_the_token_that_reaches_top_p_is_kept():
         rule.random = Uniform(1000)
         seen.update(rule(logits) for _ in range(1000))
     assert [len(seen) for seen in rules.values()] == [1, 1, 2, 2, 3, 4]
+    rule = Sampling(top_p=0.5)
+    rule.random = Uniform(1000)
+    assert {rule(np.zeros(4)) for _ in range(1000)} == {0, 1}  # the first two reach 0.5 exactly
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from stage1_mpi import watchdog
-from stage1_mpi.watchdog import ABORTING, ENDING, RUNNING, Processes, Watchdog
+from stage1_mpi.watchdog import ABORTING, ENDING, RUNNING, Heartbeat, Processes, Watchdog
 from tests.support.jobs import mpi, succeeded
 from tests.support.mpi import mpiexec
 
@@ -137,8 +137,30 @@ class Ring(SimpleNamespace):
 def test_at_its_exit_a_rank_waits_for_its_neighbour_but_not_forever(monkeypatch, arrival, cancelled):
     monkeypatch.setattr(watchdog, "EXIT_TIMEOUT", 0.05 if cancelled else 60)
     ring = Ring(arrival=arrival)
-    watchdog.Heartbeat(ring, 0, 60).exit()
+    Heartbeat(ring, 0, 60).exit()
     assert ring.cancelled == cancelled and (cancelled or ring.tests == arrival)
+
+
+@needs_pidfd
+@pytest.mark.parametrize("code, seen", [(0, 0), (137, 137), (253, 253), (254, 253), (255, 253)])
+def test_any_exit_code_of_an_abort_fits_into_the_byte_of_the_rank(pair, code, seen):
+    _, processes, found, _ = pair
+    assert processes.abort_code() is None
+    found.announce_abort(code)
+    assert processes.abort_code() == seen
+
+
+def test_a_rank_that_was_stopped_itself_gives_its_neighbour_the_whole_time_again(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    heartbeat = Heartbeat(Ring(arrival=10**9), 0, silence=60)
+
+    def cause(second):
+        now[0] = float(second)
+        return heartbeat.cause()
+
+    assert [cause(second) for second in (1, 2, 100, *range(101, 161))] == [None] * 63  # stopped from second 2 to 100
+    assert cause(161) == "rank 1 has sent no heartbeat for 60 s: it or its host is stuck"
 
 
 def test_a_kernel_without_pidfd_makes_each_rank_the_first_of_its_own(monkeypatch):

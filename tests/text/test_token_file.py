@@ -230,6 +230,7 @@ def test_token_file_of_another_vocabulary_is_refused(tmp_path):
         (lambda b: b[:8] + b"\x09" + b[9:], "version 9, this program reads version 1"),
         (lambda b: b[:10] + b"\x03" + b[11:], "has a corrupt header"),
         (lambda b: b[:16] + bytes(8) + b[24:], "has a corrupt header"),
+        (lambda b: b[:16] + (65_537).to_bytes(8, "little") + b[24:], "2 bytes, vocabulary 65537"),
         (lambda b: b[:24] + bytes(8), "has a corrupt header"),
         (lambda b: b[:40] + b"\xff\xff" + b[42:], "token id 65535 is outside its vocabulary of 256"),
     ],
