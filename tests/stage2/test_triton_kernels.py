@@ -235,6 +235,10 @@ def test_sort_tokens_lists_the_rows_and_the_chunks_of_each_token():
     _, _, chunk_starts, chunk_tokens = embedding.sort_tokens(ids, 3)
     assert_array_equal(chunk_starts, [0, 0, 2, 3])
     assert_array_equal(chunk_tokens, [1, 1, 2, 3])  # 257 rows have room for 4 chunks, and these have 3
+    for largest in (65_535, 65_536, 70_000):  # ids of more than 16 bits
+        order, starts, *_ = embedding.sort_tokens(np.array([[largest, 7, 1, largest, 0]]), largest + 1)
+        assert_array_equal(order, [4, 2, 1, 0, 3])
+        assert_array_equal(starts[[0, 1, 2, 7, 8, -2, -1]], [0, 1, 2, 2, 3, 3, 5])
 
 
 # -- cross-entropy -------------------------------------------------------------------------------------------

@@ -18,6 +18,19 @@ ADAMW = dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
 STEPS = 10
 
 
+class Decaying(torch.optim.SGD):
+    """Changes its own options in each step, as optimizers without a schedule do."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return loss
+
+
+OPTIMIZERS = (torch.optim.AdamW, ADAMW), (torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (Decaying, dict(lr=0.1))
+
+
 def groups_of(model):
     """Two parameter groups with different options; the second has every bias and frozen parameter."""
     parameters = list(model.parameters())
@@ -52,7 +65,7 @@ def train_both():
     """For each model and optimizer: parameters of the sharded and of the plain one, and elements of state a rank."""
     found = {}
     for name, model in MODELS.items():
-        for cls, options in ((torch.optim.AdamW, ADAMW), (torch.optim.SGD, dict(lr=0.1, momentum=0.9))):
+        for cls, options in OPTIMIZERS:
             plain, sharded = build(model, 3), build(model, 3)
             reference = cls(groups_of(plain), **options)
             optimizer = ShardedOptimizer(groups_of(sharded), cls, **options)
