@@ -467,6 +467,17 @@ def test_a_run_restarted_from_an_early_step_keeps_its_own_checkpoints(tmp_path, 
     assert load_checkpoint(tmp_path).path.name == "step-00000040"
 
 
+def test_a_clock_that_was_set_back_does_not_delete_the_step_that_was_just_saved(tmp_path, rng):
+    config = random_config(rng)
+    for step in (1, 2):
+        save_all(tmp_path, step, config, rng, keep=1)
+        later = time.time() + 3600 * step
+        os.utime(tmp_path / f"step-{step:08d}" / "model.safetensors", (later, later))
+    parameters, _, _ = save_all(tmp_path, 3, config, rng, keep=1)
+    assert "step-00000003" in step_names(tmp_path)
+    assert_same(load_checkpoint(tmp_path).parameters, parameters)
+
+
 def test_a_step_can_be_saved_again(tmp_path, rng):
     config = random_config(rng)
     save_all(tmp_path, 3, config, rng)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cpu import curve, decode
-from benchmarks.harness import cpu_tables, report
+from benchmarks.harness import cpu_tables, report, speedups
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
@@ -75,6 +76,13 @@ def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target(monk
             assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
         assert ("disturbed: the ratio 3.96 of the times is above the ideal 2" in first) == marked
         assert ("reached" in first) == (not marked)
+
+
+@pytest.mark.parametrize("times, above", [(2.0, False), (2.1, False), (2.11, True), (math.inf, True), (math.nan, True)])
+def test_a_speedup_that_is_no_number_or_above_its_ideal_by_more_than_noise_is_disturbed(times, above):
+    found = speedups.marked({"one": (times, 2), "other": (1.5, 2)})
+    assert [found["one"].above, found["one"].disturbed, found["other"].disturbed] == [above] * 3
+    assert not found["other"].above and found["other"].cell("x").startswith("disturbed (x;") == above
 
 
 def save_arguments(*argv):

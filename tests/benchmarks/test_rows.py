@@ -55,6 +55,8 @@ def test_no_row_is_started_after_the_time_is_over(run, capsys):
     assert run(CASES, "--minutes", "0")[1] == ["small / 1"]
     assert "2 rows are missing; run the command again" in capsys.readouterr().out
     assert run(CASES, "--minutes", "0")[1] == ["small / 2"]
+    assert "1 rows are missing" in capsys.readouterr().out
+    assert run(CASES, "--minutes", "0")[1] == ["large / 1"] and "missing" not in capsys.readouterr().out
 
 
 def test_out_of_memory_is_a_row_and_other_errors_are_raised(run):

@@ -41,6 +41,14 @@ def test_a_general_mistake_is_recognised(got, words):
     assert words in error.hint and error.hint.endswith("Look at this line.")
 
 
+def test_zeros_beside_one_wrong_element_are_not_called_moved():
+    got, want = np.zeros(6), np.zeros(6)
+    got[0], want[5] = 3, 5
+    assert mismatch(got, want).hint == "Look at this line."
+    want[0] = 5
+    assert "one position" not in mismatch(got, want).hint
+
+
 def test_the_hint_is_a_sentence_for_a_long_name():
     with pytest.raises(Mismatch) as caught:
         expect("with 2 ranks, the array of rank 0", np.nan * ROWS, ROWS, 0, look="this line")

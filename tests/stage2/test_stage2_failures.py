@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.app import train_command
+from gpt2core.app.backend_setup import check_graph
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
@@ -117,6 +118,24 @@ def test_the_cpu_supports_neither_tf32_nor_fp16(train, infer, precision):
 def test_nvtx_and_the_graph_exclude_each_other(train2):
     assert one_line(train2(*NANO, "--steps", 1, "--nvtx"), "add --no-graph")
     assert train2(*NANO, "--steps", 2, "--nvtx", "--no-graph").code == 0
+
+
+@pytest.mark.parametrize(
+    "uses_graphs, graph, annotated, words",
+    [
+        (True, None, True, "--nvtx has no effect on a step that is replayed from a CUDA graph: add --no-graph"),
+        (True, True, True, "add --no-graph"),
+        (True, False, True, None),
+        (True, None, False, None),
+        (True, True, False, None),
+        (False, None, True, None),
+        (False, False, False, "--no-graph has no meaning here: cpu has no CUDA graphs; omit the flag"),
+    ],
+)
+def test_the_flags_of_cuda_graphs_are_refused_only_where_they_have_no_effect(uses_graphs, graph, annotated, words):
+    backend = SimpleNamespace(name="cpu", runtime=SimpleNamespace(uses_graphs=uses_graphs))
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        check_graph(SimpleNamespace(graph=graph, nvtx=annotated), backend)
 
 
 # -- profiling --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from tests.support.torch_models import BATCH, MODELS, STEPS, WORDS, Words, batches, build, rows  # noqa: E402
-from torch_bridge.fsdp import FSDP  # noqa: E402
+from torch_bridge.fsdp import FSDP, IN_FLIGHT  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gloo")
 del MODELS["Unused"]  # FSDP needs the same units on every rank; a layer that no rank uses is in Spare
@@ -49,8 +49,9 @@ def examples(kind):
 
 
 def train(model, kind, samples, finish=lambda: None):
-    """The losses of a training run with AdamW."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.03, weight_decay=0.3)
+    """The losses of a training run with AdamW, whose eps is so large that the scale of a gradient matters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.03, eps=0.01, weight_decay=0.3)
     losses = []
     for x, y, loss_of in examples(kind):
         optimizer.zero_grad()
@@ -112,6 +113,9 @@ def save_and_load():
     with torch.no_grad():
         logits = fsdp(tokens)
     assert all(shard.full is None for shard in fsdp.shards.values())
+    fsdp(tokens).sum().backward()
+    assert len(fsdp.in_flight) == IN_FLIGHT < len(fsdp.shards)  # the sums of earlier gradients have ended
+    fsdp.finish_gradient_synchronization()
     plain, single = build(Words, 9), FSDP(build(Words, 7), process_group=own)
     plain.load_state_dict(whole)
     single.load_full_params(whole)
