@@ -22,6 +22,7 @@ from numpy.testing import assert_array_equal
 import gpt2core
 from gpt2core.app import cli, inference_command, inference_io, train_command
 from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.run_config import resolve_flags
 from gpt2core.app.run_log import RunLog, time_left
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError
@@ -223,6 +224,29 @@ def test_plot_writes_a_png(train, corpus, tmp_path):
 
 
 # -- kill and resume --------------------------------------------------------------------------------------------------
+
+SAVED = dict(preset="gpt2", lr=6e-4, schedule="cosine", min_lr=7e-5)  # the flags of a checkpoint
+
+
+@pytest.mark.parametrize(
+    "flags, saved, min_lr",
+    [
+        ("--preset gpt2", {}, 6e-5),
+        ("--schedule linear --lr 1e-2", {}, 1e-3),
+        ("--lr 1e-2", {}, 0.0),  # of the constant schedule, which does not read it
+        ("--preset book", {}, 1e-4),
+        ("--schedule cosine --min-lr 5e-6", {}, 5e-6),
+        ("", SAVED, 7e-5),
+        ("--lr 1e-3", SAVED, 1e-4),
+        ("--schedule linear", SAVED, 6e-5),
+        ("--lr 1e-3 --min-lr 2e-5", SAVED, 2e-5),
+    ],
+)
+def test_the_last_learning_rate_is_a_tenth_of_the_first_unless_it_is_given(flags, saved, min_lr):
+    """A saved value belongs to the saved --lr and --schedule: it is not used with others."""
+    values, _ = resolve_flags(cli.train_parser().parse_args(flags.split()), saved, True)
+    assert values["min_lr"] == pytest.approx(min_lr, rel=1e-12)
+
 
 PLAIN = ()
 RECIPE = "--shuffle --schedule cosine --warmup 5 --clip 0.5 --weight-decay 0.1"
