@@ -52,6 +52,12 @@ def memory(at, count, kind=1):
     return np.ctypeslib.as_array((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(at)).view(dtype)
 
 
+def assert_apart(x, out, offset=None):
+    """NCCL reads x while it writes to out, both (address, bytes): they overlap only if x starts at out + offset."""
+    overlap = x[0] < out[0] + out[1] and out[0] < x[0] + x[1]
+    assert not overlap or x[0] - out[0] == offset, "NCCL would overwrite its input"
+
+
 class Nccl:
     """A fake of the module cupy.cuda.nccl for one rank of a group of threads."""
 
@@ -73,6 +79,10 @@ class Nccl:
 
     def groupEnd(self):
         handles, loops = [], ([], [])
+        for at, count in {(at, count) for sends, at, count, _ in self.group if sends}:
+            for sends, to, length, peer in self.group:
+                if not sends:
+                    assert_apart((at, count), (to, length), 0 if peer == self.threads.rank else None)
         for sends, at, count, peer in self.group:
             if peer == self.threads.rank:
                 loops[sends].append(memory(at, count))
@@ -93,16 +103,23 @@ class Nccl:
         self.group.append((False, at, count, peer))
 
     def allReduce(self, x, out, count, kind, op, stream):
+        nbytes = count * np.dtype(TYPES[kind]).itemsize
+        assert_apart((x, nbytes), (out, nbytes), 0)
         memory(out, count, kind)[...] = self.threads.all_reduce(memory(x, count, kind).copy(), OPS[op])
 
     def reduceScatter(self, x, out, count, kind, op, stream):
+        nbytes = count * np.dtype(TYPES[kind]).itemsize
+        assert_apart((x, self.threads.size * nbytes), (out, nbytes), -self.threads.rank * nbytes)
         x = memory(x, count * self.threads.size, kind).copy()
         memory(out, count, kind)[...] = self.threads.reduce_scatter(x, OPS[op])
 
     def allGather(self, x, out, count, kind, stream):
+        nbytes = count * np.dtype(TYPES[kind]).itemsize
+        assert_apart((x, nbytes), (out, self.threads.size * nbytes), self.threads.rank * nbytes)
         memory(out, count * self.threads.size, kind)[...] = self.threads.all_gather(memory(x, count, kind).copy())
 
     def broadcast(self, x, out, count, kind, root, stream):
+        assert_apart((x, count), (out, count), 0)
         memory(out, count, kind)[...] = self.threads.broadcast(memory(x, count, kind).copy(), root)
 
 

@@ -93,6 +93,12 @@ def test_a_product_of_any_number_of_rows_is_right_whatever_way_is_chosen_for_one
         assert_allclose(found, exact, rtol=0, atol=3 * PART * 1e-6)  # a sum of 3 PART products, each of order 1
 
 
+def test_a_choice_of_the_file_that_is_not_possible_any_more_is_made_again():
+    for names, way in ((["blas", "mkl"], "mkl"), (["blas", "einsum"], "einsum")):  # MKL was removed
+        assert timed_choice.stored_choice("a product", names, lambda way=way: way) == way
+        assert timed_choice.stored_choice("a product", names, pytest.fail) == way
+
+
 def test_the_choice_is_made_once_and_kept_in_a_file(rng, monkeypatch, tmp_path):
     timed = []
 

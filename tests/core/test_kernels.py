@@ -392,11 +392,13 @@ def test_extreme_attention_scores_do_not_overflow(backend, rng):
         near(got, reference, 0.1 if backend.dtype == np.float32 else 1e-8)
 
 
-@pytest.mark.parametrize("score", [-200, 200])  # exp(200) and exp(-200) are infinite and 0 in fp32
-def test_a_row_of_extreme_attention_scores_is_exact_and_changes_no_other_row(backend, rng, score):
+# exp(200) and exp(-200) are infinite and 0 in fp32; exp(70) and exp(-70) are not, but 1e12 times or by them would be
+@pytest.mark.parametrize("score, size", [(-200, 1), (200, 1), (-70, 1e12), (70, 1e12)])
+def test_a_row_of_extreme_attention_scores_is_exact_and_changes_no_other_row(backend, rng, score, size):
     T, D, now = 70, 4, 66
     qkv = np.array(normal(rng, backend, 1, T, 3 * D))
     qkv[:, :, D : 2 * D] = 1  # all keys are equal: a query has equal scores, and its output is the mean of the values
+    qkv[:, :, 2 * D :] *= size
     before = backend.attention_forward(qkv, 1)[0].copy()
     qkv[0, now, :D] = score / D**0.5
     with np.errstate(all="raise", under="ignore"):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -60,6 +62,29 @@ def test_the_real_code_gets_100_percent_also_on_an_intel_cpu(tmp_path, stage, mo
     record = grade.grade(stage, copy_of(stage, tmp_path / "folder"), show=shown.append)
     assert record["score"] == 100, "\n".join(shown)
     assert all(state == "passed" for each in record["exercises"].values() for state in each["checks"].values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_score_is_rounded_down_so_that_100_needs_every_check(tmp_path, stage, monkeypatch):
+    exercises = of_stage(stage)
+
+    def score(failed):
+        """The score of a folder in which only the checks `failed`, pairs (number of the exercise, check), fail."""
+
+        def prepare(exercise, folder, overlay):
+            return lambda names: {
+                name: runner.Result("failed" if (exercise.number, name) in failed else "passed") for name in names
+            }
+
+        monkeypatch.setattr(grade, "prepare", prepare)
+        return grade.grade(stage, tmp_path, show=lambda line: None)["score"]
+
+    checks = [(exercise.number, name) for exercise in exercises for name in exercise.checks]
+    lengths = {exercise.number: len(exercise.checks) for exercise in exercises}
+    assert score(()) == 100
+    for count in range(1, len(checks) + 1):
+        lost = sum(Fraction(100, lengths[number] * len(exercises)) for number, _ in checks[:count])
+        assert score(checks[:count]) == math.floor(100 - lost)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -58,6 +58,18 @@ def test_a_merged_file_has_the_students_function_and_the_real_other_one():
     assert "return 3" in student.splitlines()[number - 1]
 
 
+def test_of_two_functions_with_one_name_the_last_one_counts_and_decorators_belong_to_a_function():
+    old = "def first(x):\n    return 0\n\n\n"
+    student = old + SOURCE.replace("x + 1", "x + 5").replace("    def second", "    @staticmethod\n    def second")
+    lines, _ = merged(student, "file.py", ["first"], ["Box.second"], SOURCE)
+    space = {}
+    exec("".join(lines), space)
+    assert space["first"](1) == 6 and space["Box"]().second(2) == 4 and "staticmethod" not in "".join(lines)
+    lines, _ = merged(student, "file.py", ["Box.second"], ["first"], SOURCE)
+    exec("".join(lines), space)
+    assert space["first"](1) == 2
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

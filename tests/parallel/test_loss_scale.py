@@ -173,3 +173,8 @@ def test_the_scale_on_the_device_is_pytorch_s():
             assert float(norm[0]) == pytest.approx(length, rel=1e-6)
             assert float(scale[0]) == pytest.approx(min(1, 1 / (length + 1e-6)) / factor, rel=1e-6)
         assert math.isnan(float(scale[0])) == overflow
+    for factor, grown in ((0.75e38, 1.5e38), (1.5e38, 1.5e38), (3e38, 3e38)):  # twice 3e38 is infinite in fp32
+        state = xp.asarray(np.array([factor, 2], np.float32))
+        with np.errstate(over="ignore"):  # the interpreter computes both sides of a choice
+            clip_scale(scale, norm, xp.asarray(np.array([1.0])), 1.0, state, 3)
+        assert [float(number) for number in state] == [np.float32(grown), 0]

@@ -81,6 +81,10 @@ def sums(threads):
                 x, np.asarray(tree_sum(wide), dtype), rtol=1e-2
             )  # another order, rounded to float16 each time
             comm.use_collectives("canonical")
+    for dtype in (np.int32, np.int64):  # whole numbers that float32 does not have
+        large = np.full(2 * comm.size, (1 << 24) + 1, dtype)
+        assert_same(comm.all_reduce(large), comm.size * large)
+        assert_same(comm.reduce_scatter(large), comm.size * large[:2])
 
 
 @pytest.mark.parametrize("size", [2, 5])
