@@ -115,6 +115,9 @@ def test_validation_covers_each_whole_window_once_and_never_the_seam():
     assert np.concatenate([targets.ravel() for _, targets in batches]).tolist() == list(range(1, 97))
     assert all(np.shares_memory(inputs, tokens) for inputs, _ in batches)
     assert [x.tolist() for x, _ in Windows(np.arange(9), 8).once(5)] == [[list(range(8))]]  # exactly one window
+    for length in range(9, 40):  # 16, 24, ...: the last token of the last whole window has no next token
+        targets = [y.ravel() for _, y in Windows(np.arange(length), 8).once(2)]
+        assert np.concatenate(targets).tolist() == list(range(1, (length - 1) // 8 * 8 + 1)), length
 
 
 def token_file(folder, ids=None, tokenizer=None):
