@@ -1,5 +1,7 @@
 """A model that cannot fit into the memory of the host is refused before anything is allocated."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -53,12 +55,18 @@ def test_a_host_with_too_little_memory_is_one_line(train, corpus, monkeypatch):
         ("0::/", {}, []),
     ],
 )
-def test_the_limits_of_control_groups_are_read(tmp_path, groups, limits, expected):
+def test_the_limits_of_control_groups_are_read_and_swap_is_added(tmp_path, monkeypatch, groups, limits, expected):
     (tmp_path / "cgroup").write_text(groups)
     for name, text in limits.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text)
     assert list(control_group_limits(tmp_path / "cgroup", tmp_path / "fs")) == expected
+    read_text, swap = Path.read_text, 3 << 20
+
+    def read(path, *arguments, **options):
+        return "MemTotal: 9 kB\nSwapTotal:  3072 kB\n" if path == Path("/proc/meminfo") else read_text(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read)
     available = available_memory(tmp_path / "cgroup", tmp_path / "fs")
-    assert available >= 1 << 28 if not expected else available >= expected[0]
+    assert available == expected[0] + swap if expected else available >= 1 << 28
     assert list(control_group_limits(tmp_path / "missing", tmp_path)) == []

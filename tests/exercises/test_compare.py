@@ -71,6 +71,8 @@ def test_a_typical_mistake_of_the_check_comes_first():
     assert mismatch(ROWS / 2, ROWS, scales=scales).hint == "divided by 2"
     with_nan = np.where(np.arange(8) == 0, np.nan, ROWS)
     assert mismatch(with_nan, ROWS, wrong=[(with_nan, "the first column")]).hint == "the first column"
+    for other in (ROWS[:5], np.zeros(8), np.float64(0)):  # of another shape, also if NumPy could broadcast it
+        assert mismatch(0 * ROWS, ROWS, wrong=[(other, "zeros")]).hint.startswith("Every element of y is 0")
 
 
 def test_a_wrong_type_or_shape_is_named():

@@ -88,6 +88,16 @@ def test_a_process_that_has_announced_its_abort_gives_the_exit_code_and_no_secon
     assert codes.aborted.wait(30) and codes == [2] and capsys.readouterr().err == ""
 
 
+def test_ranks_that_find_a_cause_at_the_same_time_wait_for_their_turn(monkeypatch, capsys):
+    """The first one prints it; the others then find its exit code, also on a host with many ranks."""
+    slept, codes, processes = [], [], SimpleNamespace(abort_code=lambda: 3)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=slept.append))
+    for turn in (0, 1, 8, 100):
+        Watchdog(turn, processes, codes.append)._fail("cause", turn)
+    assert slept == [0, watchdog.STAGGER, 8 * watchdog.STAGGER, 8 * watchdog.STAGGER]
+    assert codes == [3] * 4 and capsys.readouterr().err == ""
+
+
 @needs_pidfd
 def test_a_process_that_ends_normally_or_is_stopped_does_not_abort_the_job(pair, capsys):
     peer, processes, found, codes = pair

@@ -315,6 +315,9 @@ def test_zero_and_compression_are_suggested_if_they_suffice():
     assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 needs about" in message and "use" in message
     message = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
     assert message.endswith("use --compress none")
+    # the prediction fits, but the GPU had too little memory: no advice to give a flag that is given
+    message = explain_training_oom(config, 4, *sizes, 10 * with_zero, ParallelConfig(zero=1))
+    assert "--zero" not in message.split("; use ")[1]
 
 
 def test_the_terms_of_each_kind_of_parallelism():

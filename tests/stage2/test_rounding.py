@@ -1,5 +1,7 @@
 """Stochastic rounding to bf16: equal bits to NumPy, unbiased, and independent of how the arena is divided."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -10,7 +12,7 @@ from gpt2core.app import cli  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.model import GPT2Config  # noqa: E402
-from gpt2core.optimizer import Hyperparameters, adamw_scalars, rounding_key  # noqa: E402
+from gpt2core.optimizer import AdamW, Hyperparameters, adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
@@ -289,3 +291,12 @@ def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(capture):
     assert losses == again == first + rest
     assert_array_equal(same, master)
     assert_array_equal(resumed, master)
+
+
+def test_the_copy_of_new_parameters_is_rounded_to_nearest_and_later_ones_with_the_key_of_their_step():
+    keys = []
+    optimizer = SimpleNamespace(compute_copy=(), parameters=(), seed=7)
+    optimizer.backend = SimpleNamespace(cast=lambda parameters, copy, key: keys.append(key))
+    for steps in (0, 1, 5):
+        AdamW.refresh_copy(optimizer, steps)
+    assert keys[0] is None and keys[1:] == [rounding_key(7, 1), rounding_key(7, 5)]

@@ -97,11 +97,16 @@ def messages(threads, kind):
     """Every rank sends before it receives, and waits for the receive before the send."""
     comm = collectives_of(kind, threads)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x, out = np.full(3, comm.rank), np.full(3, -1)
+    x, out, calls, nccl = np.full(3, comm.rank), np.full(3, -1), [], comm._nccl
+    group_end, all_reduce = nccl.groupEnd, nccl.allReduce
+    nccl.groupEnd = lambda: calls.append("messages") or group_end()
+    nccl.allReduce = lambda *arguments: calls.append("sum") or all_reduce(*arguments)
     send, receive = comm.send_start(x, to), comm.recv_start(out, source)
     assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # between start and wait
     assert receive.wait() is out and send.wait() is None
     assert_same(out, np.full(3, source))
+    # Whenever a rank waits for its messages, they come before the sum: NCCL needs one order on all ranks.
+    assert calls == ["messages", "sum"]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gpt2core.errors import DataError
+from gpt2core.text import tokenizer as tokenizer_module
 from gpt2core.text.tokenizer import FILE_NAME, PIECE, Tokenizer, build_tokenizer, byte_alphabet, cut_at_words, slices
 
 STORY = "The loss went down. It's 2,048 tokens;\tthe naïve café — 東京 🙂!\r\n\r\n  Two  spaces and a last.  \n"
@@ -149,6 +150,15 @@ def test_ids_are_as_small_as_the_vocabulary_allows(size, dtype):
     tokenizer = Tokenizer(library, "word")
     ids = tokenizer.encode(f" {size - 1} 0")
     assert ids.dtype == dtype and ids.tolist() == [size - 1, 0] and tokenizer.vocab_size == size
+
+
+def test_the_largest_id_of_a_file_is_below_the_limit(tmp_path, monkeypatch):
+    for size in (6, 7):  # the largest id is 5, 6
+        Tokenizer.word_level(" ".join("abcdefg"[:size])).save(tmp_path / f"{size}.json")
+    monkeypatch.setattr(tokenizer_module, "MAX_IDS", 6)
+    assert Tokenizer.load(tmp_path / "6.json").vocab_size == 6
+    with pytest.raises(DataError, match="7.json has the token id 6, but ids must be below 6"):
+        Tokenizer.load(tmp_path / "7.json")
 
 
 def test_empty_text_has_no_tokens(tokenizer):
