@@ -110,6 +110,13 @@ def test_the_readback_ring_buffer_wraps_around(monkeypatch):
     assert generated(ours, prompts, 15, RULES["greedy"]) == generated(stage0, prompts, 15, RULES["greedy"])
 
 
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4] * 5]], ids=["one", "two"])
+def test_more_tokens_are_drawn_than_random_numbers_are_uploaded_at_a_time(monkeypatch, prompts):
+    monkeypatch.setattr(decoder, "UNIFORMS", 4)
+    ours, stage0 = models(GPT2Config(29, 32, 1, 2, 32, tied=False))
+    assert generated(ours, prompts, 15, RULES["sampled"]) == generated(stage0, prompts, 15, RULES["sampled"])
+
+
 def test_a_custom_rule_gets_the_logits_on_the_host(rng):
     ours, stage0 = models(UNTIED)
     seen = {ours: [], stage0: []}

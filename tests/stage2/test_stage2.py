@@ -31,6 +31,7 @@ from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from tests.tools.sanitize import all_kernels, call_all_launches, name_of
@@ -147,6 +148,23 @@ def test_fp16_gradients_are_close_to_fp32_and_an_overflow_changes_no_bit():
 def test_the_validation_loss_is_stage_0_s():
     ours, stage0 = (trainer_of(backend(), TIED, batch=8) for backend in (CudaBackend, NumpyBackend))
     assert evaluate(ours, windows_of(TIED)) == pytest.approx(evaluate(stage0, windows_of(TIED)), rel=1e-5)
+
+
+@pytest.mark.parametrize("in_forward", [True, False], ids=["gradients in forward", "gradients in backward"])
+@pytest.mark.parametrize("logits", [1, 3 * 11, 1 << 29], ids=["single rows", "three rows", "all rows"])
+def test_the_head_computes_the_logits_in_chunks_of_rows(rng, monkeypatch, in_forward, logits):
+    """As with 64 x 1024 tokens of GPT-2. Gradients in backward: on ranks that divide the vocabulary."""
+    monkeypatch.setattr(fused_head, "CHUNK_LOGITS", logits)
+    x, w = rng.standard_normal((8, 16), np.float32), rng.standard_normal((11, 16), np.float32)
+    targets, scale, found = rng.integers(0, 11, 8), 1 / 8, []
+    for backend in (CudaBackend(), NumpyBackend("fp64")):
+        arrays = [backend.asarray(array.astype(backend.dtype)) for array in (x, w)]
+        *rows, aux = backend.unembed_cross_entropy_forward(*arrays, targets, scale=scale if in_forward else None)
+        dy = backend.asarray(np.array(1.5))
+        gradients = backend.unembed_cross_entropy_backward(dy, *arrays, targets, scale, *rows[:2], aux)
+        found.append([backend.to_host(array).copy() for array in (*rows, *gradients)])
+    for name, got, want in zip(("maxima", "sums", "target logits", "dx", "dw"), *found, strict=True):
+        assert_near(got, want, 1e-5, name)
 
 
 @pytest.mark.parametrize("dloss", [None, 3.0], ids=["unknown", "known"])
