@@ -22,6 +22,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
 from gpt2core.parallel import merged_micro_batches
+from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.even_slices import even_slices
@@ -54,6 +55,12 @@ def one_blas_thread():
     """As in a run: BLAS may split a product differently for another number of its own threads."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    """Blocks that are smaller than some parameters of these models, so that the workers' sums are added in several."""
+    monkeypatch.setattr(micro_batches_module, "SUM_BLOCK", 1000)
 
 
 def backends(n, precision="fp32"):

@@ -255,6 +255,16 @@ def waits(comm):
     return shares
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_no_call_of_the_library_has_more_bytes_than_its_limit(monkeypatch, dtype):
+    monkeypatch.setattr(mpi_communicator, "MAX_CALL_BYTES", 24)
+    for size in (0, 1, 3, 6, 7, 25):
+        x = np.arange(size, dtype=dtype)
+        pieces = mpi_communicator._pieces(x)
+        assert all(piece.nbytes <= 24 for piece in pieces) and len(pieces) == max(1, -(-x.nbytes // 24))
+        np.testing.assert_array_equal(np.concatenate(pieces), x)
+
+
 def test_a_waiting_rank_uses_little_cpu_time():
     for shares in run_mpi(4, waits):
         assert max(shares) < 0.3, shares  # a spin loop would give 1 on a free core

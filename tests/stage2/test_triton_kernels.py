@@ -181,10 +181,23 @@ def test_column_sums_equal_float64(rng, dtype, n, channels):
     near(run(column_sums.column_sums, [((channels,), FP32), partials], x)[0], x64.sum(0))
 
 
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 300])  # of partial sums; a tile has 128
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+def test_any_number_of_partial_sums_is_added(rng, n, outputs):
+    partials, wide = normal(rng, FP32, n, outputs * 20)
+    for got, want in zip(
+        run(lambda *sums: column_sums.add_partials(partials, *sums), [((20,), FP32)] * outputs),
+        np.split(wide.sum(0), outputs),
+        strict=True,
+    ):
+        near(got, want)
+
+
 # -- embedding -----------------------------------------------------------------------------------------------
 
 # few tokens with many rows each (chunks), few rows each, more tokens than rows, one rank's part of the vocabulary
 BATCHES = [(1, 1, 8, 5, 0), (2, 5, 96, 3, 0), (3, 130, 40, 2, 0), (2, 9, 384, 172, 0), (3, 50, 300, 5, 3)]
+BATCHES += [(1, 3, 1100, 4, 0)]  # more channels than a tile has columns
 BATCHES += [pytest.param(*shape, marks=gpu) for shape in [(16, 256, 384, 172, 0), (9, 1023, 768, 50257, 0)]]
 batches = pytest.mark.parametrize("batch, time, channels, vocab, first", BATCHES)
 

@@ -16,6 +16,7 @@ from gpt2core.text.token_file import (
     HEADER,
     MAGIC,
     TOKEN_FILE,
+    first_tokens,
     load_tokens,
     open_token_file,
     read_text,
@@ -23,7 +24,7 @@ from gpt2core.text.token_file import (
     text_chunks,
     write_token_file,
 )
-from gpt2core.text.tokenizer import Tokenizer
+from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 STORY = "the loss went down, step after step\n" * 20
 
@@ -118,6 +119,20 @@ def test_validation_covers_each_whole_window_once_and_never_the_seam():
     for length in range(9, 40):  # 16, 24, ...: the last token of the last whole window has no next token
         targets = [y.ravel() for _, y in Windows(np.arange(length), 8).once(2)]
         assert np.concatenate(targets).tolist() == list(range(1, (length - 1) // 8 * 8 + 1)), length
+
+
+@pytest.mark.parametrize("kind", ["word", "byte"])
+@pytest.mark.parametrize("chunk", [1, 16, 1 << 13])
+def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, monkeypatch, kind, chunk):
+    monkeypatch.setattr(dataset, "FIRST_CHUNK", chunk)
+    (tmp_path / "text").write_text(text := "the café of one naïve word\nand then another\n" * 9, encoding="utf-8")
+    tokenizer = build_tokenizer(kind, text)
+    ids = tokenizer.encode(text)
+    write_token_file(tmp_path / "tokens.bin", [ids], tokenizer)
+    tokenizer.save(tmp_path)
+    for count in (0, 1, 5, 40, len(ids) - 1, len(ids), len(ids) + 7):
+        for path in ("text", "tokens.bin"):
+            assert first_tokens(tmp_path / path, tokenizer, count).tolist() == ids[:count].tolist(), (path, count)
 
 
 def token_file(folder, ids=None, tokenizer=None):
