@@ -144,7 +144,9 @@ def shell(tmp_path):
     copy = tmp_path / "repository"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "results", "tests", "__pycache__"))
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS")
     }
     environment |= {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",

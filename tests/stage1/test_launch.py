@@ -491,9 +491,10 @@ signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 time.sleep(30)
 """
-SUPERVISE = """import sys
+SUPERVISE = """import signal, sys
 from stage1_mpi import launch
 launch.STARTING = 0
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--"]
 sys.exit(launch.supervise([*as_rank, *sys.argv[1:]], launch.OPEN_MPI))
 """

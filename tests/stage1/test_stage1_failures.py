@@ -350,8 +350,9 @@ def test_help_and_version_are_printed_once(tmp_path):
     assert succeeded(script(2, "--version", name="inference.py")).out.startswith("staged-gpt2 ")
 
 
-def test_stage_0_on_several_ranks_is_one_error():
+def test_stage_0_on_several_ranks_is_one_error_of_each_rank():
     done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
-    assert (done.code, len(done.lines), done.left) == (2, 1, ()), done.err
-    assert "3 processes were started" in done.lines[0]
-    assert "use stage 1, or start it without a launcher" in done.lines[0]
+    assert (done.code, len(done.lines), done.left) == (2, 3, ()), done.err
+    for rank, line in enumerate(sorted(done.lines)):
+        assert line.startswith(f"error: rank {rank}: 3 processes were started")
+        assert "use stage 1, or start it without a launcher" in line
