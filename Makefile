@@ -126,10 +126,12 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-# The weights for `make generate`: the checkpoint of `make train` in OUT, or else the shipped weights of PRESET; empty if
-# there are none. Read when the recipe runs, because `make train generate` writes the checkpoint first.
-weights = $(or $(trained),$(wildcard data/gpt2-$(PRESET)))
-no_weights = $(OUT) has no checkpoint: run make train with the same STAGE, PRESET and OUT first, or omit PRESET for the shipped weights
+# The weights for `make generate`: the checkpoint of `make train` in OUT, or else, if the command line does not give OUT,
+# the shipped weights of PRESET; empty if there are none. Read when the recipe runs, because `make train generate` writes
+# the checkpoint first.
+given_out = $(filter command,$(origin OUT))
+weights = $(or $(trained),$(if $(given_out),,$(wildcard data/gpt2-$(PRESET))))
+no_weights = $(OUT) has no checkpoint: run make train with the same STAGE, PRESET and OUT first, or omit $(if $(given_out),OUT,PRESET) for the shipped weights
 
 .PHONY: $(targets)
 

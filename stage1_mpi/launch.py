@@ -210,8 +210,9 @@ def prepare_child(signals, parent_death_signal):
 def run_rank(command):
     """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 into SIGINT and SIGTERM.
 
-    A rank may fail before MPI_Init, for example because a package is missing on its host. The other ranks then wait in
-    MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank ends itself by SIGKILL.
+    A rank may fail before MPI_Init, for example because a package is missing on its host, or because of Ctrl-C. The
+    other ranks then wait in MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank ends
+    itself by SIGKILL.
     """
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGUSR2, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -223,10 +224,11 @@ def run_rank(command):
         else:
             sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         if "mpi4py.MPI" in sys.modules:
             raise
-        traceback.print_exc()
+        if isinstance(error, Exception):
+            traceback.print_exc()
         sys.stderr.flush()
         time.sleep(0.2)  # for the launcher to forward the traceback
         os.kill(os.getpid(), signal.SIGKILL)

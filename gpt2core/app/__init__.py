@@ -24,10 +24,14 @@ def missing_package(error):
     name = (getattr(error, "name", None) or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or name not in INSTALL_COMMANDS:
         return None
-    venv = Path(__file__).resolve().parents[2] / ".venv"
+    root = Path(__file__).resolve().parents[2]
+    venv = root / ".venv"
     venv_not_active = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
     advice = f"run `{INSTALL_COMMANDS[name]}`, which installs it into .venv"
-    if "MAKELEVEL" in os.environ and os.environ.get("PYTHON"):  # a command such as make train PYTHON=python3
+    if not (root / "Makefile").exists():  # after a plain `pip install .`
+        extra = "[interpreter]" if name == "triton" else ""
+        advice = f"run `pip install '.{extra}'` in a clone of the repository"
+    elif "MAKELEVEL" in os.environ and os.environ.get("PYTHON"):  # a command such as make train PYTHON=python3
         advice = "omit PYTHON=, so that make uses .venv and installs the missing packages"
     elif venv_not_active:
         advice = f"run `source {venv}/bin/activate` first"

@@ -137,7 +137,10 @@ def resolve_flags(args, saved, deterministic):
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
-        raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}; omit the flag")
+        right = saved["preset"]
+        raise ConfigError(
+            f"--preset {args.preset} is not the checkpoint's {right}; omit the flag (with make: PRESET={right})"
+        )
     given = {name: value for name, value in vars(args).items() if value is not None}
     preset = given.get("preset", saved.get("preset", COMMON["preset"]))
     if preset not in PRESETS:
