@@ -81,7 +81,7 @@ EXERCISES = (
             "layernorm_dx": "dx, the gradient of the input",
             "layernorm_parameters": "dw and db, the gradients of the weight and the bias",
             "layernorm_residual": "the gradient ds of the residual stream, and da_bias",
-            "layernorm_model": "three training steps with your LayerNorm",
+            "layernorm_model": "the argument `out`, and three training steps with your LayerNorm",
         },
     ),
     Exercise(

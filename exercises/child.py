@@ -27,16 +27,25 @@ CHANGES_PATHS = {
     "shutil.rmtree", "shutil.move", "shutil.copyfile", "shutil.copytree",
 }  # fmt: skip
 WRAPPERS = "InterpreterError", "CommunicatorError"  # Triton's interpreter and run_ranks wrap exceptions
-WAITING = "Either a rank waits for a message that no rank sends, or a rank sends one that no rank receives."
+WAITING = (
+    "A rank waits for a message that no rank sends, or sends a message that no rank receives. "
+    "Each send needs one receive; start the receive before you wait for the send."
+)
 NO_KEEPDIMS = "The two shapes do not broadcast: does a sum or a maximum over an axis lack keepdims=True?"
 PLAIN_ARRAY = "A function for a Tensor gets an array: use the method or the NumPy function, such as a.sum(...)."
 TILES = "Two tiles have different shapes: [:, None] makes a column, [None, :] a row; tl.sum(x, 0) adds the rows of x."
 INNER_SIZES = "The inner sizes of a matrix product differ: is a transpose missing or superfluous?"
+TOO_FEW = "Does the function return all values that its page names, in one `return`, with commas between them?"
+OTHER_CALLS = "Two ranks make different calls: compare the operation and the number of elements that each rank names."
+OVERWRITTEN = "An array is changed while it is sent: wait for the handle of its send before you write to it."
 ERRORS = {  # a pattern in the message of an exception: what usually causes it
     r"could not be broadcast together": NO_KEEPDIMS,
     r"'numpy.ndarray' object has no attribute 'backend'": PLAIN_ARRAY,
     r"make_shape_compatible": TILES,
     r"mismatch in its core dimension": INNER_SIZES,
+    r"object is not iterable|values to unpack": TOO_FEW,
+    r"all ranks of a group must make the same calls": OTHER_CALLS,
+    r"overwrote x before wait": OVERWRITTEN,
 }
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -127,7 +136,7 @@ def failure(error, request):
         return failed("your code printed too much text", "Is there a print() in a loop?")
     message = message_of(cause)
     if type(cause).__name__ == "CommunicatorError":
-        return failed(plain_waits(message), f"{waiting_hint(message)} {request['hint']}")
+        return failed(plain_waits(message), f"{error_hint(message) or WAITING} {request['hint']}")
     hint = f"{error_hint(message)} {request['hint']}".strip()
     return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", hint)
 
@@ -146,17 +155,6 @@ def plain_waits(message):
         return sends if rank == source else f"rank {rank} waits for a message from rank {source}"
 
     return WAIT.sub(words, message)
-
-
-def waiting_hint(message):
-    """The hint for ranks that wait forever."""
-    waits = WAIT.findall(message)
-    if waits and all(rank == source for rank, source, _ in waits) and "has returned" not in message:
-        return (
-            "Every rank waits for its send: start the receive before you wait for the send. "
-            "If it is started before, a rank sends a message that no rank receives."
-        )
-    return WAITING
 
 
 def error_hint(message):

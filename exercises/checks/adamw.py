@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exercises.checks.common import expect_curve, random, real
+from exercises.checks.common import expect_curve, expect_unchanged, random, real
 from exercises.compare import expect
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
@@ -50,7 +50,9 @@ def adamw_run(steps, grad_scale=1.0, decays=(1, 0)):
     for number, g in enumerate(gradients, 1):
         hyper = Hyperparameters(scalars(number, LR, BETA1, BETA2, EPS, DECAY), None)
         flags = np.array(decays, np.int32)
-        backend.adamw_step(p, m, v, None, g.copy(), hyper, np.float64(grad_scale), flags, (BETA1, BETA2))
+        given = g.copy()
+        backend.adamw_step(p, m, v, None, given, hyper, np.float64(grad_scale), flags, (BETA1, BETA2))
+        expect_unchanged("adamw_step", "its input g", given, g)
     return (p, m, v), start, gradients
 
 

@@ -7,17 +7,25 @@ import numpy as np
 from exercises.checks.canonical_sum import expect_bits, in_turn, mixed
 from exercises.checks.common import on_ranks
 from exercises.compare import Mismatch, expect, expect_equal
+from gpt2core.communicator import CommunicatorError
 from gpt2core.parallel.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda import nccl_collectives
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from testing.fake_gpu import fake_gpu
+
+UNEVEN = "allGather needs parts of equal length. If p does not divide n, send this rank's part with _send_recv."
 
 
 def on_gpus(p, function):
     """[function(collectives) of each rank]; collectives: NcclCollectives on a fake GPU, ranks are threads."""
 
     def run(threads):
-        return function(NcclCollectives(threads, fake_gpu(threads)))
+        try:
+            return function(NcclCollectives(threads, fake_gpu(threads)))
+        except CommunicatorError as error:
+            if "called all_gather" in str(error) and "same calls" in str(error):
+                raise Mismatch("allGather is called with parts of different lengths", UNEVEN) from error
+            raise
 
     return on_ranks(p, run)
 

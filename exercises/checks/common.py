@@ -6,8 +6,8 @@ import importlib.util
 import numpy as np
 
 from exercises.catalog import ROOT
-from exercises.compare import expect
-from gpt2core.communicator import Solo
+from exercises.compare import Mismatch, expect
+from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
@@ -32,6 +32,63 @@ def real(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def expect_unchanged(function, name, got, want):
+    """Raise Mismatch if `function` has overwritten the array `name`."""
+    if not np.array_equal(got, want, equal_nan=True):
+        raise Mismatch(
+            f"{function} overwrites {name}",
+            "Do not write to this array with `out=`, `-=`, `*=` or `[...] =`: other operations use it too.",
+        )
+
+
+class WatchedSends:
+    """A communicator that keeps the sends that were started and not waited for; its other methods are those of `comm`.
+
+    MPI reads the array of a send until wait(), so it must not change before. A copy would hide such a mistake.
+    """
+
+    def __init__(self, comm):
+        self.comm, self.pending = comm, []
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def send_start(self, x, to, tag=0):
+        send = WatchedSend(self, self.comm.send_start(x, to, tag), x)
+        self.pending.append(send)
+        return send
+
+    def expect_none_pending(self):
+        """Raise Mismatch if a send was not waited for, or if its array was changed before."""
+        for send in self.pending:
+            send.expect_not_overwritten()
+        if self.pending:
+            raise Mismatch(
+                f"rank {self.rank} returns before {len(self.pending)} of its sends are complete",
+                "Wait for every send before you return: none of its handles may be lost.",
+            )
+
+
+class WatchedSend(Handle):
+    """The handle of a send of WatchedSends."""
+
+    def __init__(self, watched, handle, x):
+        self.watched, self.handle, self.x, self.sent = watched, handle, x, x.copy()
+
+    def wait(self):
+        if self in self.watched.pending:
+            self.expect_not_overwritten()
+            self.watched.pending.remove(self)
+        return self.handle.wait()
+
+    def expect_not_overwritten(self):
+        if not np.array_equal(self.x, self.sent, equal_nan=True):
+            raise Mismatch(
+                f"rank {self.watched.rank} overwrites an array before its send is complete",
+                "Before you write to an array again, wait for the handle of its send.",
+            )
 
 
 def on_ranks(p, function):

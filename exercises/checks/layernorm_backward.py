@@ -4,15 +4,18 @@
 
 import numpy as np
 
-from exercises.checks.common import expect_curve, random
-from exercises.compare import Mismatch, expect
+from exercises.checks.common import expect_curve, expect_unchanged, random
+from exercises.compare import Mismatch, expect, is_near
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
 LAYERNORM = "residual_layernorm_backward"
 
 
-def layernorm_case(ds=False):
-    """(the student's dx, da_bias, dw, db; float64 arrays x, r, h, g, dy, ds by name) for 6 rows of 8 channels."""
+def layernorm_case(ds=False, out=(None, None, None)):
+    """(the student's dx, da_bias, dw, db; float64 arrays x, r, h, g, dy, ds by name) for 6 rows of 8 channels.
+
+    Raises Mismatch if an input is overwritten.
+    """
     from stage0_serial.numpy_backend import NumpyBackend
 
     rng, backend = random(), NumpyBackend("fp64")
@@ -21,8 +24,13 @@ def layernorm_case(ds=False):
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     r = 1 / np.sqrt(variance + 1e-5)
     h = (x - mean) * r
-    aux = h.copy(), r.reshape(-1).copy()
-    got = backend.residual_layernorm_backward(residual, dy.copy(), w.copy(), aux)
+    inputs = {"ds": residual, "dy": dy, "w": w, "h, aux[0]": h, "r, aux[1]": r.reshape(-1)}
+    given = {name: None if array is None else array.copy() for name, array in inputs.items()}
+    ds_given, dy_given, w_given, *aux = given.values()
+    got = backend.residual_layernorm_backward(ds_given, dy_given, w_given, tuple(aux), out)
+    for name, array in inputs.items():
+        if array is not None:
+            expect_unchanged(LAYERNORM, f"its input {name}", given[name], array)
     if not isinstance(got, tuple | list) or len(got) != 4:
         raise Mismatch(f"{LAYERNORM} must return 4 arrays", "Return dx, da_bias, dw, db, in this order.")
     return got, dict(x=x, dy=dy, w=w, r=r, h=h, g=dy * w, ds=residual)
@@ -30,6 +38,21 @@ def layernorm_case(ds=False):
 
 def mean(array):
     return array.mean(-1, keepdims=True)
+
+
+def expect_order(got, case):
+    """Raise Mismatch if `got` has the right dx and then da_bias, dw and db in another order."""
+    dx, h, dy = (np.reshape(array, (6, 8)) for array in (got[0], case["h"], case["dy"]))
+    names, right = ["da_bias", "dw", "db"], [dx.sum(0), (dy * h).sum(0), dy.sum(0)]
+    order = [name for array in got[1:] for name, sums in zip(names, right, strict=True) if is_close(array, sums)]
+    if sorted(order) == sorted(names) and order != names:
+        raise Mismatch(
+            f"{LAYERNORM} returns dx, {', '.join(order)}", "Wrong order? Return dx, da_bias, dw, db, in this order."
+        )
+
+
+def is_close(array, sums):
+    return np.shape(array) == sums.shape and is_near(np.asarray(array), sums, 1e-6)
 
 
 def layernorm_dx():
@@ -62,7 +85,10 @@ def layernorm_dx():
 
 
 def layernorm_parameters():
-    (_, _, dw, db), case = layernorm_case()
+    got, case = layernorm_case()
+    if np.shape(got[0]) == case["dy"].shape:
+        expect_order(got, case)
+    _, _, dw, db = got
     dy, h, g, x = (case[name].reshape(6, 8) for name in ("dy", "h", "g", "x"))
     wrong_dw = [
         (dy.sum(0), "dw lacks the factor h: it is the sum over the rows of dy * h."),
@@ -74,7 +100,7 @@ def layernorm_parameters():
     ]
     wrong_db = [
         (g.sum(0), "db contains the weight: it is the sum over the rows of dy, not of g = dy * w."),
-        ((dy * h).sum(0), "db is the sum over the rows of dy, without h: are dw and db in the wrong order?"),
+        ((dy * h).sum(0), "db is the sum over the rows of dy, without h."),
     ]
     rows = [(1 / 6, "{} is a mean over the rows: use a sum over the rows.")]
     look = f"the sums over the rows in {LAYERNORM}"
@@ -102,4 +128,10 @@ def layernorm_residual():
 def layernorm_model():
     from stage0_serial.numpy_backend import NumpyBackend
 
+    out = np.full((3, 8), np.nan)
+    results, _ = layernorm_case(ds=True, out=tuple(out))
+    look = f"self.column_sums(..., out[i]) in {LAYERNORM}: out[0] is for da_bias, out[1] for dw, out[2] for db"
+    for i, name in enumerate(("da_bias", "dw", "db")):
+        hint = f"Nothing is written to out[{i}]: use self.column_sums(..., out[{i}]) for {name}."
+        expect(f"out[{i}], the place for {name},", out[i], results[i + 1], FP64, [(np.full(8, np.nan), hint)], look)
     expect_curve(NumpyBackend, "the argument `out` and the sums over micro-batches: use self.column_sums(..., out[i])")

@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from exercises.checks.common import on_ranks
+from exercises.checks.common import WatchedSends, on_ranks
 from exercises.compare import Mismatch, expect, expect_equal
 from gpt2core.errors import ConfigError
 
@@ -22,8 +22,8 @@ def gathered(p, n):
     """[(the array after the student's all-gather, bytes sent) of each rank]; rank r begins with part r of 0..n-1."""
     from stage1_mpi import collectives
 
-    def run(comm):
-        out = np.full(n, np.nan)
+    def run(ranks):
+        comm, out = WatchedSends(ranks), np.full(n, np.nan)
         parts = parts_of(out, p)
         parts[comm.rank][...] = parts_of(np.arange(n, dtype=np.float64), p)[comm.rank]
         views = list(parts)
@@ -43,6 +43,7 @@ def gathered(p, n):
                     f"Write into the view, which is a part of the caller's array: parts[{j}][...] = new_array, or "
                     "receive into parts[i] itself.",
                 )
+        comm.expect_none_pending()
         return out, comm.bytes_sent
 
     return on_ranks(p, run)

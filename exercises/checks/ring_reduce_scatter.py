@@ -4,11 +4,15 @@
 
 import numpy as np
 
-from exercises.checks.common import on_ranks, random
+from exercises.checks.common import WatchedSends, on_ranks, random
 from exercises.checks.ring_all_gather import parts_of, ring_cases
 from exercises.compare import Mismatch, expect, expect_equal
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16
+WAITS = (
+    "Before round t, wait for the handles of round t - 2, whose buffer is used again. Before you return, wait for those "
+    "of the last two rounds."
+)
 
 
 def inputs(p, n, seed=0):
@@ -73,10 +77,19 @@ def reduce_scatter_bytes():
 def reduce_scatter_buffers():
     from stage1_mpi import collectives
 
-    for p in (2, 3, 4, 5):
+    def run(ranks, xs):
+        comm = WatchedSends(ranks)
+        try:
+            result = collectives.reduce_scatter(comm, xs[comm.rank], algorithm="ring")
+            comm.expect_none_pending()
+        except Mismatch as error:
+            raise Mismatch(str(error), WAITS) from None
+        return result
+
+    for p in (5, 4, 3, 2):  # first the ranks that use a buffer twice
         xs = inputs(p, 2 * p)
         total = np.sum(xs, axis=0)
-        found = on_ranks(p, lambda comm, xs=xs: collectives.reduce_scatter(comm, xs[comm.rank], algorithm="ring"))
+        found = on_ranks(p, lambda ranks, xs=xs: run(ranks, xs))
         for rank, got in enumerate(found):
             look = "sums in _ring_reduce_scatter: a buffer is used again two rounds later, so wait for its send before"
             expect(

@@ -4,7 +4,7 @@ from unittest import mock
 
 import numpy as np
 
-from exercises.checks.common import random
+from exercises.checks.common import expect_unchanged, random
 from exercises.compare import Mismatch, expect
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
@@ -51,15 +51,6 @@ def checked(from_op):
         return from_op(y, parents, checked_backward)
 
     return checked_from_op
-
-
-def expect_unchanged(function, name, got, want):
-    """Raise Mismatch if `function` has overwritten the array `name`."""
-    if not np.array_equal(got, want, equal_nan=True):
-        raise Mismatch(
-            f"{function} overwrites {name}",
-            "Do not write to this array with `out=`, `-=`, `*=` or `[...] =`: other operations use it too.",
-        )
 
 
 def softmax_rows():
