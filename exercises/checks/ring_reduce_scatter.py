@@ -10,8 +10,8 @@ from exercises.compare import Mismatch, expect, expect_equal
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16
 WAITS = (
-    "Before round t, wait for the handles of round t - 2, whose buffer is used again. Before you return, wait for those "
-    "of the last two rounds."
+    "Before round t, wait for the handles of round t - 2, whose buffer is used again. "
+    "Before you return, wait for those of the last two rounds."
 )
 
 
