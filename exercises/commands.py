@@ -13,6 +13,7 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
 MAKE = (ROOT / "Makefile").is_file()  # false after a plain `pip install .`: then only python -m exercises.NAME works
+HERE = "in the root of the repository" if MAKE else "in this directory"  # where the commands are called
 DIR = "DIR=" if MAKE else "--dir"
 MARKER = "exercise.json"  # a file of the working folder that says for which stage it is
 

@@ -68,8 +68,11 @@ def grade_exercise(exercise, folder, names=None):
         return prepare(exercise, folder, Path(directory).resolve())(names or list(exercise.checks))
 
 
-def grade(stage, folder, only=(), show=print):
-    """Grade a working folder, print the report with `show`, and return the record that is written to grade.json."""
+def grade(stage, folder, only=(), show=print, waiting=lambda number: None):
+    """Grade a working folder, print the report with `show`, and return the record that is written to grade.json.
+
+    waiting(number of an exercise) is called before the result of this exercise is awaited.
+    """
     chosen = [exercise for exercise in of_stage(stage) if not only or exercise.number in only]
     show(f"stage {stage}, {folder}")
     graded, before = {}, hash_of(folder, graded_files(stage))
@@ -82,6 +85,7 @@ def grade(stage, folder, only=(), show=print):
                 run_checks = prepare(exercise, folder, overlay)
                 pending.append(pool.submit(run_checks, list(exercise.checks)))
             for exercise, future in zip(chosen, pending, strict=True):
+                waiting(exercise.number)
                 graded[exercise] = future.result()
                 for line in report_of(exercise, graded[exercise]):
                     show(line)
@@ -140,6 +144,12 @@ def write_log(path, graded):
     write_file(path, "\n".join(parts))
 
 
+def print_waiting(number):
+    """On a terminal, print which exercise is checked; the next line of the report, which is longer, replaces it."""
+    if sys.stdout.isatty():
+        print(f"checking {number} ...", end="\r", flush=True)
+
+
 def command(arguments):
     """Grade as the command line says; returns the exit code."""
     examples = (
@@ -160,7 +170,7 @@ def command(arguments):
     for number in options.only:
         if number not in numbers:
             raise ConfigError(f"--only {number}: stage {options.stage} has the exercises {', '.join(numbers)}")
-    record = grade(options.stage, folder, options.only, lambda line: print(line, flush=True))
+    record = grade(options.stage, folder, options.only, lambda line: print(line, flush=True), print_waiting)
     if options.only:
         print(f"score of the graded exercises: {record['score']} %; {RECORD} is written only when all are graded")
     else:

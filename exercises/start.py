@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage
-from exercises.commands import DIR, MARKER, base_parser, called, folder_of, main_of
+from exercises.commands import DIR, HERE, MARKER, base_parser, called, folder_of, main_of
 from exercises.source import read_source, stripped
 from gpt2core.app.presets import CORPUS, INSTALLED
 from gpt2core.errors import ConfigError
@@ -75,7 +75,7 @@ def command(arguments):
     print(f"{folder} has the exercises of stage {options.stage}:")
     for exercise in of_stage(options.stage):
         print(f"  {exercise.page:<32} {exercise.title}")
-    print(f"Read the first page, write its functions, then run `{called('grade', options.stage, options.dir)}`.")
+    print(f"Read the first page, write its functions, then run `{called('grade', options.stage, options.dir)}` {HERE}.")
     return 0
 
 

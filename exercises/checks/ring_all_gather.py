@@ -33,7 +33,7 @@ def gathered(p, n):
             if isinstance(error, IndexError) or "is not a rank" in str(error):
                 raise Mismatch(
                     f"{type(error).__name__}: {error}",
-                    "Ranks and parts are counted modulo p: (r + 1) % p, (r - 1) % p, (r - step) % p.",
+                    "Ranks and parts are counted modulo p: (r + 1) % p, (r - 1) % p, (r - t) % p.",
                 ) from error
             raise
         for j, (part, view) in enumerate(zip(parts, views, strict=True)):
@@ -75,8 +75,8 @@ def all_gather_values():
             wrong = [(nothing, "No part was received: in each round, call _sendrecv to receive into `parts`.")]
             if n % p == 0:
                 hint = (
-                    "Is `to` the rank r + 1 and `source` the rank r - 1? Then a part is wrong: in round `step`, "
-                    "send part r - step and receive part r - step - 1: minus, not plus."
+                    "Is `to` the rank r + 1 and `source` the rank r - 1? Then a part is wrong: in round t, "
+                    "send part r - t and receive part r - t - 1: minus, not plus."
                 )
                 if sent == want.nbytes * (p - 1) // p:  # not a round too few
                     wrong.append((exchanged(p, n, lambda r, step: (r + step, r - step - 1))[rank], hint))
