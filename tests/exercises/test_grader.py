@@ -270,7 +270,9 @@ def run(command, *words):
 def test_a_working_folder_is_complete_and_never_overwritten(tmp_path, capsys):
     folder = tmp_path / "work" / "stage0"
     assert start.command(["--stage", "0", "--dir", str(folder)]) == 0
-    assert "0.1-softmax.md" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "0.1-softmax.md" in shown
+    assert shown.endswith(f"run `make grade STAGE=0 DIR={folder}` in the root of the repository.\n")
     (folder / FILE).write_text("my work")
     assert run("start", "--stage", 0, "--dir", folder) == (
         2, "", f"error: {folder} exists and is not overwritten: choose another folder with DIR=, or delete this one\n",
@@ -300,8 +302,20 @@ def test_only_may_be_repeated(tmp_path, capsys):
     start.make_folder(0, tmp_path / "new")
     assert grade.command(["--stage", "0", "--dir", str(tmp_path / "new"), "--only", "0.1", "--only", "0.2"]) == 0
     lines = capsys.readouterr().out
-    assert "  0.1  " in lines and "  0.2  " in lines and "  0.3  " not in lines
+    assert "  0.1  " in lines and "  0.2  " in lines and "  0.3  " not in lines and "checking" not in lines
     assert not list((tmp_path / "new").rglob("README.md"))
+
+
+def test_on_a_terminal_the_exercise_that_is_checked_is_shown_until_its_result_replaces_it(
+    tmp_path, capsys, monkeypatch
+):
+    start.make_folder(0, tmp_path / "new")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert grade.command(["--stage", "0", "--dir", str(tmp_path / "new"), "--only", "0.1", "0.4"]) == 0
+    text = capsys.readouterr().out
+    for number in ("0.1", "0.4"):
+        (line,) = re.findall(rf"^checking {number} \.\.\.\r(.*)$", text, re.M)
+        assert line.startswith(f"  {number}  ") and len(line) > len(f"checking {number} ...")
 
 
 @pytest.mark.parametrize(
