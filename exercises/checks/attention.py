@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from exercises.checks.common import expect_curve, random
+from exercises.checks.common import expect_curve, expect_unchanged, random
 from exercises.compare import Mismatch, expect
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
@@ -50,7 +50,9 @@ def probabilities(q, k, scale, mask=0):
 
 
 def attention_output(backend, qkv, H):
-    got = backend.attention_forward(qkv.copy(), H)
+    given = qkv.copy()
+    got = backend.attention_forward(given, H)
+    expect_unchanged("attention_forward", "its input qkv", given, qkv)
     if not isinstance(got, tuple | list) or len(got) != 2:
         raise Mismatch("attention_forward must return two values", "Return y, aux; aux is what your backward needs.")
     return got
@@ -125,7 +127,10 @@ def attention_gradient():
 def expect_attention_gradient(T):
     backend, qkv, dy, H = attention_case(T)
     y, aux = attention_output(backend, qkv, H)
-    dqkv = backend.attention_backward(dy.copy(), qkv.copy(), y, aux, H)
+    given = dy.copy(), qkv.copy()
+    dqkv = backend.attention_backward(*given, y, aux, H)
+    for name, array, before in zip(("dy", "qkv"), given, (dy, qkv), strict=True):
+        expect_unchanged("attention_backward", f"its input {name}", array, before)
     q, k, v = heads_of(qkv, 3, H)
     (g,) = heads_of(dy, 1, H)
     scale = q.shape[-1] ** -0.5

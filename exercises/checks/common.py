@@ -75,7 +75,7 @@ class WatchedSend(Handle):
     """The handle of a send of WatchedSends."""
 
     def __init__(self, watched, handle, x):
-        self.watched, self.handle, self.x, self.sent = watched, handle, x, x.copy()
+        self.watched, self.handle, self.x, self.sent = watched, handle, x, np.array(x)
 
     def wait(self):
         if self in self.watched.pending:

@@ -12,12 +12,15 @@ import sys
 import time
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from exercises import collect, grade, runner, start
+from exercises import child, collect, grade, runner, start
 from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER
+from gpt2core.communicator import CommunicatorError
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.thread_communicator import run_ranks
 
 SOFTMAX, FILE = EXERCISES[0], "gpt2core/primitives.py"
 STAGES = [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2, 3))]
@@ -204,6 +207,37 @@ def test_a_file_in_any_encoding_that_python_reads_is_graded(tmp_path, first, enc
     line = 68 + first.count("\n")
     assert result.text.startswith(f"{FILE}, line {line}: NameError"), result  # the student's own line number
     assert_one_clear_line(lines)
+
+
+def other_lengths(comm):
+    comm.all_gather(np.zeros(2 + comm.rank))
+
+
+def overwritten(comm):
+    x = np.zeros(2)
+    send, receive = comm.send_start(x, 1 - comm.rank), comm.recv_start(np.empty(2), 1 - comm.rank)
+    x += 1
+    receive.wait()
+    send.wait()
+
+
+def never_received(comm):
+    comm.send(np.zeros(2), 1 - comm.rank)
+
+
+@pytest.mark.parametrize(
+    "mistake, hint",
+    [
+        (other_lengths, "Two ranks make different calls"),
+        (overwritten, "An array is changed while it is sent"),
+        (never_received, "sends a message that no rank receives"),
+    ],
+)
+def test_each_kind_of_mistake_between_ranks_has_its_own_hint(mistake, hint, capsys):
+    with pytest.raises(CommunicatorError) as caught:
+        run_ranks(2, mistake, timeout=2)
+    result = child.failure(caught.value, {"number": "1.1", "hint": "Look at f."})
+    assert result["state"] == "failed" and hint in result["hint"], result
 
 
 def test_a_missing_file_is_named(tmp_path):
