@@ -53,17 +53,22 @@ def test_an_unknown_variable_is_an_error_that_names_the_right_one(word, advice):
 
 
 @pytest.mark.parametrize("preset, weights", [("paper", "data/gpt2-paper"), ("book", "data/gpt2-book")])
-def test_generate_without_a_checkpoint_reads_the_shipped_weights_of_the_preset(preset, weights):
-    done = make("-n", "generate", f"PRESET={preset}", "OUT=out/none")
+def test_generate_without_a_checkpoint_reads_the_shipped_weights_of_the_preset(tmp_path, preset, weights):
+    for file in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / weights).mkdir(parents=True)
+    command = ["make", "--no-print-directory", "-n", "generate", f"PRESET={preset}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert f'echo "weights: {weights}"\n' in done.stdout and f'--weights "{weights}"' in done.stdout
 
 
-@pytest.mark.parametrize("preset", ["tiny", "foo"])
-def test_generate_without_any_weights_of_the_preset_is_an_error_that_says_what_to_do(preset):
+@pytest.mark.parametrize("preset", ["tiny", "foo", "paper"])
+def test_generate_from_a_given_folder_without_a_checkpoint_is_an_error_that_says_what_to_do(preset):
     done = make("-n", "generate", f"PRESET={preset}", "OUT=out/none")
     assert done.returncode == 2 and done.stdout == ""
     assert "out/none has no checkpoint: run make train with the same STAGE, PRESET and OUT first" in done.stderr
+    assert "or omit OUT for the shipped weights" in done.stderr
     chosen = make("-n", "generate", f"PRESET={preset}", "OUT=out/none", "ARGS=--weights data/gpt2-book")
     assert (chosen.returncode, chosen.stderr) == (0, "") and "--weights data/gpt2-book" in chosen.stdout
 

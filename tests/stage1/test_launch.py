@@ -398,6 +398,14 @@ def test_the_ranks_are_one_world_and_their_exit_code_is_the_job_s(mpi, tmp_path,
     assert (done.returncode, sorted(lines)) == (7, wanted), done.stderr
 
 
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ModuleNotFoundError('nosuch')"])
+def test_a_rank_that_ends_before_mpi_starts_ends_the_job(mpi, tmp_path, error):
+    """MPICH's mpiexec does not detect it, and the other rank waits in MPI_Init."""
+    program = f"import os\nif os.environ.get('PMI_RANK') == '1':\n    raise {error}\nfrom mpi4py import MPI\n"
+    done = run(*launcher("-n", 2, "--", write(tmp_path / "ends.py", program)))
+    assert done.returncode != 0 and done.stderr.count("Traceback") == (error != "KeyboardInterrupt"), done.stderr
+
+
 def test_a_module_can_be_run_too(mpi):
     done = run(*launcher("-n", 2, "--", "-m", "stage1_mpi.train_gpt2", "--version"), cwd=ROOT)
     assert done.returncode == 0 and done.stdout.startswith("staged-gpt2 "), done.stderr
