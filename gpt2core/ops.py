@@ -3,6 +3,7 @@
 import numpy as np
 
 from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError
 from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_grad
 
 SOLO = Solo()
@@ -238,12 +239,23 @@ def require(condition, operation, *tensors):
 
 
 def require_tokens(operation, tokens, vocabulary):
-    """Raise ShapeError for a token outside the vocabulary. Device arrays were checked before the copy to the device."""
+    """Raise ShapeError for tokens that are not integers, and for a token outside the vocabulary.
+
+    Device arrays were checked before the copy to the device.
+    """
+    if isinstance(tokens, np.ndarray) and not np.issubdtype(tokens.dtype, np.integer):  # a copy would truncate floats
+        raise ShapeError(f"{operation}: tokens have dtype {tokens.dtype}, but they must be integers")
     if isinstance(tokens, np.ndarray) and tokens.size:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocabulary:
             token = lowest if lowest < 0 else highest
             raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
+
+
+def require_size(name, value):
+    """Raise ConfigError with the flag of argument `name` unless `value` is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigError(f"--{name.replace('_', '-')} {value!r} must be a positive whole number")
 
 
 def flat_targets(operation, x, targets, scale, vocabulary):

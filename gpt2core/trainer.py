@@ -4,11 +4,13 @@
 
 import contextlib
 
+import numpy as np
+
 from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_shapes
-from gpt2core.ops import require_tokens
+from gpt2core.ops import require_size, require_tokens
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.bucket_size import measured_bucket
@@ -38,6 +40,8 @@ class Trainer:
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
         seed=0, capture=True, loss_scale=None,
     ):  # fmt: skip
+        for name, size in (("batch_size", batch_size), ("seq_len", seq_len), ("micro_batches", micro_batches)):
+            require_size(name, size)
         if seq_len > (block := config.block_size):
             raise ConfigError(f"--seq-len {seq_len} exceeds the model's block of {block} tokens: use --seq-len {block}")
         self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel or ParallelConfig(), seed
@@ -106,9 +110,10 @@ class Trainer:
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): inputs and targets, (rows, T) integers on the host, in micro-batches.
 
-        The rows are this rank's part of the global batch, self.rows. Raises ShapeError for another shape, and for a
-        token outside the vocabulary.
+        The rows are this rank's part of the global batch, self.rows. Raises ShapeError for another shape, for another
+        dtype than integers, and for a token outside the vocabulary.
         """
+        inputs, targets = np.asarray(inputs), np.asarray(targets)
         for tokens in (inputs, targets):
             if tokens.shape != (shape := (self.rows.stop - self.rows.start, self.seq_len)):
                 raise ShapeError(f"batch: tokens {tokens.shape}, but the part of this rank is (rows, T) = {shape}")

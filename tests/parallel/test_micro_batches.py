@@ -349,7 +349,38 @@ def test_a_batch_with_a_token_outside_the_vocabulary_is_refused(rng, token, wher
         trainer.prepare(*batch)
 
 
-@pytest.mark.parametrize("batch_size, micro_batches", [(3, 8), (0, 1), (4, 0), (4, -1)])
+@pytest.mark.parametrize("dtype", [float, np.float32, bool, object, complex, "U2"], ids=str)
+@pytest.mark.parametrize("where", [0, 1], ids=["inputs", "targets"])
+def test_a_batch_of_another_dtype_than_integers_is_refused(rng, dtype, where):
+    """A backend would truncate 1.5 to the token 1 without a word."""
+    trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_batches=4)
+    batch = list(random_batch(rng, 4))
+    batch[where] = batch[where].astype(dtype)
+    message = f"batch: tokens have dtype {batch[where].dtype}, but they must be integers"
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        trainer.prepare(*batch)
+
+
+@pytest.mark.parametrize("convert", [np.ndarray.tolist, np.uint16, np.int64, torch.tensor])
+def test_a_batch_of_lists_or_of_any_integers_is_accepted(rng, convert):
+    losses = []
+    batch = random_batch(rng, 4)
+    for inputs, targets in (batch, map(convert, batch)):
+        trainer = Trainer(CONFIG, backends(1), batch_size=np.int64(4), seq_len=16, micro_batches=4)
+        losses.append(trainer.step(trainer.prepare(inputs, targets), 1e-3).loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len", "micro_batches"])
+@pytest.mark.parametrize("size", [4.0, "4", None, True, 0, -4], ids=repr)
+def test_a_trainer_with_a_size_that_is_not_a_positive_whole_number_is_refused(name, size):
+    sizes = {"batch_size": 4, "seq_len": 4, "micro_batches": 4, name: size}
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} {re.escape(repr(size))} "):
+        Trainer(CONFIG, backends(1), **sizes)
+
+
+@pytest.mark.parametrize("batch_size, micro_batches", [(3, 8), (4, 5)])
 def test_a_trainer_with_an_empty_micro_batch_is_refused(batch_size, micro_batches):
     with pytest.raises(ConfigError, match=f"--micro-batches {micro_batches}: .* of --batch-size {batch_size}$"):
         Trainer(CONFIG, backends(1), batch_size=batch_size, seq_len=16, micro_batches=micro_batches)
