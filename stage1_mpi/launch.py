@@ -184,6 +184,8 @@ def supervise(mpiexec_command, implementation):
     killed = received and code in (signal.SIGKILL, *forwarded, *(128 + number for number in forwarded))
     if code and (killed or len(received) > 1):
         return 128 + received[0]
+    if code in (-signal.SIGPIPE, 128 + signal.SIGPIPE):  # the reader of standard output has exited
+        return 1
     return 128 - code if code < 0 else code  # Popen gives -N if signal N ended the process; a shell gives 128 + N
 
 
@@ -260,6 +262,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
+    def _print_message(self, message, file=None):
+        if message:  # argparse would suppress the error of a full disk or a closed pipe
+            file.write(message)
+            file.flush()
+
+
+def file_path(text):
+    """The Path in `text`; raises an error for an empty text, because Path("") is the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a path, or omit the flag")
+    return Path(text)
+
 
 def show():
     """Print the version of the MPI library that mpi4py loads, then the path of the launcher; see choose()."""
@@ -269,7 +283,8 @@ def show():
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
-    print(" ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split()), mpiexec, sep="\n")
+    library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())
+    print(library, mpiexec, sep="\n", flush=True)
     return 0
 
 
@@ -280,7 +295,7 @@ def parser():
     add = parser.add_argument
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     text = "file of the hosts on which the ranks run, one host per line (default: only this host)"
-    add("--hostfile", type=Path, metavar="FILE", help=text)
+    add("--hostfile", type=file_path, metavar="FILE", help=text)
     text = 'additional flags for mpiexec, as one argument, for example --flags="-localhost ADDRESS" (default: none)'
     add("--flags", default="", metavar="TEXT", help=text)
     text = "only print the MPI library and the path of its mpiexec (default: run the program)"
@@ -355,11 +370,26 @@ def launch(args):
     return supervise(mpiexec_command, implementation)
 
 
-if __name__ == "__main__":
+def main():
+    """Run the command; returns the exit code: 2 after a user's mistake, 1 if standard output is a closed pipe."""
+    args = None
     try:
-        sys.exit(launch(parser().parse_args()))
+        args = parser().parse_args()
+        return launch(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:  # Ctrl-C before mpiexec runs
-        sys.exit(130)
+        return 130
+    except OSError as error:
+        if args and args.started_by_mpiexec:  # an error of the program
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit would flush it again and fail
+        if isinstance(error, BrokenPipeError):
+            return 1
+        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

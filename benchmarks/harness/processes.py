@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 
 from benchmarks.harness.jobs import ROOT, end
+from gpt2core.app.after_run import output_error
 from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
@@ -244,7 +245,9 @@ def run_main(main, measures_time=True):
     if measures_time and not only_prints and load > 0.3:
         print(f"load average {load:.2f}: other programs may slow the compared processes unequally", file=sys.stderr)
     try:
-        return main()
+        code = main()
+        sys.stdout.flush()
+        return code
     except HelpPrinted:
         sys.exit(0)
     except (BenchmarkFailed, UserError) as error:
@@ -253,6 +256,8 @@ def run_main(main, measures_time=True):
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        sys.exit(output_error(error))
 
 
 if __name__ == "__main__":

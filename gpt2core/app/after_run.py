@@ -30,6 +30,18 @@ def reason(error):
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def output_error(error):
+    """Report an OSError that ended a command, and discard later output; returns the exit code.
+
+    It is one line and 2, or no line and 1 if the program that reads standard output has exited.
+    """
+    discard_output()  # the exit would flush it again and fail
+    if isinstance(error, BrokenPipeError):
+        return 1
+    print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+    return 2
+
+
 def discard_output():
     """Redirect standard output to /dev/null: otherwise each flush, also that at exit, would raise its error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES, missing_package
+from gpt2core.app.after_run import output_error
 from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.terminal import terminal_width
 from gpt2core.errors import ConfigError
@@ -34,7 +35,7 @@ QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=c
 
 
 def main(arguments=None):
-    """Print the report; returns exit code 0 if stage 0 works, otherwise 2, also if the report cannot be written."""
+    """Print the report; returns exit code 0 if stage 0 works, otherwise 2, or that of output_error()."""
     text = "Print the versions of packages and devices, then run one small training step of each stage."
     try:
         Parser(text, [("", "check this machine"), ("> doctor.txt", "write the report to a file")]).parse_args(arguments)
@@ -45,9 +46,7 @@ def main(arguments=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # standard output: its disk is full, or its reader has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit would flush it again and fail
-        print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
-        return 2
+        return output_error(error)
 
 
 def report(run):

@@ -67,8 +67,9 @@ class Parser(argparse.ArgumentParser):
         raise HelpPrinted
 
     def _print_message(self, message, file=None):
-        if self.is_root:
-            super()._print_message(message, file)
+        if self.is_root and message:  # argparse would suppress the error of a full disk or a closed pipe
+            file.write(message)
+            file.flush()
 
 
 def started_as():

@@ -1,5 +1,6 @@
 """`make doctor` reports whatever is missing, with exit code 0 if stage 0 works; a missing package is one line."""
 
+import os
 import re
 import subprocess
 import sys
@@ -74,12 +75,45 @@ def test_stage_0_and_the_launcher_are_really_run():
     assert Path(rows["MPI launcher"]).exists() or rows["MPI launcher"] == "none"
 
 
+def ended(words, stdout):
+    """(exit code, standard error) of `python -m WORDS` with this standard output."""
+    command = [sys.executable, "-m", *words.split()]
+    done = subprocess.run(command, cwd=doctor.ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "stage0_serial.train_gpt2 --help",
+        "stage0_serial.train_gpt2 --version",
+        "stage1_mpi.launch --help",
+        "exercises.grade --help",
+        "benchmarks.parity --help",
+        "gpt2core.app.doctor --help",
+    ],
+)
+def test_a_help_that_cannot_be_printed_is_an_error_as_of_other_output(words):
+    with open("/dev/full", "w") as full:
+        assert ended(words, full) == (2, "error: the output: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        assert ended(words, closed) == (1, "")
+
+
+def test_a_closed_pipe_ends_the_report_with_exit_code_1():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        assert ended("gpt2core.app.doctor", closed) == (1, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
 def test_a_full_standard_output_is_one_line_and_exit_code_2():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "gpt2core.app.doctor"]
-        done = subprocess.run(command, cwd=doctor.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (2, "error: the output: No space left on device\n")
+        assert ended("gpt2core.app.doctor", full) == (2, "error: the output: No space left on device\n")
 
 
 def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):

@@ -31,7 +31,7 @@ COMMANDS = {
     **{f"exercises.{name}": exercise(name) for name in ("start", "grade", "collect")},
     **{f"benchmarks.{name}": benchmark(name) for name in ("report.__main__", "overlay", "parity.__main__")},
     **{f"benchmarks.{name}": benchmark(name) for name in ("harness.tables", "harness.figures")},
-    "stage1_mpi.launch": lambda: launch.parser().parse_args(),
+    "stage1_mpi.launch": lambda: sys.exit(launch.main()),
     "gpt2core.app.doctor": lambda: sys.exit(doctor.main()),
     "prepare": lambda: sys.exit(import_module("prepare").main()),
     "make_weights": lambda: run_command(Solo, lambda world: import_module("make_weights").main()),

@@ -355,6 +355,7 @@ def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
             "-n 2 --hostfile missing train_gpt2.py",
             "--hostfile missing: cannot be read (No such file or directory, in the ",
         ),
+        ("-n 2 --hostfile= train_gpt2.py", "--hostfile: it is empty: give a path, or omit the flag"),
         ("-n 2 --hostfile . train_gpt2.py", "--hostfile .: cannot be read (Is a directory"),
         ("-n 2 --hostfile /dev/zero train_gpt2.py", "--hostfile /dev/zero: is not a regular file"),
         ("-n 2 --hostfile {pipe} train_gpt2.py", "pipe: is not a regular file"),
@@ -409,6 +410,13 @@ def test_a_rank_that_ends_before_mpi_starts_ends_the_job(mpi, tmp_path, error):
 def test_a_module_can_be_run_too(mpi):
     done = run(*launcher("-n", 2, "--", "-m", "stage1_mpi.train_gpt2", "--version"), cwd=ROOT)
     assert done.returncode == 0 and done.stdout.startswith("staged-gpt2 "), done.stderr
+
+
+def test_a_closed_pipe_ends_a_job_with_exit_code_1(mpi):
+    process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6))
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 1
 
 
 TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
