@@ -4,7 +4,7 @@ import argparse
 
 import gpt2core
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
+from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, stop_text, to_path
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
@@ -233,7 +233,8 @@ def inference_parser():
     add("--interactive", text, action="store_true")
     add = add_group(parser, "generation")
     add("--max-new-tokens", "tokens to generate (default 30)", type=integer, default=30, metavar="N")
-    add("--stop", "stop when the continuation contains TEXT (default: do not stop early)", metavar="TEXT")
+    text = "stop when the continuation contains TEXT (default: do not stop early)"
+    add("--stop", text, type=stop_text, metavar="TEXT")
     text = "sampling temperature; 0: greedy (default 0, or 1 if --top-k or --top-p is given)"
     add("--temperature", text, type=float)
     text = "sample among the K most likely tokens; 0: among all tokens (default 0)"

@@ -19,11 +19,16 @@ class HelpPrinted(Exception):
     """Raised after --help or --version was printed, to end the command with exit code 0."""
 
 
-def not_empty(text):
+def not_empty(text, what="a path"):
     """`text`; raises an error if it is empty, as the value of a shell variable that is not set."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty: give a path, or omit the flag")
+        raise argparse.ArgumentTypeError(f"it is empty: give {what}, or omit the flag")
     return text
+
+
+def stop_text(text):
+    """`text`, that ends a continuation; raises an error if it is empty."""
+    return not_empty(text, "a text")
 
 
 def to_path(text):

@@ -6,6 +6,7 @@ import sys
 from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.inference_io import (
+    check_decoded,
     check_downloaded,
     check_tokenizer,
     load_tokenizer,
@@ -95,9 +96,11 @@ def continue_typed_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other."""
+    """Raise DataError for a wrong --stop, ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
+    if args.stop:  # a text that was not decoded is in no continuation
+        check_decoded(args.stop, "--stop", sys.getfilesystemencoding())
     if args.interactive:
         if args.mode == "batch":
             raise ConfigError("--interactive and --mode batch exclude each other: omit one of them")

@@ -1,7 +1,9 @@
 """Input and output of inference: read the tokenizer and the prompts, write the continuations."""
 
+import codecs
 import contextlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -95,6 +97,7 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
         except DataError as error:
             raise DataError(f"{corpus.name} cannot be the prompt of these weights: {error}; give --prompt") from None
     if prompt_file is None:
+        check_decoded(prompt, "--prompt", sys.getfilesystemencoding())
         tokens = encode_prompt(tokenizer, prompt)
     else:
         text = read_prompt_file(prompt_file).removesuffix("\n").removesuffix("\r")
@@ -107,6 +110,19 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
 def read_prompt_file(path):
     """The text of a prompt file without a byte order mark, which some editors write; see read_text() for errors."""
     return read_text(path, PROMPT_CHARACTERS, pipes=True).removeprefix("\ufeff")
+
+
+def check_decoded(text, name, encoding):
+    """Raise DataError, with `name`, if `text` has a byte that Python could not decode from `encoding`.
+
+    Python represents such a byte B by the lone surrogate U+DC00 + B (the error handler "surrogateescape").
+    """
+    if not (found := re.search("[\udc80-\udcff]", text)):
+        return
+    if codecs.lookup(encoding).name != "utf-8":
+        raise DataError(f"{name} cannot be decoded as {encoding}, the encoding of the locale: set PYTHONUTF8=1")
+    offset, byte = len(text[: found.start()].encode()), ord(found[0]) - 0xDC00
+    raise DataError(f"{name} is not UTF-8: byte {offset} (0x{byte:02X}) cannot be decoded: give a text in UTF-8")
 
 
 def encode_prompt(tokenizer, text, place=""):
@@ -140,6 +156,7 @@ def typed_prompt(tokenizer):
     """
     while line := read_line():
         try:
+            check_decoded(line, "the line", sys.stdin.encoding or "utf-8")
             return encode_prompt(tokenizer, line)
         except DataError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

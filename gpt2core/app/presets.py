@@ -56,6 +56,7 @@ SAVED_TYPES = {name: type(value) for name, value in (PAPER_RECIPE | COMMON).item
     min_lr=float, seq_len=int, micro_batches=int, data=str, val_data=str, val_fraction=float
 )
 FORMER_NAMES = {"micro_shards": "micro_batches"}  # {name of a flag in older checkpoints: its present name}
+SCHEDULE_FLAGS = ("schedule", "lr", "min_lr", "warmup", "steps")  # the fields of Schedule, in its order
 # The flags about many ranks, with their defaults. A checkpoint does not contain them, so that any number of ranks can
 # resume it. A default None is replaced later: for --transport by world.use_transport(), for the other flags by
 # resolve_rank_flags() in run_config.py.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SHIPPED
+from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SCHEDULE_FLAGS, SHIPPED
+from gpt2core.app.run_config import flag
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.whole_parameters import load
@@ -94,7 +95,7 @@ def find_data(checkpoint, args):
     CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, name another.
     """
     saved, notes = saved_arguments(checkpoint), []
-    for name, flag in (("data", "--data"), ("val_data", "--val-data")):
+    for name in ("data", "val_data"):
         path = saved.get(name)
         if path is None or getattr(args, name) or os.path.exists(path):
             continue
@@ -103,8 +104,8 @@ def find_data(checkpoint, args):
             saved["data"] = str(shipped)
         else:
             raise CheckpointError(
-                f"{flag}: {path}, which {checkpoint.path} was trained with, does not exist: "
-                f"give its present path with {flag}"
+                f"{flag(name)}: {path}, which {checkpoint.path} was trained with, does not exist: "
+                f"give its present path with {flag(name)}"
             )
     return saved, notes
 
@@ -154,18 +155,20 @@ def read_progress(checkpoint, corpus):
 
 
 def schedule_notes(config, saved, progress):
-    """A list with one note if the learning rates of a resumed run change because --steps has changed; otherwise [].
+    """A list with one note if a flag of the learning rate's Schedule changes in a resumed run; otherwise [].
 
     config: the RunConfig. saved: saved_arguments() of the checkpoint. progress: its Progress, or None for a new run.
     """
-    before, now, recipe = saved.get("steps"), config.steps, (config.schedule, config.lr, config.min_lr, config.warmup)
-    if not progress or before in (None, now) or config.schedule == "constant" or progress.step >= now:
+    now = {name: getattr(config, name) for name in SCHEDULE_FLAGS}
+    before = now | {name: saved[name] for name in SCHEDULE_FLAGS if name in saved}
+    if before["schedule"] == now["schedule"] == "constant":  # its rates do not depend on --steps
+        before["steps"] = now["steps"]
+    if not progress or before == now or progress.step >= config.steps:
         return []
-    rates = [Schedule(*recipe, steps)(progress.step) for steps in (before, now)]
-    return [
-        f"note: --steps was {before} and is {now} from here on, and so is the end of the {config.schedule} schedule: "
-        f"the learning rate of step {progress.step} is {rates[1]:.3e} instead of {rates[0]:.3e}"
-    ]
+    changed = [f"{flag(name)} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]]
+    rates = [f"{Schedule(*flags.values())(progress.step):.3e}" for flags in (before, now)]
+    effect = f": the learning rate of step {progress.step} is {rates[1]} instead of {rates[0]}"
+    return [f"note: {', '.join(changed)} from here on{effect * (rates[0] != rates[1])}"]
 
 
 def restore(trainer, checkpoint, progress, retune):

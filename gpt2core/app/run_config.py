@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SIZE_FLAGS
+from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SCHEDULE_FLAGS, SIZE_FLAGS
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
@@ -190,12 +190,13 @@ def check_positive(name, value):
 def resume_notes(given, saved, deterministic):
     """Notes to print: one for each flag that a resumed run changes, one if only the checkpoint is --no-deterministic.
 
+    resume.schedule_notes() makes the note about the learning rate.
     saved, deterministic: arguments of resolve_flags(). given: {name: value} of the flags on the command line.
     """
     notes = [
         f"note: {flag(name)} was {value} and is {given[name]} from here on"
         for name, value in saved.items()
-        if name in given and name not in ("steps", "data", "val_data") and given[name] != value
+        if name in given and name not in (*SCHEDULE_FLAGS, "data", "val_data") and given[name] != value
     ]
     if deterministic and saved.get("deterministic") is False and not given.get("deterministic", False):
         notes.append("note: the checkpoint's run was --no-deterministic, and so is this one")

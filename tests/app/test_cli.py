@@ -706,6 +706,7 @@ def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypa
 
 def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_8(weights):
     command = [sys.executable, "inference.py", "--weights", str(weights["word"]), "--interactive"]
+    message = b"error: the line is not UTF-8: byte 4 (0xFF) cannot be decoded: give a text in UTF-8"
     for text, code in ((b"the \xff\nthe model\n", 0), (None, 130)):  # None: interrupted while it reads
         process = subprocess.Popen(
             command, cwd=STAGE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -717,7 +718,17 @@ def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_
             process.send_signal(signal.SIGINT)
         out, errors = process.communicate(text, timeout=60)
         assert process.returncode == code and b"Traceback" not in errors
-        assert errors == HOW_TO_TYPE.encode() if text is None else (b"U+DCFF" in errors and out.strip())
+        assert errors == HOW_TO_TYPE.encode() if text is None else (message in errors and out.strip())
+
+
+@pytest.mark.parametrize("flags, name", [(["--prompt", "naïve"], "--prompt"), (["--interactive"], "the line")])
+def test_a_prompt_in_a_locale_without_utf_8_names_the_locale(weights, flags, name):
+    locale = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    command = [sys.executable, "inference.py", "--weights", str(weights["word"]), *flags]
+    done = subprocess.run(command, cwd=STAGE, env=os.environ | locale, input="naïve\n".encode(), capture_output=True)
+    message = f"error: {name} cannot be decoded as ascii, the encoding of the locale: set PYTHONUTF8=1"
+    assert done.stderr.decode().splitlines()[-1] == message
+    assert done.returncode == (0 if "--interactive" in flags else 2)  # --interactive reads the next prompt
 
 
 def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_and_ctrl_c_end_its_line(monkeypatch, capsys):
@@ -830,9 +841,31 @@ def test_a_resumed_run_with_another_end_of_its_schedule_notes_the_learning_rate(
     for total, noted in ((6, False), (steps, True)):
         result = train("--resume", out / "step-00000003", *flags[:-2], "--steps", total, "--overwrite")
         rate = json.loads(log.read_text().split("\n")[3])["lr"]
-        note = f"note: --steps was 6 and is {steps} from here on, and so is the end of the {kind} schedule: the "
-        note += f"learning rate of step 3 is {rate:.3e} instead of {rates[3]:.3e}"
+        note = f"note: --steps was 6 and is {steps} from here on: "
+        note += f"the learning rate of step 3 is {rate:.3e} instead of {rates[3]:.3e}"
         assert result.code == 0 and (note in result.words) == noted
+
+
+@pytest.mark.parametrize(
+    "kind, flags, changed",
+    [
+        ("constant", "--lr 1e-2", "--lr was 0.001 and is 0.01"),
+        ("constant", "--warmup 6", "--warmup was 0 and is 6"),
+        ("cosine", "--min-lr 5e-4", "--min-lr was 0.0001 and is 0.0005"),
+        ("cosine", "--lr 2e-3", "--lr was 0.001 and is 0.002, --min-lr was 0.0001 and is 0.0002"),
+        ("cosine", "--schedule linear", "--schedule was cosine and is linear"),
+    ],
+)
+def test_a_resumed_run_with_another_schedule_notes_both_learning_rates(train, tmp_path, corpus, kind, flags, changed):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    base = ("--data", corpus, "--sample", 0, "--log", log)
+    recipe = ("--preset", "nano", "--lr", 1e-3, "--schedule", kind)
+    train(*recipe, *base, "--steps", 6, "--checkpoint-every", 4, "--out", out)
+    rate = json.loads(log.read_text().split("\n")[4])["lr"]
+    result = train("--resume", out / "step-00000004", *base, *flags.split())
+    new_rate = json.loads(log.read_text().split("\n")[4])["lr"]
+    note = f"note: {changed} from here on: the learning rate of step 4 is {new_rate:.3e} instead of {rate:.3e}"
+    assert result.code == 0 and note in result.words and result.words.count("from here on") == 1
 
 
 def test_top_k_samples_without_a_temperature(train, infer, tmp_path, corpus):
