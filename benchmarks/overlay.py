@@ -14,6 +14,7 @@ from gpt2core.app.output_files import is_plot
 from gpt2core.app.run_log import read_log
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
+from gpt2core.text.input_file import open_file
 
 LOSS_FIELDS = {"loss", "val_loss"}  # fields of a log's rows that contain losses
 
@@ -21,12 +22,14 @@ LOSS_FIELDS = {"loss", "val_loss"}  # fields of a log's rows that contain losses
 def read_runs(paths):
     """{name: rows} of the logs `paths`; the name of a run is the path of its log without .jsonl.
 
-    Raises ConfigError if a file does not exist or is not a log.
+    Raises ConfigError if a file cannot be read or is not a log.
     """
     runs = {}
     for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"{path}: there is no such file; give logs that training wrote with --log")
+        try:
+            open_file(path).close()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give logs that training wrote with --log") from None
         rows = read_log(path)
         if not rows or not all(isinstance(row[key], int | float) for row in rows for key in LOSS_FIELDS & row.keys()):
             raise ConfigError(f"{path}: this file is not a log; give logs that training wrote with --log")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER, main_of, stage_of, write_file
 from exercises.grade import RECORD, grade, printable
-from exercises.source import hash_of
+from exercises.source import SourceError, hash_of, read_source
 from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.errors import ConfigError
 
@@ -56,13 +56,13 @@ def row_of(student, folder):
     if not (folder / RECORD).exists():
         return Row(student, str(stage_of(folder)), "-", NO_RECORD)
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json.loads(read_source(folder / RECORD, RECORD))
         stage, score, files = record["stage"], record["score"], record["files"]
         scores = {each.number: int(record["exercises"][each.number]["score"]) for each in of_stage(stage)}
         if stage not in PACKAGES or set(files) != set(graded_files(stage)):
             raise ValueError
         return Row(student, str(stage), str(int(score)), remark_of(folder, stage, files), scores)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (SourceError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Row(student, "-", "-", f"{RECORD} is not one that this version of make grade writes")
 
 

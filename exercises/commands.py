@@ -63,7 +63,8 @@ def check_folder(stage, folder):
     marked = stage_of(path)
     if marked is None:
         content = json.dumps({"stage": stage})
-        raise ConfigError(f"{path / MARKER} does not give a stage: if this folder is of stage {stage}, write {content}")
+        problem = "does not give a stage" if (path / MARKER).is_file() else "is not a regular file"
+        raise ConfigError(f"{path / MARKER} {problem}: if this folder is of stage {stage}, write {content}")
     if marked != stage:
         raise ConfigError(f"{path} is a working folder of stage {marked}, not of stage {stage}: use STAGE={marked}")
     return path

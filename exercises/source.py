@@ -5,6 +5,8 @@ import hashlib
 import re
 import tokenize
 
+from gpt2core.text.input_file import open_file
+
 MAX_BYTES = 1 << 20  # of a source file: a larger one is not read
 COOKIE = re.compile(r"^[ \t\f]*#.*coding[:=].*")  # in line 1 or 2: it names the encoding of the file (PEP 263)
 
@@ -19,8 +21,12 @@ def read_source(path, name):
     The comment that names an encoding is replaced by `#`, because the text may be written in UTF-8. Raises SourceError,
     with the `name` of the file, if it has more than MAX_BYTES or cannot be read.
     """
-    if not path.is_file():
-        raise SourceError(f"{name} is missing")
+    try:
+        open_file(path).close()
+    except FileNotFoundError:
+        raise SourceError(f"{name} is missing") from None
+    except OSError as error:  # for example a named pipe, whose read would not end
+        raise SourceError(f"{name} cannot be read: {error.strerror}") from None
     if path.stat().st_size > MAX_BYTES:
         raise SourceError(f"{name} has more than {MAX_BYTES >> 20} MB, so it is not read")
     try:
@@ -34,6 +40,9 @@ def read_source(path, name):
         raise SourceError(
             f"{name} is not a text file in UTF-8, or in the encoding that a comment in its first two lines names"
         ) from None
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise SourceError(f"{name}, line {line}: Python cannot read this file: it contains a NUL byte")
     return text
 
 

@@ -114,7 +114,8 @@ def check_host(where, line, grammar):
         line = re.sub(r"\s*=\s*", "=", line)
     word, *options = line.split()
     host, colon, count = (word, "", "") if is_ipv6(word) else word.partition(":")
-    if is_ipv6(host) and not grammar.relaxed:
+    brackets = re.match(r"\[(.*)\]", word)  # as in the address of a web page: [::1]:4
+    if (is_ipv6(host) or (brackets and is_ipv6(brackets[1]))) and not grammar.relaxed:
         problem = f"is an IPv6 address, in which the mpiexec of {grammar.mpi} reads a number of ranks after a colon"
         raise ConfigError(f"{where} {problem}; write the name of the host")
     if not is_ipv6(host) and (not re.fullmatch(HOST, host, re.A | re.I) or host.isdigit()):

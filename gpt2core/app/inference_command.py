@@ -96,7 +96,10 @@ def continue_typed_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise DataError for a wrong --stop, ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other."""
+    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other.
+
+    Raises DataError for a --stop that is not UTF-8.
+    """
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if args.stop:  # a text that was not decoded is in no continuation

@@ -54,7 +54,9 @@ def test_the_curves_of_all_logs_are_drawn_with_their_names(run, tmp_path, rng, m
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("missing.jsonl", "missing.jsonl: there is no such file"),
+        ("missing.jsonl", "missing.jsonl: No such file or directory; give logs"),
+        ("/dev/zero", "/dev/zero: is a device, not a regular file; give logs"),
+        (".", ".: Is a directory; give logs"),
         ("text.jsonl", "text.jsonl: line 1 is not a line of a training log"),
         ("words.jsonl", "words.jsonl: this file is not a log"),
         ("one.jsonl --out one.jsonl", "--out one.jsonl: the picture is a PNG file"),

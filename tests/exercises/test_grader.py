@@ -246,6 +246,28 @@ def test_a_missing_file_is_named(tmp_path):
     assert f"{FILE} is missing" in grade.grade_exercise(SOFTMAX, folder)["softmax_rows"].text
 
 
+@pytest.mark.parametrize(
+    "make, problem",
+    [
+        (os.mkfifo, "is a named pipe, not a regular file"),  # a read would not end
+        (os.mkdir, "Is a directory"),
+        (lambda path: os.symlink("/dev/zero", path), "is a device, not a regular file"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_called_missing(tmp_path, make, problem):
+    folder = copy_of(0, tmp_path)
+    (folder / FILE).unlink()
+    make(folder / FILE)
+    assert grade.grade_exercise(SOFTMAX, folder)["softmax_rows"].text == f"{FILE} cannot be read: {problem}"
+
+
+def test_a_nul_byte_is_named_with_its_line(tmp_path):
+    result, lines = grade_softmax(tmp_path, with_body("return '\0'"))
+    line = with_body("return '\0'").partition("\0")[0].count("\n") + 1
+    assert result.text == f"{FILE}, line {line}: Python cannot read this file: it contains a NUL byte"
+    assert_one_clear_line(lines)
+
+
 def test_no_check_can_delete_or_write_files(tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -377,7 +399,8 @@ def test_a_broken_marker_is_one_line_that_says_what_to_write(tmp_path, text):
         os.mkfifo(tmp_path / MARKER)  # a read would not end
     else:
         (tmp_path / MARKER).write_text(text)
-    want = f'{tmp_path / MARKER} does not give a stage: if this folder is of stage 0, write {{"stage": 0}}'
+    problem = "is not a regular file" if text is None else "does not give a stage"
+    want = f'{tmp_path / MARKER} {problem}: if this folder is of stage 0, write {{"stage": 0}}'
     with pytest.raises(ConfigError, match=f"^{re.escape(want)}$"):
         grade.command(["--stage", "0", "--dir", str(tmp_path)])
 
@@ -412,6 +435,8 @@ def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, ca
     (recorded(tmp_path / "alice" / "stage0") / FILE).write_text("# changed after grading\n")
     recorded(tmp_path / "bob" / "work" / "stage1", stage=1)
     (tmp_path / "carol" / grade.RECORD).write_text("{}")
+    (tmp_path / "frank").mkdir()
+    os.mkfifo(tmp_path / "frank" / grade.RECORD)  # a read would not end
     copy_of(2, tmp_path / "dave")
     (recorded(tmp_path / "alice" / "zero") / FILE).unlink()
     assert collect.command([str(tmp_path), "--csv", str(tmp_path / "class.csv")]) == 0
@@ -430,6 +455,7 @@ def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, ca
             ("carol - - -", "grade.json is not one that this version of make grade writes"),
             ("dave 2 - -", "no grade.json: run make grade"),
             ("erin - - -", "no working folder and no grade.json"),
+            ("frank - - -", "grade.json is not one that this version of make grade writes"),
         ],
         strict=True,
     ):
@@ -437,7 +463,7 @@ def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, ca
     titles, *lines = csv.reader((tmp_path / "class.csv").read_text().splitlines())
     assert titles[:5] == ["student", "stage", "score", "0.1", "0.2"] and titles[-2:] == ["3.4", "remark"]
     by_title = [dict(zip(titles, line, strict=True)) for line in lines]
-    assert [row["0.1"] for row in by_title] == ["80", "80", "", "", "", ""] and by_title[2]["1.5"] == "80"
+    assert [row["0.1"] for row in by_title] == ["80", "80", "", "", "", "", ""] and by_title[2]["1.5"] == "80"
 
 
 def test_collecting_without_students_says_what_to_give(tmp_path):

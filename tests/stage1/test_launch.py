@@ -223,6 +223,7 @@ NO_NUMBER = "has no number of ranks from 1 to 999999 after"
         (MPICH, "-v\n", "'-v' has no host"),
         (OPEN_MPI, "^one\n", "'.one' has no host; write localhost slots=4"),
         (OPEN_MPI, "[::1] slots=2\n", "has no host; write localhost slots=4"),
+        (MPICH, "[::1]:2\n", "'.::1.:2' is an IPv6 address, .*; write the name of the host"),
         (MPICH, "::1\n", "'::1' is an IPv6 address, .*; write the name of the host"),
         (MPICH, "one:4\xa0\n", r"has the character '.xa0'; remove it"),
         (MPICH, "one:4\0\n", r"has the character '.x00'; remove it"),
