@@ -178,6 +178,8 @@ def test_the_doctor_runs_without_the_packages(bare):
 def test_the_advice_depends_on_whether_the_virtual_environment_exists(monkeypatch, tmp_path):
     error = ModuleNotFoundError("No module named 'tqdm.auto'", name="tqdm.auto")
     monkeypatch.setattr(app, "__file__", str(tmp_path / "gpt2core" / "app" / "__init__.py"))
+    assert app.missing_package(error).endswith("run `pip install '.'` in a clone of the repository")
+    (tmp_path / "Makefile").touch()
     assert app.missing_package(error).endswith("run `make train`, which installs it into .venv")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
