@@ -197,6 +197,7 @@ class FSDP(nn.Module):
         finish_gradient_synchronization(). norm_type: above 0, or infinity. Raises RuntimeError if the norm is infinite
         or NaN and error_if_nonfinite is set.
         """
+        norm_type = float(norm_type)  # "inf", as PyTorch's function takes it
         if not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type}, and FSDP computes norms above 0: use 2.0 or math.inf")
         self.replicated.require_finished()

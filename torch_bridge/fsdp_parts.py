@@ -3,10 +3,11 @@
 A part has the axes of the whole weight, all of length 1 but the last: (1, ..., 1, size). So "decay what has two or more
 axes" finds the same parameters as without FSDP. `whole_shape` is the shape of the whole weight.
 
-    elementwise operations, optimizers    computed on the part; the result is the same elements of the whole result
+    elementwise functions, optimizers     computed on the part; the result is the same elements of the whole result
     GradScaler                            found_inf is combined over the ranks
-    norms and other reductions            RuntimeError: each rank would get another number
-    a matrix product, another shape       RuntimeError: the operation needs the whole weight
+    every other function                  RuntimeError: it would take a part for the whole weight
+
+The functions that are computed are listed by name, so a function that PyTorch adds is an error.
 """
 
 import importlib
@@ -14,14 +15,38 @@ import importlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-OF_LISTS = "_foreach_", "_fused_", "_amp_"  # operations on each tensor of a list by itself
-LIST_REDUCTIONS = "_foreach_norm", "_foreach_max", "_foreach_powsum"
-JOINING = "cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_stack"
-INDEXING = "__getitem__", "__setitem__", "index_select", "masked_select", "take", "gather"
+# names without the "_" of a function in place and without the "_foreach_" of a function of lists
+ELEMENTWISE = """
+    abs add addcdiv addcmul ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos detach div divide erf
+    exp expm1 fill floor floor_divide fmax fmin fmod frac isfinite isinf isnan lerp log log10 log1p log2 logical_and
+    logical_not logical_or logical_xor masked_fill maximum minimum mul multiply nan_to_num neg negative positive pow
+    reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh true_divide trunc where
+    xlogy zero eq ge gt le lt ne greater greater_equal less less_equal not_equal bitwise_and bitwise_not bitwise_or
+    bfloat16 bool cpu cuda double float half long pin_memory to type type_as
+    __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __xor__
+""".split()
+ELEMENTWISE += [f"__{kind}{op}__" for kind in ("", "i", "r") for op in ("add", "sub", "mul", "div", "truediv", "pow")]
+PROPERTIES = """
+    __format__ __hash__ __len__ __repr__ __str__ _has_compatible_shallow_copy_type data_ptr dim element_size get_device
+    is_complex is_contiguous is_floating_point is_inference is_pinned is_shared is_signed nelement ndimension numel
+    requires_grad_ retain_grad share_memory_ size storage_offset stride untyped_storage
+""".split()
+NEW = (
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "zeros_like",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
+FUSED = "_fused_", "_amp_foreach_"  # steps of optimizers and of GradScaler
 RANDOM = "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"
-SHAPE_OF = "view_as", "reshape_as", "expand_as", "copy_", "resize_as_", "type_as", "to", "set_"
+RANDOM += "rand_like", "randn_like", "randint_like"
 
 
 class Part(torch.Tensor):
@@ -81,10 +106,12 @@ def computed(func, args, kwargs):
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return attribute(func, name, args)
-    if name.startswith(OF_LISTS):
-        return computed_of_lists(func, name, args, kwargs)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     part = next(x for x in tensors if isinstance(x, Part))
+    if name.startswith(FUSED) or (name.startswith("_foreach_") and elementwise(name)):
+        return computed_of_lists(func, name, args, kwargs)
+    if name in PROPERTIES or name in NEW:
+        return func(*args, **kwargs)  # a new tensor, as an optimizer's state, is plain
     if name in RANDOM:
         raise RuntimeError(
             f"FSDP: {name} would fill this rank's part of {part.shard.name}, with the numbers of the other ranks if "
@@ -95,41 +122,45 @@ def computed(func, args, kwargs):
             f"FSDP: a hook on the gradient of {part.shard.name} would never run: change gradients after "
             f"finish_gradient_synchronization() instead"
         )
-    if name not in (*JOINING, *INDEXING, *SHAPE_OF):
-        for other in tensors:
-            if other.numel() != 1 and other.shape != part.shape and other.shape != (part.numel(),):
-                raise RuntimeError(
-                    f"FSDP: {name} was called with the weight {part.shard.name} {tuple(part.shard.shape)} and a "
-                    f"tensor of the shape {tuple(other.shape)}, where this rank has only a part of the weight. It is "
-                    f"whole as an attribute of its module, and only in the forward of FSDP: call the model through "
-                    f"FSDP and read the weight there, or leave the module's type out of shard="
-                )
+    if not (elementwise(name) or sets_masked(name, args)):
+        refuse(name, part)
+    for other in tensors:
+        same = other.shard.shape == part.shard.shape if isinstance(other, Part) else other.shape == part.shape
+        if not same and (isinstance(other, Part) or other.numel() != 1):
+            refuse(name, part, f" and a tensor of the shape {tuple(getattr(other, 'whole_shape', other.shape))}")
     result = func(*args, **kwargs)
-    if name.endswith("_like") or name.startswith("new_"):
-        return result  # a new tensor, as an optimizer's state, is plain
-
-    def checked(x):
-        if not isinstance(x, torch.Tensor) or isinstance(x, Part):
-            return x
-        same = x.shape == part.shape or x.numel() == part.numel() > 1 or name in (*JOINING, *INDEXING)
-        if not same and not any(shares_memory(x, other) for other in tensors if isinstance(other, Part)):
-            refuse_reduction(name, part)
-        return part_from(x, part.shard) if not any(x is other for other in tensors) else x
-
-    return tree_map(checked, result)
+    if isinstance(result, tuple) or (isinstance(result, torch.Tensor) and result.shape != part.shape):
+        refuse(name, part)
+    made = isinstance(result, torch.Tensor) and not any(result is x for x in tensors)
+    return part_from(result, part.shard) if made else result
 
 
-def shares_memory(one, other):
-    """Whether one of two tensors is a view of the other."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def elementwise(name):
+    """Whether a function computes each element of its result from the same elements of its arguments."""
+    name = name.removeprefix("_foreach_")
+    return (name if name.startswith("__") else name.removesuffix("_")) in ELEMENTWISE
 
 
-def refuse_reduction(name, part):
-    """Raise RuntimeError: this operation needs the elements of all ranks."""
+def sets_masked(name, args):
+    """Whether the function is part[mask] = number, as in Rprop, with a mask of the part's shape."""
+    if name != "__setitem__" or not isinstance(args[1], torch.Tensor):
+        return False
+    return args[1].dtype == torch.bool and args[1].shape == args[0].shape
+
+
+def refuse(name, part, others=""):
+    """Raise RuntimeError: this function needs the elements of all ranks."""
+    if part.shard.fsdp.running():
+        advice = "read the weight as an attribute of its module, as in module.weight, not from parameters() or a list"
+    else:
+        advice = (
+            "clip gradients with clip_grad_norm_() of the FSDP module, read whole weights with its "
+            "gather_full_params(), or this rank's elements with to_local(); an optimizer or a function that needs the "
+            "whole weight cannot be used, so use one that computes each element by itself, such as AdamW"
+        )
     raise RuntimeError(
-        f"FSDP: {name} of {part.shard.name} would be computed from the elements that this rank has, not from the whole "
-        f"{tuple(part.shard.shape)}, and each rank would get another number: clip gradients with clip_grad_norm_() of "
-        f"the FSDP module, read whole weights with its gather_full_params(), or this rank's elements with to_local()"
+        f"FSDP: {name} of {part.shard.name}{others} would be computed from the elements that this rank has, not from "
+        f"the whole {tuple(part.shard.shape)}, and the result would be wrong: {advice}"
     )
 
 
@@ -142,7 +173,9 @@ def attribute(func, name, args):
         if attribute == "grad" and part.shard is not None:
             part.shard.require_finished()
         result = func(*args)
-        return part_from(result, part.shard) if attribute in ("data", "T", "mT", "H", "mH") else result
+        if isinstance(result, torch.Tensor) and attribute not in ("data", "grad", "_grad"):
+            refuse(attribute, part)
+        return part_from(result, part.shard) if attribute == "data" else result
     value = args[1]
     if attribute == "data" and (value.shape, value.dtype, value.device) != (part.shape, part.dtype, part.device):
         raise RuntimeError(
@@ -158,8 +191,6 @@ def attribute(func, name, args):
 def computed_of_lists(func, name, args, kwargs):
     """func of lists of tensors, some of them parts. The overflow that GradScaler looks for is that of all ranks."""
     first = next((x for x in args[0] if isinstance(x, Part)), None)
-    if first is not None and name in LIST_REDUCTIONS:
-        refuse_reduction(name, first)
     result = func(*args, **kwargs)
     if first is not None and name == "_amp_foreach_non_finite_check_and_unscale_":
         dist.all_reduce(args[1], dist.ReduceOp.MAX, first.shard.group)

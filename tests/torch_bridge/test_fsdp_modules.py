@@ -428,12 +428,15 @@ def clip_values(model, x, y, finish):
 
 
 STEPS = [clip_values, accumulate, finish_twice, retain, penalty, two_forwards, keep_zeros]
-STEPS += [functools.partial(clip, norm_type=kind) for kind in (0.5, 1, 2.0, 3, math.inf)]
+STEPS += [functools.partial(clip, norm_type=kind) for kind in (0.5, 1, 2.0, 3, math.inf, "inf")]
 OPTIMIZERS = [
     functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     functools.partial(torch.optim.Adam, lr=0.1, weight_decay=0.1, foreach=True),
     functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
     functools.partial(torch.optim.RMSprop, lr=0.1),
+    *[functools.partial(kind, foreach=True) for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop)],
+    *[functools.partial(kind, foreach=False) for kind in (torch.optim.RAdam, torch.optim.Adadelta, torch.optim.Adamax)],
+    functools.partial(torch.optim.ASGD, t0=1),
 ]
 
 
@@ -568,6 +571,75 @@ def hooked():
     return layer
 
 
+MIXING = {  # functions that would take a part, a flat piece of the weight, for the whole weight
+    "index": lambda p: p.data[0].zero_(),
+    "set a row": lambda p: p.data.__setitem__(0, 0.0),
+    "set a row of the gradient": lambda p: p.grad.__setitem__(0, 0.0),
+    "iterate": lambda p: list(p),
+    "norm": lambda p: p.norm(dim=0),
+    "mean": lambda p: p.mean(0),
+    "sum": lambda p: p.sum(0),
+    "amax": lambda p: p.abs().amax(0),
+    "logsumexp": lambda p: p.logsumexp(0),
+    "max": lambda p: p.max(0),
+    "normalize": lambda p: F.normalize(p),
+    "renorm": lambda p: p.renorm(2, 0, 1.0),
+    "layer_norm": lambda p: F.layer_norm(p, p.shape[-1:]),
+    "softmax": lambda p: p.softmax(-1),
+    "cumsum": lambda p: p.cumsum(-1),
+    "sort": lambda p: p.sort(),
+    "flip": lambda p: p.flip(0),
+    "roll": lambda p: p.roll(1),
+    "triu": lambda p: p.triu(),
+    "tril": lambda p: p.data.tril_(),
+    "index_fill": lambda p: p.index_fill(0, torch.tensor([0]), 0.0),
+    "unique": lambda p: p.unique(),
+    "T": lambda p: p.T,
+    "view": lambda p: p.view(-1),
+    "numpy": lambda p: p.grad.numpy(),
+    "tolist": lambda p: p.grad.tolist(),
+    "item": lambda p: p.grad.item(),
+    "bool": lambda p: bool(p.grad),
+    "cat": lambda p: torch.cat([p, p]),
+    "equal": lambda p: torch.equal(p, p),
+    "allclose": lambda p: torch.allclose(p, p),
+    "where": lambda p: torch.where(p > 0),
+    "rand_like": lambda p: torch.rand_like(p),
+    "matmul": lambda p: p @ p,
+    "foreach": lambda p: torch._foreach_max([p]),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+}
+
+
+def call_mixing_functions():
+    """{function: the message of its error}, and whether no element of the weight and of its gradient has changed."""
+    [x, y], found = next(batches()), {}
+    fsdp = FSDP(build(Inner, 0))
+    F.mse_loss(fsdp(x), y).backward()
+    fsdp.finish_gradient_synchronization()
+    part = fsdp.module.b.weight
+    before = [t.to_local().clone() for t in (part, part.grad)]
+    for name, function in MIXING.items():
+        try:
+            found[name] = f"no error: {type(function(part))}"
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found, all(torch.equal(t.to_local(), b) for t, b in zip((part, part.grad), before, strict=True))
+
+
+def test_a_function_that_needs_the_whole_weight_is_refused_for_a_part(run):
+    for found, unchanged in run(call_mixing_functions):
+        assert {name: text for name, text in found.items() if "FSDP:" not in text or "b.weight" not in text} == {}
+        assert unchanged
+
+
+class Penalises(Inner):
+    """A penalty is computed from parameters() in forward."""
+
+    def forward(self, x):
+        return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())
+
+
 def make_mistakes():
     """{mistake: the message of its error} on this rank."""
     [x, y], found = next(batches()), {}
@@ -630,6 +702,7 @@ def make_mistakes():
     attempt("changed in place", lambda: ready(ChangesSaved, (ChangesSaved,)))
     attempt("changes its weight", lambda: ready(Changes, BLOCK))
     attempt("reference", lambda: ready(Refers))
+    attempt("penalty", lambda: ready(Penalises))
     attempt("sparse", lambda: ready(Sparse, (Sparse,)))
     for options in ({"sparse": True}, {"max_norm": 1.0}):
         attempt(f"{options}", lambda options=options: FSDP(nn.Sequential(nn.Embedding(4, 3, **options))))
@@ -656,11 +729,11 @@ MESSAGES = {
     "square": "FSDP: sum of b.weight",
     "foreach norm": "FSDP: _foreach_norm of b.weight",
     "isfinite": "FSDP: all of b.weight",
-    "vector": "FSDP: norm of a.weight",
-    "Adafactor": "clip gradients with clip_grad_norm_() of the FSDP module",
+    "vector": "FSDP: view of a.weight",
+    "Adafactor": "an optimizer or a function that needs the whole weight cannot be used",
     "Muon": "FSDP: norm of a.weight would be computed from the elements",
     "LBFGS": "would be computed from the elements that this rank has",
-    "read outside": "FSDP: linear was called with the weight b.weight (8, 8) and a tensor of the shape (2, 8)",
+    "read outside": "FSDP: linear of b.weight would be computed from the elements that this rank has",
     "init": "FSDP: uniform_ would fill this rank's part of b.weight",
     "double": "FSDP: a.weight cannot become torch.float64",
     "replace": "FSDP: b.weight is sharded: replace parameters before FSDP(module)",
@@ -682,7 +755,8 @@ MESSAGES = {
     "step before backward, block": "FSDP: the weight c.weight was changed after the forward",
     "changed in place": "needs was changed in place: replace the operation in place",
     "changes its weight": "FSDP: the forward of Changes has changed its weight a.weight in place",
-    "reference": "FSDP: linear was called with the weight b.weight (8, 8) and a tensor of the shape (12, 8)",
+    "reference": "read the weight as an attribute of its module, as in module.weight, not from parameters()",
+    "penalty": "FSDP: sum of a.weight would be computed from the elements that this rank has, not from the whole",
     "sparse": "FSDP: the gradient of table is sparse",
     "{'sparse': True}": "FSDP: Embedding 0 has sparse=True, which FSDP does not support: build it with sparse=False",
     "{'max_norm': 1.0}": "FSDP: Embedding 0 has max_norm=1.0, which FSDP does not support: build it with max_norm=None",
