@@ -22,9 +22,9 @@ ELEMENTWISE = """
     abs add addcdiv addcmul ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos detach div divide erf
     exp expm1 fill floor floor_divide fmax fmin fmod frac isfinite isinf isnan lerp log log10 log1p log2 logical_and
     logical_not logical_or logical_xor masked_fill maximum minimum mul multiply nan_to_num neg negative positive pow
-    reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh true_divide trunc where
-    xlogy zero eq ge gt le lt ne greater greater_equal less less_equal not_equal bitwise_and bitwise_not bitwise_or
-    bfloat16 bool cpu cuda double float half long pin_memory to type type_as
+    reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh true_divide trunc
+    where xlogy zero eq ge gt le lt ne greater greater_equal less less_equal not_equal bitwise_and bitwise_not
+    bitwise_or bfloat16 bool cpu cuda double float half long pin_memory to type type_as
     __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __xor__
 """.split()
 ELEMENTWISE += [f"__{kind}{op}__" for kind in ("", "i", "r") for op in ("add", "sub", "mul", "div", "truediv", "pow")]
@@ -33,17 +33,7 @@ PROPERTIES = """
     is_complex is_contiguous is_floating_point is_inference is_pinned is_shared is_signed nelement ndimension numel
     requires_grad_ retain_grad share_memory_ size storage_offset stride untyped_storage
 """.split()
-NEW = (
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "zeros_like",
-    "new_empty",
-    "new_full",
-    "new_ones",
-    "new_tensor",
-    "new_zeros",
-)
+NEW = "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
 FUSED = "_fused_", "_amp_foreach_"  # steps of optimizers and of GradScaler
 RANDOM = "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"
 RANDOM += "rand_like", "randn_like", "randint_like"
@@ -195,6 +185,9 @@ def computed_of_lists(func, name, args, kwargs):
     if first is not None and name == "_amp_foreach_non_finite_check_and_unscale_":
         dist.all_reduce(args[1], dist.ReduceOp.MAX, first.shard.group)
     if isinstance(result, list | tuple) and first is not None:
-        pairs = zip(result, args[0], strict=False)
+        pairs = list(zip(result, args[0], strict=False))
+        for new, old in pairs:
+            if isinstance(old, Part) and new.shape != old.shape:
+                refuse(name, old, " and a tensor of another shape")
         return [part_from(new, old.shard) if isinstance(old, Part) else new for new, old in pairs]
     return result

@@ -607,6 +607,9 @@ MIXING = {  # functions that would take a part, a flat piece of the weight, for 
     "rand_like": lambda p: torch.rand_like(p),
     "matmul": lambda p: p @ p,
     "foreach": lambda p: torch._foreach_max([p]),
+    "foreach with another shape": lambda p: torch._foreach_add([p], [torch.ones(3, *p.shape)]),
+    "another shape": lambda p: p * torch.ones(3, *p.shape),
+    "another weight": lambda p: p.data.copy_(torch.ones(p.whole_shape)),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
 }
 
@@ -739,7 +742,7 @@ MESSAGES = {
     "replace": "FSDP: b.weight is sharded: replace parameters before FSDP(module)",
     "hook": "FSDP: a hook on the gradient of b.weight would never run",
     "pickle": "FSDP cannot be pickled",
-    "norm type": "norm_type is 0, and FSDP computes norms above 0",
+    "norm type": "norm_type is 0.0, and FSDP computes norms above 0",
     "nested": "FSDP: 0.module.a.weight is a part of a weight that is divided over the ranks already",
     "DDP": "NaiveDDP: module.a.weight is a part of a weight that is divided over the ranks already",
     "ShardedOptimizer": "ShardedOptimizer: a.weight is divided over the ranks by FSDP",
