@@ -11,6 +11,7 @@ The functions that are computed are listed by name, so a function that PyTorch a
 """
 
 import importlib
+import math
 
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ def computed(func, args, kwargs):
             f"FSDP: a hook on the gradient of {part.shard.name} would never run: change gradients after "
             f"finish_gradient_synchronization() instead"
         )
-    if not (elementwise(name) or sets_masked(name, args)):
+    if not (elementwise(name) or may_set(name, args)):
         refuse(name, part)
     for other in tensors:
         same = other.shard.shape == part.shard.shape if isinstance(other, Part) else other.shape == part.shape
@@ -131,11 +132,17 @@ def elementwise(name):
     return (name if name.startswith("__") else name.removesuffix("_")) in ELEMENTWISE
 
 
-def sets_masked(name, args):
-    """Whether the function is part[mask] = number, as in Rprop, with a mask of the part's shape."""
-    if name != "__setitem__" or not isinstance(args[1], torch.Tensor):
+def may_set(name, args):
+    """Whether the function is part[mask] = x, the mask of the part's shape, as in Rprop, or part[i] = infinity or NaN.
+
+    A test of GradScaler sets an overflow like this, and which element it is makes no difference.
+    """
+    if name != "__setitem__":
         return False
-    return args[1].dtype == torch.bool and args[1].shape == args[0].shape
+    _, index, value = args
+    if isinstance(value, float) and not math.isfinite(value):
+        return True
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == args[0].shape
 
 
 def refuse(name, part, others=""):

@@ -507,7 +507,7 @@ def scale_gradients():
                 scaler.scale(F.mse_loss(m(x), y)).backward()
                 finish()
                 if overflow and (m is plain or dist.get_rank() == dist.get_world_size() - 1):
-                    next(m.parameters()).grad.fill_(math.inf)  # of FSDP, in the part of one rank
+                    next(m.parameters()).grad[0] = math.inf  # of FSDP, in the part of one rank
                 if unscale:
                     scaler.unscale_(optimizer)
                 scaler.step(optimizer)
