@@ -190,7 +190,7 @@ def supervise(mpiexec_command, implementation):
 
 
 def copy_terminal(pipe):
-    """Copy the terminal, which is standard input, to `pipe` until its end or until nobody reads the pipe."""
+    """Copy the terminal, which is standard input, to `pipe` until its end, or until the pipe has no reader."""
     with contextlib.suppress(OSError), pipe:
         while data := os.read(sys.stdin.fileno(), 4096):
             os.write(pipe.fileno(), data)
