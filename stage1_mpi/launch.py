@@ -235,7 +235,8 @@ def run_rank(command):
         time.sleep(0.2)  # for the launcher to forward the traceback
         os.kill(os.getpid(), signal.SIGKILL)
     finally:
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # at its exit, Python restores other handlers to the default
+        # At its exit, Python restores other handlers to the default, and a late second signal would kill this rank.
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -59,7 +59,8 @@ def test_exercises_are_started_and_graded_and_name_commands_that_exist(installed
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr == "error: work/stage3 does not exist: run `python -m exercises.start --stage 3` first\n"
     started = installed("exercises.start", "--stage", 3)
-    assert started.returncode == 0 and started.stdout.endswith("run `python -m exercises.grade --stage 3`.\n")
+    command = "run `python -m exercises.grade --stage 3` in this directory.\n"
+    assert started.returncode == 0 and started.stdout.endswith(command)
     work = installed.here / "work" / "stage3"
     assert (work / "data" / "dummy.txt").is_file() and not (work / "gpt2core" / "shipped").exists()
     for file in graded_files(3):
