@@ -293,7 +293,7 @@ def test_too_little_memory_is_one_line(train, directory, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, flags, words",
-    [("train_gpt2.py", ["--lr", "nan"], "--lr nan"), ("inference.py", ["--prompt", b"\xff"], "not UTF-8: byte 0 (0xFF)")],
+    [("train_gpt2.py", ["--lr", "nan"], "--lr nan"), ("inference.py", ["--prompt", b"\xff"], "UTF-8: byte 0 (0xFF)")],
 )
 def test_a_new_interpreter_prints_one_line_too(name, flags, words):
     done = subprocess.run([sys.executable, name, *flags], cwd=STAGE, capture_output=True, text=True, timeout=60)
