@@ -21,7 +21,7 @@ FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # 
 LONGEST = 1 << 20  # bytes; a row is shorter
 START = b'{"step": '  # the first bytes of each line of a log
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
-SINKS = "/dev/null", "/dev/full"
+SINKS = "/dev/null", "/dev/full"  # devices that a user names on purpose; each write to /dev/full fails
 SOFTWARE = {"Software": "staged-gpt2"}  # a text field in the metadata of a plot
 
 
@@ -175,7 +175,7 @@ def check_output_files(log, plot, trace=None):
 def check_writable(flag, path):
     """Open a file of this run for appending, which creates it, and close it; raises ConfigError if that fails.
 
-    Of the devices, only those are accepted whose writes end as on a terminal, in nothing, or on a full disk.
+    A device must be a terminal or one of SINKS: what is written to another one, such as /dev/zero, is lost.
     """
     if path.is_char_device() and os.path.realpath(path) not in SINKS and not is_terminal(path):
         raise ConfigError(f"{flag} {path}: is a device, not a file: choose another file, or /dev/null for none")
