@@ -4,49 +4,72 @@ import math
 
 import numpy as np
 
-BLOCK = 1024  # elements; each parameter starts at a multiple of BLOCK, so no block contains parts of two parameters
-SEGMENTS = 64  # equal parts of the buffer; each of 1, 2, 4, ... or 64 owners (ranks or threads) has whole segments
+PAGE = 1024  # elements; each parameter starts at a multiple of PAGE, so no page has elements of two parameters
+SEGMENTS = 64  # equal slices of the buffer; each of 1, 2, 4, ... or 64 owners (ranks or threads) has whole segments
+
+
+def unit_of(name):
+    """The unit of a parameter: "embedding", "h.0", "h.1", ..., or "head" (GPT2.units)."""
+    module = name.removeprefix("transformer.")
+    if module.startswith("h."):
+        return ".".join(module.split(".")[:2])
+    return "embedding" if module.startswith(("wte", "wpe")) else "head"
 
 
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements; `shapes`: pairs (name, shape).
 
+    unit_of: name -> the unit to which the array belongs.
     owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
-    numbers, such as 3, there are more segments, so that all owners have equal parts. Between two arrays there may be
-    elements of padding. They are zero, and they stay zero because their gradient is zero.
+    numbers, such as 3, there are more segments, so that all owners have equal shares. Between two arrays there may be
+    elements of padding. They are zero, and they stay zero because their gradient is zero (see AdamW.clear_padding).
     """
 
-    def __init__(self, shapes, owners=1):
+    def __init__(self, shapes, owners=1, unit_of=unit_of):
         self.shapes, self.slices, end = dict(shapes), {}, 0
         for name, shape in self.shapes.items():
             self.slices[name] = slice(end, end + math.prod(shape))
-            end = round_up(self.slices[name].stop, BLOCK)
+            end = round_up(self.slices[name].stop, PAGE)
+        self.norm_pages = round_up(end, SEGMENTS * PAGE) // PAGE  # of the norm: the same for any number of owners
         self.segments = math.lcm(SEGMENTS, owners)
-        self.size = round_up(end, self.segments * BLOCK)
+        self.size = round_up(end, self.segments * PAGE)
+        self.units = {}  # {unit: [its parameters, which are neighbours]}
+        for name in self.shapes:
+            self.units.setdefault(unit_of(name), []).append(name)
 
     def views(self, flat):
         """{name: view of flat (size) in the shape of this array}."""
-        return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
+        return {name: flat[own].reshape(self.shapes[name]) for name, own in self.slices.items()}
 
-    def part(self, index, parts):
-        """Slice `index` of the `parts` into which whole segments are divided; equal if `parts` divides `segments`."""
-        edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
+    def unit_slice(self, unit):
+        """The slice of all parameters of a unit, and of the padding after them."""
+        names = self.units[unit]
+        return slice(self.slices[names[0]].start, self.padded(names[-1]).stop)
+
+    def share(self, owner, owners):
+        """The slice of one of `owners`, in whole segments; all have one size if `owners` divides `segments`."""
+        edges = [self.segments * i // owners * (self.size // self.segments) for i in (owner, owner + 1)]
         return slice(*edges)
 
     def padded(self, name):
         """The slice of `name` and of the padding after it."""
-        part = self.slices[name]
-        return slice(part.start, round_up(part.stop, BLOCK))
+        own = self.slices[name]
+        return slice(own.start, round_up(own.stop, PAGE))
 
-    def blocks(self, part):
-        """The slice of block numbers for `part`, a slice of elements; `part` must consist of whole blocks."""
-        return slice(part.start // BLOCK, part.stop // BLOCK)
+    def padding(self):
+        """The slices of the buffer that belong to no array."""
+        edges = [0, *(edge for own in self.slices.values() for edge in (own.start, own.stop)), self.size]
+        return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]
+
+    def pages(self, elements):
+        """The slice of page numbers for `elements`, a slice that must consist of whole pages."""
+        return slice(elements.start // PAGE, elements.stop // PAGE)
 
     def decays(self):
-        """int32 (size / BLOCK): 1 for each block of a matrix, otherwise 0; weight decay applies only to matrices."""
-        decays = np.zeros(self.size // BLOCK, np.int32)
+        """int32 (size / PAGE): 1 for each page of a matrix, otherwise 0; weight decay applies only to matrices."""
+        decays = np.zeros(self.size // PAGE, np.int32)
         for name, shape in self.shapes.items():
-            decays[self.blocks(self.padded(name))] = len(shape) > 1
+            decays[self.pages(self.padded(name))] = len(shape) > 1
         return decays
 
 

@@ -4,33 +4,47 @@
 # (..., C) has any leading axes. x, a inputs, w, w2 weights, b biases, y output, LN layernorm; w' is w transposed.
 
 from abc import ABC, abstractmethod
-
-import numpy as np
+from typing import NamedTuple
 
 from gpt2core.runtime import Runtime
+
+
+class ParameterCopy(NamedTuple):
+    """A copy of parameters in compute_dtype, which adamw_step writes: rounded to nearest, or stochastically with a key.
+
+    offset: the index of the first parameter in the arena, which selects the random numbers.
+    """
+
+    array: object
+    key: object = None  # (1) int64 on the host, from sharded_adamw.rounding_key()
+    offset: int = 0
 
 
 class Backend(ABC):
     """Array kernels for one device. Docstrings read "arguments -> results"; dx is the gradient of x, dy that of y.
 
     Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
-    writes only to `out`; attention_cached, clip and adamw_step also write to arguments that their docstrings name. The
-    tuple `out` of a backward kernel has one entry for each weight gradient, in the order of the results; unembed_* take
-    this entry without a tuple. If the entry is None, the kernel returns a new array. If it is an array, the kernel
-    writes the gradient to it and returns it; the contents are complete after runtime.join().
+    writes only to new arrays; attention_cached, clip and adamw_step also write to arguments that their docstrings name.
+    A gradient that a backward kernel returns is an array or a function: gradient(out) computes it at the Destination
+    `out`, or in a new array if `out` is None, and returns that array (Tensor.from_op). Its contents are complete after
+    runtime.join().
+
+    Micro-batches: if `merges_micro_batches`, activations may be (M, B, T, C) and the targets of a loss (M, N), for M
+    micro-batches of equal size. Each row has the bits that it would have in a call of its own, and the gradient of a
+    weight is the sum of those of the M micro-batches in the canonical order. A destination with one more axis,
+    (M, ...), gets the gradient of each micro-batch.
     """
 
-    deterministic = True  # the default of --deterministic; False on GPUs, where many small micro-batches are slower
+    deterministic = True  # the default; False on GPUs, where many small micro-batches are slower
     uses_threads = True  # whether the batch is divided over worker threads, each with a backend of its own
-    merges_micro_batches = False  # whether `micro_batches` may be more than 1
-    micro_batches = 1  # number of micro-batches in a kernel call, which adds their gradients in the canonical order
+    merges_micro_batches = False  # whether one call may compute several micro-batches
     many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
-    scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (parallel/loss_scale.py)
+    scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)
     rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
     decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time
 
     name: str
-    precision: str  # the value of --precision
+    precision: str  # fp32, tf32, bf16 or fp16
     dtype: object  # of the parameters, of their gradients, and of AdamW's moments
     compute_dtype: object  # of the activations and of the parameters that kernels read: a copy, unless it equals dtype
     xp: object  # the array module (numpy, cupy)
@@ -62,6 +76,14 @@ class Backend(ABC):
         """a + b as a new array, for a and b of equal shapes: autograd adds two gradients of one tensor with it."""
         return a + b
 
+    def put(self, gradient, out):
+        """Write an array to the Destination `out`, or add it; autograd and the sum over micro-batches call this."""
+        array, accumulate = out
+        if accumulate:
+            array += gradient
+        else:
+            array[...] = gradient
+
     def cast(self, x, out, key=None):
         """Copy x to `out` in the dtype of `out`, rounded to nearest, or stochastically with a `key` (rounding_key)."""
         out[...] = x
@@ -82,7 +104,7 @@ class Backend(ABC):
 
     @abstractmethod
     def codec(self, kind):
-        """The Codec (parallel/codecs.py) of --compress `kind` for this device. Raises ConfigError if it is unknown."""
+        """The Codec (parallel/codecs.py) of the name `kind` for this device. Raises ConfigError if it is unknown."""
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
@@ -91,7 +113,7 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K) or None -> x @ w + b (..., K)."""
 
     @abstractmethod
-    def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
+    def linear_backward(self, dy, x, w, bias=True):
         """dy (..., K) -> dx (..., C), dw (C, K), db (K); db is None if `bias` is False."""
 
     @abstractmethod
@@ -107,36 +129,47 @@ class Backend(ABC):
         h = self.linear_forward(x, w, b)
         return self.gelu_forward(h), h
 
-    def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
+    def linear_gelu_backward(self, dy, x, w, aux):
         """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
-        return self.linear_backward(self.gelu_backward(dy, aux), x, w, out=out)
+        return self.linear_backward(self.gelu_backward(dy, aux), x, w)
 
     def mlp_forward(self, x, w, b, w2):
         """x (..., C), w (C, K), b (K), w2 (K, C) -> y = gelu(x @ w + b) @ w2 (..., C), aux."""
         h, aux = self.linear_gelu_forward(x, w, b)
         return self.linear_forward(h, w2), (h, aux)
 
-    def mlp_backward(self, dy, x, w, w2, aux, out=(None, None, None)):
+    def mlp_backward(self, dy, x, w, w2, aux):
         """dy (..., C) -> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
         h, aux = aux
-        dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False, out=(out[2], None))
-        return *self.linear_gelu_backward(dh, x, w, aux, out[:2]), dw2
+        dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False)
+        return *self.linear_gelu_backward(dh, x, w, aux), dw2
 
     @abstractmethod
     def layernorm_forward(self, x, w, b, eps):
         """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(variance + eps) * w + b (..., C), aux (Ba et al. 2016)."""
 
     @abstractmethod
-    def layernorm_backward(self, dy, w, aux, out=(None, None)):
+    def layernorm_backward(self, dy, w, aux):
         """dy (..., C) -> dx (..., C), dw (C), db (C)."""
 
-    @abstractmethod
-    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C), output a (..., C) of a branch, its bias a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
+    def residual_add_forward(self, x, a, a_bias):
+        """x (..., C), output a (..., C) of a branch, its bias a_bias (C) -> s = x + (a + a_bias) (..., C)."""
+        return x + (a + a_bias)
 
     @abstractmethod
-    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):  # aux: also of layernorm_forward
+    def bias_backward(self, dy):
+        """dy (..., C) of a sum x + bias -> the gradient of the bias (C)."""
+
+    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
+        """x, a (..., C), a_bias, w, b (C) -> s = x + (a + a_bias), LN(s), aux. LN reads s in the dtype of s."""
+        s = self.residual_add_forward(x, a, a_bias)
+        return s, *self.layernorm_forward(s, w, b, eps)
+
+    def residual_layernorm_backward(self, ds, dy, w, aux):  # aux: also of layernorm_forward
         """ds (..., C) or None, dy (..., C) of LN(s) -> dx (..., C), which is also da; da_bias (C), dw (C), db (C)."""
+        dx, dw, db = self.layernorm_backward(dy, w, aux)
+        dx = dx if ds is None else self.add(dx, ds)
+        return dx, self.bias_backward(dx), dw, db
 
     @abstractmethod
     def attention_forward(self, qkv, n_head):
@@ -162,11 +195,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
         """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in a fixed order.
 
-        Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens. accumulate: out[0] already
-        contains a gradient, to which dwte is added.
+        Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens.
         """
 
     @abstractmethod
@@ -174,7 +206,7 @@ class Backend(ABC):
         """x (..., C), w (V, C) -> logits x @ w' (..., V)."""
 
     @abstractmethod
-    def unembed_backward(self, dy, x, w, out=None):
+    def unembed_backward(self, dy, x, w):
         """dy (..., V) -> dx (..., C), dw (V, C)."""
 
     @abstractmethod
@@ -193,46 +225,55 @@ class Backend(ABC):
         maxima, sums (N): over the whole vocabulary: from forward, or combined over ranks by ops.loss_of_rows.
         """
 
-    @abstractmethod
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (N, C), w (V, C), targets (N).
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
+        """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (..., C), w (V, C).
 
         scale: that of backward, if backward follows and w has the whole vocabulary; otherwise None. If it is given,
         forward may compute the gradients and keep them in aux. dloss: backward's dy, or None if it is not known yet.
         """
+        logits = self.unembed_forward(x, w).reshape(-1, len(w))
+        *statistics, aux = self.cross_entropy_forward(logits, targets, first)
+        return *statistics, (logits, aux)
+
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+        """dy: array of one element -> dx (..., C), which may be a function too; dw (V, C)."""
+        logits, aux = aux
+        dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
+        return self.unembed_backward(dlogits.reshape(*x.shape[:-1], -1), x, w)
 
     @abstractmethod
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
-        """dy: array of one element -> dx (N, C), dw (V, C)."""
-
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
         """row_maxima (N): the maxima over all ranks -> (2, N): [sums * exp(maxima - row_maxima), target_logits]."""
-        return self.xp.stack([sums * self.xp.exp(maxima - row_maxima), target_logits])
 
+    @abstractmethod
     def loss(self, row_maxima, sums, target_logits, scale):
-        """Arrays (N) -> scale * the sum over rows of log(sums) - (target_logits - row_maxima), float64 of shape ()."""
-        losses = self.xp.log(sums) - (target_logits - row_maxima)
-        return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
+        """Arrays (N) -> scale * the sum over rows of log(sums) + row_maxima - target_logits, float64 of shape ()."""
 
     @abstractmethod
-    def sum_of_squares(self, flat, segments):
-        """flat (n) -> (segments) float64: sums of squares of equal parts; the bits of a sum depend only on its part."""
+    def page_sums(self, flat):
+        """flat (n) -> (n / 1024): the sum of squares of each page of the arena, 1024 elements, in the dtype of flat.
 
-    @abstractmethod
-    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        """squares (segments) float64 -> norm = sqrt(sum(squares)), grad_scale = min(1, bound / (norm + 1e-6)).
-
-        Both have one element. bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step
-        does nothing. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every
-        later grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the
-        loss scale before clipping, grad_scale after clipping, and the state is updated.
+        In float32 it is infinite if the root of the mean square of a page is above 5.8e17, also for finite elements.
+        Then the norm is infinite, and the trainer raises Diverged.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
-        """Update p, m, v (n) from the gradient g (n) * grad_scale; write p to compute_copy (n) unless that is None.
+    def clip(self, sums, bound):
+        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, bound / (norm + 1e-6)).
 
-        m, v: the moments. hyper: the step's Hyperparameters (optimizer.py); if it has a key, compute_copy is rounded
-        stochastically. If grad_scale (from clip) is NaN, nothing changes. decays (n / 1024): 1 for a block with weight
-        decay, else 0. betas: (beta1, beta2). offset: the index of p[0] in the arena, which selects the random numbers.
+        Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
+        bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
+        A backend whose steps overlap, or that scales_loss, has further arguments, which engine/fast_trainer.py gives.
+        stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
+        grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss
+        scale before clipping, grad_scale after clipping, and the state is updated.
+        """
+
+    @abstractmethod
+    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
+        """Update p, m, v (n) from the gradient g (n) * grad_scale: one step of AdamW (optimizer.py).
+
+        m, v: the moments. scalars: from adamw_scalars(). If grad_scale (from clip) is NaN, nothing changes. decays
+        (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that receives
+        the new p, or None.
         """

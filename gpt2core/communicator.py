@@ -57,8 +57,8 @@ class Communicator:
     one_process = False  # whether this class always has exactly one rank
     native_algorithm = "canonical"  # the name that selects the sums of the library (MPI, NCCL) in use_collectives()
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
-    prefers_zero = False  # whether --zero 1 is the default (only with --dp flat and --compress none)
-    measures_buckets = False  # whether the bucket size is measured if --bucket-mb is omitted (parallel/bucket_size.py)
+    prefers_zero = False  # whether ZeRO-1 is the default (only without buckets and compression)
+    measures_buckets = False  # whether the size of buckets is measured, if it is not given (parallel/bucket_size.py)
 
     @property
     def is_root(self):
@@ -71,7 +71,7 @@ class Communicator:
         Raises ConfigError for an unknown name. Every implementation has "canonical".
         """
         if name != "canonical":
-            raise ConfigError(f"--collectives {name}: this communicator has only canonical; omit the flag")
+            raise ConfigError(f"`collectives={name}`: this communicator has only canonical; omit the flag")
 
     def use_transport(self, name):
         """Select the transport of device arrays; name None selects the best one available. Returns its name.
@@ -80,7 +80,7 @@ class Communicator:
         Raises ConfigError for an unknown or unavailable transport. A class without transports returns None, as here.
         """
         if name is not None:
-            raise ConfigError(f"--transport {name}: only stage 3 (one GPU for each rank) has transports; omit the flag")
+            raise ConfigError(f"`transport={name}`: only stage 3 (one GPU for each rank) has transports; omit the flag")
 
     def abort(self, code):
         """End all ranks of the job immediately with this exit code; does not return."""
@@ -247,3 +247,6 @@ class Solo(Communicator):
 
     def split(self, color, key=0):
         return None if color is None else Solo()
+
+
+SOLO = Solo()  # for default arguments

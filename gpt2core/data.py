@@ -35,7 +35,7 @@ class Windows:
         if len(buffer) < seq_len + 1:
             raise DataError(
                 f"the text has {counted(len(buffer), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
-                "(the last one is a target): give more text or a shorter --seq-len"
+                "(the last one is a target): give more text or a shorter `seq_len`"
             )
         buffer.flags.writeable = False  # batches are views of the buffer
         self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed

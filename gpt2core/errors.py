@@ -1,5 +1,7 @@
 """Errors that a user can correct: the command line prints each as one line on standard error and exits with code 2."""
 
+import numbers
+
 
 class UserError(Exception):
     """Base class. The message names the wrong value and the expected value, and says what to do."""
@@ -33,3 +35,9 @@ def counted(count, noun):
     """A number with its noun: 1 rank, 2 ranks, 3 micro-batches."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
+
+
+def require_size(name, value):
+    """Raise ConfigError with the name of an argument unless `value` is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ConfigError(f"`{name}={value!r}` must be a positive whole number")

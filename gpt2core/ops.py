@@ -2,29 +2,26 @@
 
 import numpy as np
 
-from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError
-from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_grad
-
-SOLO = Solo()
+from gpt2core.communicator import SOLO
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
-# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. A group of p ranks divides the vocabulary: the
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. Arrays (B, T, ...) of one micro-batch may also be
+# (M, B, T, ...) for M of them, if the backend merges micro-batches. A group of p ranks divides the vocabulary: the
 # tokens of rank r are [r V/p, (r+1) V/p). Rank r holds their rows of an embedding (V, C) and computes their logits.
+# The graph keeps only the arrays that a backward kernel reads. It reads the data of a weight when it runs; gradients of
+# weights that are functions need only its shape, so a weight may be freed after backward(later=...).
 
 
 def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
     require(x.shape[-1] == w.shape[0], "linear", x, w)
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
-    backend, has_bias = x.backend, b is not None
-    parents = (x, w, b) if has_bias else (x, w)
-    y = backend.linear_forward(x.data, w.data, b.data if has_bias else None)
-
-    def backward(dy):
-        return backend.linear_backward(dy, x.data, w.data, has_bias, buffers(w, b))[: len(parents)]
-
-    return Tensor.from_op(y, parents, backward)
+    backend, parents = x.backend, (x, w) if b is None else (x, w, b)
+    y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
+    return Tensor.from_op(
+        y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None)[: len(parents)]
+    )
 
 
 def gelu(x):
@@ -38,7 +35,7 @@ def linear_gelu(x, w, b):
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:], "linear_gelu", x, w, b)
     backend = x.backend
     y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux, buffers(w, b)))
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux))
 
 
 def mlp(x, w, b, w2):
@@ -46,9 +43,7 @@ def mlp(x, w, b, w2):
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
-    return Tensor.from_op(
-        y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux, buffers(w, b, w2))
-    )
+    return Tensor.from_op(y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux))
 
 
 def layernorm(x, w, b, eps=1e-5):
@@ -56,11 +51,11 @@ def layernorm(x, w, b, eps=1e-5):
     require(x.shape[-1:] == w.shape == b.shape, "layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux, buffers(w, b)))
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
-    """Two outputs: x (the start of the residual stream) and layernorm(x, w, b); backward adds the gradients of both."""
+    """Two outputs: x (the residual stream) and layernorm(x, w, b); backward adds the gradients of both."""
     require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
@@ -68,57 +63,75 @@ def stream_layernorm(x, w, b, eps=1e-5):
     def backward(dx, dy):
         if dy is None:
             return dx, None, None
-        dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux, (None, *buffers(w, b)))
+        dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux)
         return dx, dw, db
 
     return Tensor.from_op((x.data, y), (x, w, b), backward)
 
 
+def residual_add(x, a, a_bias):
+    """s = x + (a + a_bias): the residual stream after a branch (a, a_bias), where no LayerNorm reads it next."""
+    require(x.shape == a.shape and x.shape[-1:] == a_bias.shape, "residual_add", x, a, a_bias)
+    backend = x.backend
+    s = backend.residual_add_forward(x.data, a.data, a_bias.data)
+    return Tensor.from_op(s, (x, a, a_bias), lambda ds: (ds, ds, backend.bias_backward(ds)))
+
+
 def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
-    """Two outputs: s = x + a + a_bias, the residual stream after a branch (a, a_bias), and layernorm(s, w, b)."""
+    """Two outputs: s = residual_add(x, a, a_bias) and layernorm(s, w, b), fused."""
     require(x.shape == a.shape and x.shape[-1:] == a_bias.shape == w.shape == b.shape, "residual_layernorm", x, a, w, b)
     backend = x.backend
     s, y, aux = backend.residual_layernorm_forward(x.data, a.data, a_bias.data, w.data, b.data, eps)
 
     def backward(ds, dy):
-        if dy is None:  # layernorm(s) was not used: the gradient is that of an addition
-            return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
-        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, buffers(a_bias, w, b))
-        return dx, dx, da_bias, dw, db
+        if dy is None:  # layernorm(s) was not used
+            return ds, ds, None, None, backend.bias_backward(ds)
+        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux)
+        return dx, dx, dw, db, da_bias
 
-    return Tensor.from_op((s, y), (x, a, a_bias, w, b), backward)
+    return Tensor.from_op((s, y), (x, a, w, b, a_bias), backward)
 
 
 def attention(qkv, n_head):
     """Causal self-attention: q, k and v side by side, qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
-    if qkv.ndim != 3 or qkv.shape[2] % (3 * n_head):
+    if qkv.ndim not in (3, 4) or qkv.shape[-1] % (3 * n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
-    backend = qkv.backend
-    y, aux = backend.attention_forward(qkv.data, n_head)
-    return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, qkv.data, y, aux, n_head),))
+    require_one_micro_batch("attention", qkv.backend, qkv.shape, 4)
+    backend, shape, x = qkv.backend, qkv.shape, qkv.data.reshape(-1, *qkv.shape[-2:])  # all sequences
+    y, aux = backend.attention_forward(x, n_head)
+
+    def backward(dy):
+        return (backend.attention_backward(dy.reshape(y.shape), x, y, aux, n_head).reshape(shape),)
+
+    return Tensor.from_op(y.reshape(*shape[:-1], -1), (qkv,), backward)
 
 
-def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
+def cached_attention(qkv, cache, layer, n_head):
+    """Attention of the new positions, qkv (B, t, 3C), to the cached ones and to each other -> (B, t, C); no gradient.
+
+    cache: a sampler.KVCache, to whose layer number `layer` the keys and values are appended.
+    """
+    return Tensor(cache.attend(qkv.data, layer, n_head), qkv.backend)
+
+
+def embedding(ids, wte, wpe, position=0, group=SOLO):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
     wte (V/p, C) has the rows of this rank's tokens; other tokens give 0, and the all-reduce adds the rows of all ranks.
-    tied: wte is also the matrix of the logits, whose gradient is computed first: dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
-    if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
+    if len(ids.shape) not in (2, 3) or not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
+    require_one_micro_batch("embedding", wte.backend, ids.shape, 3)
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
     added_wpe = wpe.data if group.is_root else None  # on one rank only, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added_wpe, position, first)
     y = group.all_reduce(y, out=y)
 
-    def backward(dy):
-        out = wte.destination(adds=tied), wpe.destination()
-        accumulate = tied and out[0] is not None
-        return backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first, out, accumulate)
-
-    return Tensor.from_op(y, (wte, wpe), backward)
+    return Tensor.from_op(
+        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first)
+    )
 
 
 def unembed(x, w):
@@ -126,7 +139,7 @@ def unembed(x, w):
     require(x.shape[-1] == w.shape[1], "unembed", x, w)
     backend = x.backend
     y = backend.unembed_forward(x.data, w.data)
-    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data, *buffers(w)))
+    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
 
 
 def cross_entropy(logits, targets, scale=None, group=SOLO):
@@ -136,14 +149,15 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
-    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
-    backend, first = logits.backend, group.rank * logits.shape[-1]
+    scale = check_targets("cross_entropy", logits, targets, scale, V)
+    shape, backend, first = logits.shape, logits.backend, group.rank * logits.shape[-1]
+    targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
     *stats, aux = backend.cross_entropy_forward(logits2, targets, first)
     loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
-        return (dlogits.reshape(logits.shape),)
+        return (dlogits.reshape(shape),)
 
     return Tensor.from_op(loss, (logits,), backward)
 
@@ -156,26 +170,18 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
-    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
+    scale = check_targets("unembed_cross_entropy", x, targets, scale, V)
+    require_one_micro_batch("unembed_cross_entropy", x.backend, x.shape, 4)
+    targets = targets.reshape(*x.shape[:1], -1) if x.ndim == 4 else targets.reshape(-1)  # (M, N) or (N)
     backend, first = x.backend, group.rank * w.shape[0]
     forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
-    out, own = None, object()
-    if forward_scale is not None:
-        out = w.destination(writer=own)
-    *stats, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, forward_scale, dloss, out)
+    *stats, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, forward_scale, dloss)
     loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
     def backward(dy):
         if dloss is not None and dy is not dloss:
             raise AutogradError("unembed_cross_entropy: call backward() with the dloss array that forward was given")
-        if out is not None and w.in_buffer != (own,):
-            raise AutogradError(
-                "unembed_cross_entropy: the gradient that forward may have written to w.grad_buffer was used or "
-                "overwritten: call backward() once, before another operation writes to this buffer"
-            )
-        dw = w.destination() if out is None else out
-        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, maxima, sums, aux, first, dw)
-        return dx.reshape(x.shape), dw
+        return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)
 
     return Tensor.from_op(loss, (x, w), backward)
 
@@ -204,32 +210,48 @@ def reduce_from_group(x, group):
 def gather_from_group(x, group):
     """Forward: all ranks' columns x (..., K) side by side (..., pK). Backward: this rank's columns of the gradient."""
     K, p = x.shape[-1], group.size
-    parts = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
-    y = parts.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
+    shards = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
+    y = shards.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
-def recompute(function, x):
-    """function(x) without storing its activations: backward computes them again from x (Chen et al. 2016).
+# -- operations that compute nothing: they tell where a backward pass is ----------------------------------------------
 
-    For this, backward runs a nested backward pass, which calls on_gradient of the parameters that `function` uses.
+
+class Report:
+    """A parent of a mark. It has no data; when backward has come to the mark, it receives a "gradient"."""
+
+    requires_grad, node = True, None
+
+    def __init__(self, function):
+        self.function = function
+
+    def receiver(self):
+        return self
+
+    def receive(self, gradient):
+        self.function()
+
+
+def mark(tensors, function):
+    """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
+
+    Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
+    run then. With backward(later=...), the call is in that list, after the gradients of these operations.
     """
-    if not x.requires_grad:
-        raise AutogradError("recompute: x requires no gradient, so backward would never run this part again")
-    with no_grad():
-        y = function(x.detach())
-
-    def backward(dy):
-        x_leaf = x.detach(requires_grad=True)
-        function(x_leaf).backward(dy)
-        return (x_leaf.grad,)
-
-    return Tensor.from_op(y.data, (x,), backward)
+    return Tensor.from_op(
+        tuple(tensor.data for tensor in tensors), (*tensors, Report(function)), lambda *gradients: (*gradients, True)
+    )
 
 
-def buffers(*leaves):
-    """The argument `out` of a backward kernel: where it writes the gradient of each parameter, or None: a new array."""
-    return tuple(None if leaf is None else leaf.destination() for leaf in leaves)
+def boundary(array, backend, function):
+    """A tensor with this array, which another graph has computed; backward calls function(its gradient)."""
+
+    def backward(gradient):
+        function(gradient)
+        return (None,)
+
+    return Tensor.from_op(array, (Tensor(array, backend, requires_grad=True),), backward)
 
 
 def require(condition, operation, *tensors):
@@ -252,15 +274,15 @@ def require_tokens(operation, tokens, vocabulary):
             raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
 
 
-def require_size(name, value):
-    """Raise ConfigError with the flag of argument `name` unless `value` is a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigError(f"--{name.replace('_', '-')} {value!r} must be a positive whole number")
+def require_one_micro_batch(operation, backend, shape, merged_ndim):
+    """Raise ShapeError for a shape with the axis M of merged micro-batches if the backend does not merge them."""
+    if len(shape) == merged_ndim and not backend.merges_micro_batches:
+        raise ShapeError(f"{operation}: the {backend.name} backend computes one micro-batch in a call, not {shape}")
 
 
-def flat_targets(operation, x, targets, scale, vocabulary):
-    """(x (..., K) reshaped to (N, K), targets to (N), scale or its default 1/N); ShapeError for wrong targets."""
+def check_targets(operation, x, targets, scale, vocabulary):
+    """The scale, by default 1/N, for targets of the rows of x (..., K); ShapeError for wrong targets."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     require_tokens(operation, targets, vocabulary)
-    return x.data.reshape(-1, x.shape[-1]), targets.reshape(-1), 1 / targets.size if scale is None else scale
+    return 1 / targets.size if scale is None else scale

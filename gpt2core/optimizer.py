@@ -1,12 +1,10 @@
-"""AdamW over the flat arena, clipping by the global norm of the gradient, and the learning-rate schedule."""
+"""AdamW, clipping by the global norm of the gradient, and the learning-rate schedule."""
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
 
@@ -25,12 +23,12 @@ class Schedule:
 
     def __post_init__(self):
         if self.kind not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"--schedule {self.kind} is unknown: use constant, linear or cosine")
-        for flag, value in (("--lr", self.peak), ("--min-lr", self.floor)):
+            raise ConfigError(f"`schedule={self.kind}` is unknown: use constant, linear or cosine")
+        for name, value in (("lr", self.peak), ("min_lr", self.floor)):
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{flag} {value} is not a learning rate: it must be finite and not negative")
+                raise ConfigError(f"`{name}={value}` is not a learning rate: it must be finite and not negative")
         if self.warmup < 0:
-            raise ConfigError(f"--warmup {self.warmup} must not be negative")
+            raise ConfigError(f"`warmup={self.warmup}` must not be negative")
 
     def __call__(self, step):
         if step < self.warmup:
@@ -41,138 +39,77 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * remaining
 
 
-class Hyperparameters(NamedTuple):
-    """The numbers of one AdamW step. They are arrays, because a CUDA graph reads new values from fixed addresses."""
-
-    scalars: np.ndarray  # (3) float64, from adamw_scalars()
-    key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
-
-
 def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """(3) float64 [rate, e, shrink]: the update of p with moments m, v is p = shrink * p - rate * m / (sqrt(v) + e)."""
-    c1, c2 = 1 - beta1**step, 1 - beta2**step  # the bias corrections m / c1, v / c2 are part of rate and e
+    """(3) float64 [rate, e, shrink]: the formula of AdamW as p = shrink p - rate m / (sqrt(v) + e)."""
+    c1, c2 = 1 - beta1**step, 1 - beta2**step
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
 
-def rounding_key(seed, step):
-    """(1) int64: the key of one step's random numbers for stochastic rounding."""
-    return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
-
-
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) on flat arrays, with decoupled weight decay of the matrices.
+    """AdamW (Loshchilov and Hutter 2019) on flat arrays of parameters p and gradients g. In step t = 1, 2, ...:
 
-    pool: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
-    torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
-    each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that divide
-    each layer. repeated: slices that this rank omits from the norm, because the root of tensor_group adds them.
-    compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is
-    rounded, "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in
-    the arena, so they are equal for any number of owners. gathers: whether update() ends with an all-gather of the
-    array that kernels read. If not, zero.AsyncAllGather gathers it during the next forward pass, or gather()
-    before it.
+        g = g min(1, clip / norm(g))                  norm over all parameters; clip 0: no clipping
+        m = beta1 m + (1 - beta1) g                   running mean of the gradient
+        v = beta2 v + (1 - beta2) g^2                 running mean of its square
+        p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)      m_ = m / (1 - beta1^t), v_ = v / (1 - beta2^t)
+
+    m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
+    decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
+    own: the slice of the arrays that is updated here; by default the whole. The Trainer uses the subclass ShardedAdamW
+    (parallel/sharded_adamw.py), which calls update_slice() for the slice of each thread of each rank.
     """
 
     def __init__(
-        self, arena, parameters, pool, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), compute_copy=None, gathers=True,
+        self, arena, parameters, backend, *, own=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
     ):  # fmt: skip
-        for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
-                raise ConfigError(f"{flag} {value} must be in [0, 1)")
-        for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
+                raise ConfigError(f"`{name}={value}` must be in [0, 1)")
+        for name, value in (("eps", eps), ("weight_decay", weight_decay), ("clip", clip)):
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{flag} {value} must be finite and not negative")
-        self.arena, self.parameters, self.compute_copy, self.pool = arena, parameters, compute_copy, pool
-        self.backend = pool.backends[0]
-        self.seed = seed if rounding == "stochastic" else None
-        self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
-        self.compute_parameters, self.gathers = parameters if compute_copy is None else compute_copy, gathers
-        self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
-        self.own = arena.part(self.owners.rank, self.owners.size)
+                raise ConfigError(f"`{name}={value}` must be finite and not negative")
+        self.arena, self.parameters, self.backend = arena, parameters, backend
+        self.betas, self.eps, self.weight_decay, self.bound = (beta1, beta2), eps, weight_decay, clip
+        self.own = own or slice(0, arena.size)
         size = self.own.stop - self.own.start
-        self.exp_avg, self.exp_avg_sq = (self.backend.zeros((size,), parameters.dtype) for _ in "mv")
-        self.decays = self.backend.asarray(arena.decays())
-        self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
+        self.exp_avg, self.exp_avg_sq = (backend.zeros((size,), parameters.dtype) for _ in "mv")  # m and v
+        self.decays = backend.asarray(arena.decays())
+        self.padding = [] if eps else arena.padding()
 
     def hyperparameters(self, step, lr):
-        """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
-        scalars = adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
-        return Hyperparameters(scalars, None if self.seed is None else rounding_key(self.seed, step))
+        """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
+        return adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
 
-    def map_own(self, function):
-        """[function(backend, part) of each worker]; the slices `part` divide this rank's part of the arena."""
-        return self.pool.map_parts(function, self.arena, self.owners.rank, self.owners.size)
+    def clip(self, gradients, **state):
+        """(the global norm of flat `gradients`, the factor that clips them), each of one element.
 
-    def norm_and_scale(self, gradients, loss_scale=None, stop=None):
-        """(global L2 norm of flat `gradients`, grad_scale: the factor that clips them); each has one element.
-
-        Only this rank's part of `gradients` is read. The sums over fixed segments are added in a fixed order, so the
-        bits are the same for 1, 2, 4, ... or 64 owners. loss_scale: a LossScale or None; stop: see Backend.clip.
+        If the norm is not finite, the factor is NaN, and update() changes nothing. state: see Backend.clip.
         """
-        size, segments = self.arena.size, self.arena.segments
-
-        def squares(backend, part):
-            return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
-
-        own_sums = self.backend.xp.concatenate(self.map_own(squares))
-        for part in self.in_own(self.repeated):  # subtract it from any segment: only the total is used
-            own_sums[:1] -= self.backend.sum_of_squares(gradients[part], 1)
-        scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
-        sums = self.tensor_group.all_reduce(self.owners.all_gather(own_sums))
-        return self.backend.clip(sums, self.clip, stop=stop, **scaling)
+        return self.backend.clip(self.page_sums(gradients), self.bound, **state)
 
     def norm(self, flat):
         """The global L2 norm of a flat buffer, a Python float."""
-        return self.backend.to_host(self.norm_and_scale(flat)[0]).item()
+        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
 
-    def in_own(self, slices):
-        """Yield the intersection of each of these slices with this rank's part of the arena, if it is not empty."""
-        for part in slices:
-            start, stop = max(part.start, self.own.start), min(part.stop, self.own.stop)
-            if start < stop:
-                yield slice(start, stop)
+    def page_sums(self, flat):
+        """The sum of squares of each page of the arena, which Backend.clip adds in a fixed order.
 
-    def update(self, gradients, grad_scale, hyper):
-        """Update this rank's part from flat `gradients` * grad_scale; if `gathers`, all-gather the updated parts."""
+        Without the last pages, which are padding for the number of owners: the order depends on the number of pages.
+        """
+        return self.backend.page_sums(flat)[: self.arena.norm_pages]
 
-        def update_part(backend, part):
-            moments = slice(part.start - self.own.start, part.stop - self.own.start)
-            copy = None if self.compute_copy is None else self.compute_copy[part]
-            arrays = self.parameters[part], self.exp_avg[moments], self.exp_avg_sq[moments], copy, gradients[part]
-            decays = self.decays[self.arena.blocks(part)]
-            backend.adamw_step(*arrays, hyper, grad_scale, decays, self.betas, part.start)
+    def update(self, gradients, factor, hyperparameters):
+        """Update the parameters from flat `gradients` * factor, the result of clip()."""
+        self.update_slice(self.backend, self.own, gradients, factor, hyperparameters)
+        self.clear_padding(self.parameters)
 
-        self.map_own(update_part)
-        if self.gathers:
-            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+    def clear_padding(self, flat):
+        """Set the padding of the arena to 0 again if eps is 0, because the formula is 0 / 0 there."""
+        for part in self.padding:
+            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
 
-    def gather(self):
-        """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
-        if not self.gathers:
-            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
-
-    def gather_parameters(self):
-        """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
-        self.gather()
-        if self.compute_copy is not None:
-            self.owners.all_gather(self.parameters[self.own], out=self.parameters)
-
-    def refresh_copy(self, steps):
-        """Round the parameters to compute_copy as update number `steps` did; call it after a checkpoint is loaded."""
-        if self.compute_copy is not None:
-            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
-            self.backend.cast(self.parameters, self.compute_copy, key)
-
-    @property
-    def nbytes(self):
-        """Bytes of the optimizer state that this rank holds."""
-        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
-
-    def moments(self):
-        """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""
-        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
-
-    def load_moments(self, first, second):
-        """Load this rank's part of the moments; first, second: flat moments of the whole arena."""
-        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
+    def update_slice(self, backend, share, gradients, factor, scalars, copy=None):
+        """Update the slice `share` of the parameters. copy: a ParameterCopy that receives them too, or None."""
+        moments = slice(share.start - self.own.start, share.stop - self.own.start)
+        p, m, v, g = self.parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
+        backend.adamw_step(p, m, v, g, scalars, factor, self.decays[self.arena.pages(share)], self.betas, copy)

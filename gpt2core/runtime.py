@@ -25,6 +25,7 @@ class Compiled:
     in each call) and constants (equal in each call). `function` returns a list of arrays.
     """
 
+    replays = False  # whether later calls may repeat the device's work of an earlier call, without `function`
     can_overlap = False  # whether a call may be made before wait() on the Results of the previous call
 
     def __init__(self, function):
@@ -56,21 +57,21 @@ class Runtime:
 
     def retune(self):
         """Time all candidates again; raises ConfigError if nothing is timed."""
-        raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
+        raise ConfigError(f"`autotune`: {self.name} tunes nothing; omit the flag")
 
     def use_blas(self, name):
         """Select the library of matrix products on the host; raises ConfigError if there is no choice."""
-        raise ConfigError(f"--blas {name}: {self.name} has its own matrix products; omit the flag")
+        raise ConfigError(f"`blas={name}`: {self.name} has its own matrix products; omit the flag")
 
     def compile_step(self, function, capture=True):
         """The Compiled of `function`; if `capture` is true, a device may capture a call and replay it (CUDA graph)."""
         return Compiled(function)
 
     def join(self):  # noqa: B027
-        """Make later work on the current stream wait until kernels have written all gradients to grad_buffers."""
+        """Make later work on the current stream wait until kernels have written all gradients to their destinations."""
 
     def after(self):
-        """A context manager: work inside waits for the gradients in grad_buffers, but the current stream does not."""
+        """A context manager: work inside waits for the gradients of parameters, but the current stream does not."""
         return contextlib.nullcontext()
 
     def use_threads(self, count):  # noqa: B027
@@ -103,7 +104,7 @@ class Runtime:
 
     def annotate(self, backend):
         """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError if there is none."""
-        raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
+        raise ConfigError(f"`nvtx`: {self.name} has no profiler timeline; omit the flag")
 
     def check_training(self, config):
         """Raise ConfigError if this runtime is not meant to train a model of a GPT2Config."""

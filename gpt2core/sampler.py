@@ -6,9 +6,8 @@ import contextlib
 
 import numpy as np
 
+from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
-from gpt2core.ops import SOLO
-from gpt2core.tensor import Tensor, no_grad
 
 
 class KVCache:
@@ -19,7 +18,7 @@ class KVCache:
 
     def __init__(self, config, backend, batch=1, group=SOLO):
         H, D = config.n_head // group.size, config.n_embd // config.n_head
-        self.length = 0  # cached positions
+        self.backend, self.length = backend, 0  # length: cached positions
         self.keys = [
             backend.empty((batch, H, D, config.block_size), backend.compute_dtype) for _ in range(config.n_layer)
         ]
@@ -29,18 +28,7 @@ class KVCache:
 
     def attend(self, qkv, layer, n_head):
         """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all positions, (B, t, HD)."""
-        backend = qkv.backend
-        y = backend.attention_cached(qkv.data, self.keys[layer], self.values[layer], self.length, n_head)
-        return Tensor(y, backend)
-
-
-@no_grad()
-def next_logits(model, ids, cache):
-    """The logits (V) of the token after `ids`. `ids` follow the cached tokens; their keys and values are cached too."""
-    ids = np.asarray(ids, np.int64)[None]
-    logits = model.logits(ids, cache, last_only=True)
-    cache.length += ids.shape[1]
-    return logits.numpy()[0, -1]
+        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], self.length, n_head)
 
 
 class Decoder:
@@ -55,8 +43,8 @@ class Decoder:
 
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
 
-    def __init__(self, model, next_logits=next_logits):
-        self.model, self.next_logits = model, next_logits
+    def __init__(self, model, next_logits=None):
+        self.model, self.next_logits = model, next_logits or model.next_logits
 
     def start(self, prompts, rules):
         """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""
@@ -91,7 +79,7 @@ class CachedSequence:
         """Sample the next token and return it."""
         if self.cache.length + len(self.uncached) > self.model.config.block_size:
             self.clear_cache()
-        return self.append(self.next_logits(self.model, self.uncached, self.cache))
+        return self.append(self.next_logits(self.uncached, self.cache))
 
     def append(self, logits):
         """Sample the next token from its logits (V) and return it."""
@@ -156,13 +144,13 @@ class Sampling:
 
     def __init__(self, temperature=1.0, top_k=0, top_p=1.0, seed=0):
         if not (np.isfinite(temperature) and temperature > 0):
-            raise ConfigError(f"--temperature {temperature} must be above 0 to sample (0 means greedy) and finite")
+            raise ConfigError(f"`temperature={temperature}` must be above 0 to sample (0 means greedy) and finite")
         if top_k < 0:
-            raise ConfigError(f"--top-k {top_k} must be 0 (all tokens) or more")
+            raise ConfigError(f"`top_k={top_k}` must be 0 (all tokens) or more")
         if not 0 < top_p <= 1:
-            raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1")
+            raise ConfigError(f"`top_p={top_p}` must be above 0 and at most 1")
         if seed < 0:
-            raise ConfigError(f"--seed {seed} must not be negative")
+            raise ConfigError(f"`seed={seed}` must not be negative")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.random = np.random.default_rng(seed)
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
-from collections import Counter
+from typing import NamedTuple
 
 _recording = contextvars.ContextVar("recording", default=True)  # a context variable: each thread has its own value
 _creation_order = itertools.count()
@@ -32,55 +33,77 @@ def is_recording():
     return _recording.get()
 
 
-class Edge:
-    """A reference to a tensor that a node made, without its array. The closure Node.backward may keep the array."""
+class Destination(NamedTuple):
+    """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
 
-    __slots__ = ("shape", "requires_grad", "node", "index")  # the tensor is output number `index` of `node`
-    grad_buffer = None  # only a leaf may have a buffer
+    A fast backend computes a gradient where it belongs, in a flat buffer, so it returns a function of a Destination.
+    PlainBackend returns arrays: at first reading, read "gradient" as "array".
+    """
 
-    def __init__(self, tensor):
-        self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
-        self.node, self.index = tensor.node, tensor.index
+    array: object
+    accumulate: bool
 
 
 class Node:
-    """One application of an operation: its inputs, and the closure that computes their gradients."""
+    """One application of an operation: where its inputs' gradients go, and the closure that computes them."""
 
-    __slots__ = ("order", "parents", "backward", "n_outputs")
+    __slots__ = ("order", "parents", "backward", "dys")
 
     def __init__(self, parents, backward, n_outputs):
         self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
-        self.parents = [parent if parent.node is None else Edge(parent) for parent in parents]
-        self.backward, self.n_outputs = backward, n_outputs
+        self.parents = [parent.receiver() for parent in parents]
+        self.backward, self.dys = backward, [None] * n_outputs  # dys: the gradients of the outputs, summed so far
 
-    def free(self):
-        """Drop the closure and the activations that it holds; backward() frees each node after its use."""
-        self.parents, self.backward = (), None
+    def run(self, retain, later):
+        """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
+        dys, self.dys = self.dys, [None] * len(self.dys)
+        if any(dy is not None for dy in dys):
+            pairs = zip(self.parents, self.backward(*dys), strict=True)
+            pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
+            # Leaves first: a device can compute their gradients while it computes those that the next node needs.
+            for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
+                pass_on(gradient, parent, later)
+        if not retain:
+            self.parents, self.backward = (), None
+
+
+class Edge:
+    """A tensor as the nodes after it know it: without its array, so that the array can be freed before the graph."""
+
+    __slots__ = ("shape", "node", "index", "add")  # the tensor is output number `index` of `node`
+
+    def __init__(self, tensor):
+        self.shape, self.node, self.index, self.add = tensor.shape, tensor.node, tensor.index, tensor.backend.add
+
+    def receive(self, gradient):
+        gradient = gradient(None) if callable(gradient) else gradient
+        check_shape(gradient, self.shape)
+        dys, i = self.node.dys, self.index
+        dys[i] = gradient if dys[i] is None else self.add(dys[i], gradient)
 
 
 class Tensor:
     """An array, its backend, and the node that made it. A leaf is a tensor that no node made, such as a parameter.
 
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
-    gradient, an array of the same shape, in `grad`. Importing primitives.py defines arithmetic (+, *, ...).
-
-    grad_buffer: an array to which backward kernels write the gradient of a leaf (see destination), or None. If two
-    operations use the leaf, the second kernel must add to the buffer; backward() does not add the two results again.
+    gradients, over all its uses and all backward passes, in `grad`; set grad = None to begin again. buffer: the array
+    in which `grad` is kept, or None for a new array. Importing primitives.py defines arithmetic (+, *, ...).
     """
 
     __array_priority__ = 1000  # makes NumPy call the tensor's __radd__ for array + tensor
 
     def __init__(self, data, backend, requires_grad=False):
         self.data, self.backend, self.requires_grad = data, backend, requires_grad
-        self.grad, self.node, self.index, self.grad_buffer = None, None, 0, None
-        self.in_buffer = ()  # the writers of the gradients whose sum is in grad_buffer, until on_gradient() gets it
+        self.grad, self.buffer, self.node, self.index = None, None, None, 0
 
     @classmethod
     def from_op(cls, data, parents, backward):
         """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
 
         data: an array, or a tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one
-        gradient for each of them: None for a tensor that was not used.
+        gradient for each of them: None for a tensor that was not used. A gradient is an array, or a function of a
+        Destination or None that computes it there or in a new array, and returns that array. Such functions of leaves
+        are called first; they may also be called after the whole pass: see backward().
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(cls(array, parents[0].backend) for array in outputs)
@@ -117,34 +140,42 @@ class Tensor:
     def __repr__(self):
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
-    def destination(self, adds=False, writer=None):
-        """grad_buffer of a leaf, to which a kernel now writes a gradient or, if `adds`, adds one to those in it."""
-        if self.grad_buffer is not None:
-            if adds and not self.in_buffer:
-                raise AutogradError(
-                    "a kernel would add to a grad_buffer to which no other kernel has written a gradient"
-                )
-            self.in_buffer = (*self.in_buffer, writer) if adds else (writer,)
-        return self.grad_buffer
+    def receiver(self):
+        """The object whose receive() takes the gradients of this tensor; None if it requires none."""
+        return None if not self.requires_grad else self if self.node is None else Edge(self)
 
-    def on_gradient(self, gradient):
-        """Called once in each backward pass, when it has computed the whole gradient of this leaf.
+    def destination(self):
+        """The Destination of the next gradient of this leaf; None: a new array."""
+        if self.buffer is None or not (self.grad is None or self.grad is self.buffer):
+            return None
+        return Destination(self.buffer, accumulate=self.grad is not None)
 
-        This default adds the gradient to `grad`. To add in another order, or to send gradients during the rest of
-        backward, assign another function to `leaf.on_gradient`. It must copy the array: backward() may overwrite it.
-        """
-        if self.grad is None:
-            self.grad = gradient.copy()  # another tensor may get the same array: see primitives.add()
-        else:
+    def receive(self, gradient):
+        """Add a gradient, an array or a function of its destination, to `grad` of this leaf."""
+        out = self.destination()
+        if callable(gradient):
+            gradient = gradient(out)
+            if out is not None and gradient is out.array:  # the function has put it there
+                self.grad = out.array
+                return
+        check_shape(gradient, self.shape if out is None else out.array.shape)
+        if out is not None:
+            self.backend.put(gradient, out)
+            self.grad = out.array
+        elif self.grad is not None:
             self.grad += gradient
+        else:
+            self.grad = gradient.copy()  # another tensor may get the same array: see primitives.add()
 
-    def backward(self, gradient=None, retain_graph=False):
+    def backward(self, gradient=None, retain_graph=False, later=None):
         """Compute the gradients of all leaves of the graph that require gradients.
 
         gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
-        freed during the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded,
-        or if `gradient` is missing for several elements, or for a leaf whose grad_buffer does not contain the sum of
-        its gradients; ShapeError if a gradient has another shape than its tensor.
+        freed during the pass unless `retain_graph`. later: a list, or None. If it is a list, the gradients of the
+        leaves are not computed: functions without arguments are appended to it, and calling them in order completes the
+        pass. The contents of gradients in a `buffer` are complete after backend.runtime.join(). Arrays of the graph
+        must not be changed before backward(). Raises AutogradError for a graph that was freed or never recorded, or if
+        `gradient` is missing for several elements; ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -154,63 +185,38 @@ class Tensor:
             if self.data.size != 1:
                 raise AutogradError(f"backward() on shape {self.shape} needs an argument: a gradient of that shape")
             gradient = self.backend.ones(self.shape, self.dtype)
-        gradient = gradient.data if isinstance(gradient, Tensor) else gradient
-        nodes, uses_left = reachable(self)
-        sums = {}  # {node or leaf: for each of its outputs the sum of the gradients so far, or None}
-        received = Counter()  # {leaf: number of its gradients so far}
-
-        def add_gradient(tensor, gradient):
-            if gradient is not None:
-                if gradient.shape != tensor.shape:
-                    raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {tensor.shape}")
-                n_outputs = tensor.node.n_outputs if tensor.node else 1
-                output_sums = sums.setdefault(tensor.node or tensor, [None] * n_outputs)
-                previous = output_sums[tensor.index]
-                if previous is not None and tensor.grad_buffer is None:
-                    gradient = self.backend.add(previous, gradient)
-                output_sums[tensor.index] = gradient
-            if tensor.node is None:
-                uses_left[tensor] -= 1
-                received[tensor] += gradient is not None
-                if uses_left[tensor] == 0 and tensor in sums:
-                    if tensor.grad_buffer is not None and len(tensor.in_buffer) != received[tensor]:
-                        raise AutogradError(
-                            f"the grad_buffer of a leaf {tensor.shape} contains {len(tensor.in_buffer)} of its "
-                            f"{received[tensor]} gradients: use the leaf once, by a kernel, or without a grad_buffer"
-                        )
-                    tensor.in_buffer = ()
-                    tensor.on_gradient(sums.pop(tensor)[0])
-
-        add_gradient(self, gradient)
+        nodes = reachable(self)
+        pass_on(gradient.data if isinstance(gradient, Tensor) else gradient, self.receiver(), later)
         while nodes:
-            node = nodes.pop()  # the newest: all operations that use its outputs have been processed
-            gradients = sums.pop(node, None)
-            if gradients is None:  # no gradient reached this node
-                parent_gradients = (None,) * len(node.parents)
-            else:
-                parent_gradients = node.backward(*gradients)
-            for parent, gradient in zip(node.parents, parent_gradients, strict=True):
-                if parent.requires_grad:
-                    add_gradient(parent, gradient)
-            gradients = parent_gradients = parent = gradient = None  # otherwise these names keep arrays in memory
-            if not retain_graph:
-                node.free()
+            nodes.pop().run(retain_graph, later)  # the newest: all operations that use its outputs have run
 
 
 def reachable(root):
-    """The graph that computed `root`: (list of nodes, oldest first; {leaf: number of its uses in the graph})."""
-    nodes, uses, stack = set(), {}, [root]
+    """The nodes of the graph that computed `root`, oldest first."""
+    found, stack = set(), [root.node] if root.node else []
     while stack:
-        tensor = stack.pop()
-        node = tensor.node
-        if node is None:
-            uses[tensor] = uses.get(tensor, 0) + 1
-        elif node not in nodes:
-            if node.backward is None:
-                raise AutogradError(
-                    "backward() through a graph that an earlier backward() freed: run the forward pass again, "
-                    "or keep the graph with backward(retain_graph=True)"
-                )
-            nodes.add(node)
-            stack.extend(parent for parent in node.parents if parent.requires_grad)
-    return sorted(nodes, key=lambda node: node.order), uses
+        node = stack.pop()
+        if node in found:
+            continue
+        if node.backward is None:
+            raise AutogradError(
+                "backward() through a graph that an earlier backward() freed: run the forward pass again, "
+                "or keep the graph with backward(retain_graph=True)"
+            )
+        found.add(node)
+        node.dys = [None] * len(node.dys)  # an earlier pass may have failed before it used them
+        stack.extend(parent.node for parent in node.parents if parent is not None and parent.node is not None)
+    return sorted(found, key=lambda node: node.order)
+
+
+def pass_on(gradient, receiver, later):
+    """Add a gradient to a receiver; if that is a leaf and `later` is a list, append the function that does it."""
+    if receiver.node is None and later is not None:
+        later.append(functools.partial(receiver.receive, gradient))
+    else:
+        receiver.receive(gradient)
+
+
+def check_shape(gradient, shape):
+    if gradient.shape != shape:
+        raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {shape}")

@@ -1,122 +1,127 @@
-"""The training step of every stage: batch, gradient, norm, update, for any number of threads, ranks and devices."""
+"""One training step, for any number of threads, ranks and devices: gradients, their sum, clipping, AdamW, loss."""
 
 # The global batch: B sequences of T tokens. A data-parallel rank reads B / (number of data-parallel ranks) of them.
 
-import contextlib
+import math
+import time
+from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError, counted
-from gpt2core.model import parameter_shapes
-from gpt2core.ops import require_size, require_tokens
-from gpt2core.optimizer import AdamW
-from gpt2core.parallel import tensor_parallel
-from gpt2core.parallel.bucket_size import measured_bucket
-from gpt2core.parallel.config import ParallelConfig, check_rounding
-from gpt2core.parallel.data_parallel import gradient_reduction
-from gpt2core.parallel.even_slices import even_slices
-from gpt2core.parallel.loss_scale import LossScale
-from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.micro_batches import MicroBatches
-from gpt2core.parallel.steps_in_flight import PendingStep
-from gpt2core.parallel.threads import WorkerPool, limit_blas
+from gpt2core.errors import Diverged, UserError, counted
+from gpt2core.ops import require_tokens
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.losses import total_loss
+from gpt2core.parallel.setup import Setup
 from gpt2core.parallel.whole_parameters import fill, initial_parameters
-from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.tensor import ShapeError
 
 
-class Trainer:
-    """A model, its optimizer, and the threads and ranks that share the work.
+@dataclass(frozen=True)
+class Step:
+    """The report of one training step; its fields are those of one line of the log."""
+
+    step: int
+    loss: float  # mean cross-entropy of the global batch before the update, in nats per token
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+    loss_scale: float | None = None  # fp16: the factor of the loss after the step
+    skipped: int | None = None  # fp16: how many times the gradient of this step overflowed and was computed again
+    mfu: float | None = None  # model FLOPs / peak FLOPs of the device; None if the peak is not known
+    bytes_sent: int | None = None  # by this rank, in all groups; None if it sends nothing
+
+
+class Trainer(Setup):
+    """A model, its optimizer, and the threads and ranks that share the work (parallel/setup.py).
 
     config: GPT2Config. backends: a list, one for each worker thread of this rank. world: the Communicator of all ranks.
-    parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. capture: whether
-    the device may capture a step and replay it. seed: seed of the initial parameters; None leaves them zero.
-    micro_batches: number of parts of the global batch, which has batch_size (B) sequences of seq_len (T) tokens.
+    parallel: ParallelConfig. optimizer: a dict of keyword arguments of AdamW. seed: seed of the initial parameters;
+    None leaves them zero. micro_batches: their number in the global batch, which has batch_size (B) sequences of
+    seq_len (T) tokens. Raises ConfigError for sizes that do not fit.
+
+    On one rank and one thread there is only this: parameters and gradients, two flat arrays; a model whose tensors are
+    views of them; and AdamW.
     """
 
     def __init__(
-        self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
-        seed=0, capture=True, loss_scale=None,
+        self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None, seed=0
     ):  # fmt: skip
-        for name, size in (("batch_size", batch_size), ("seq_len", seq_len), ("micro_batches", micro_batches)):
-            require_size(name, size)
-        if seq_len > (block := config.block_size):
-            raise ConfigError(f"--seq-len {seq_len} exceeds the model's block of {block} tokens: use --seq-len {block}")
-        self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel or ParallelConfig(), seed
         self.batch_size, self.seq_len, self.micro_batches = batch_size, seq_len, micro_batches
-        self.mesh = Mesh(self.world, self.world.size // self.parallel.tp, self.parallel.tp)
-        self.pool, self.backend = WorkerPool(backends), backends[0]
-        limit_blas(1)  # the worker threads use the cores
-        tensor_parallel.check_tensor_parallel(config, self.mesh.tensor.size)
-        self.backend.check_model(config)
-        data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()  # owners divide the arena
-        self.rows = even_slices(batch_size, data.size)[data.rank]  # slice of the global batch that this rank reads
-        if not 0 < micro_batches // data.size <= batch_size // data.size:
-            raise ConfigError(
-                f"--micro-batches {micro_batches}: each of {counted(data.size, 'rank')} needs at least 1, and a "
-                f"micro-batch needs at least 1 sequence of --batch-size {batch_size}"
-            )
-        self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
-        capture = capture and self.world.capturable
-        self.allocate(micro_batches // data.size, data, owners, capture)
-        self.optimizer = self.make_optimizer(owners, optimizer or {})
-        self.compiled = self.backend.runtime.compile_step(self.compute_update, capture)
-        self.steps, self.position = 0, 0  # updates made; windows read by all ranks since the start of training
-        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
-        self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
-        self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
+        super().__init__(config, backends, world or Solo(), parallel or ParallelConfig(), optimizer or {})
+        self.steps, self.position, self.seed = 0, 0, seed  # updates made; windows read by all ranks so far
+        self.updating = False  # whether an update has begun that is not counted in `steps`
+        self.one = self.backend.ones((), np.float64)  # the gradient of the loss with respect to itself
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
-        self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
 
-    def allocate(self, rank_micro_batches, data, owners, capture):
-        """Allocate the flat buffers (parameters, the copy that kernels read, gradients); set up their collectives."""
-        shapes, backend, parallel = parameter_shapes(self.config), self.backend, self.parallel
-        self.arena = Arena(tensor_parallel.shard_shapes(shapes, self.mesh.tensor.size), owners.size)
-        self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
-        if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 parameters
-            self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
-        division = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
-        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.pool, *division)
-        gradients, self.bucket_mb, self.bucket_size = self.accumulator.gradients, parallel.bucket_mb, None
-        if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
-            self.bucket_size = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
-            self.bucket_mb = self.bucket_size.mb
-        self.data_parallel = gradient_reduction(parallel, self.arena, gradients, data, owners, backend, self.bucket_mb)
-        self.accumulator.on_complete = self.data_parallel.completed
-        check_gather(parallel.zero_gather, parallel.zero)
-        self.all_gather = contextlib.nullcontext()
-        if parallel.zero_gather == "forward":
-            self.all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
-            for worker in self.accumulator.workers:
-                worker.model.wait_on_read = self.all_gather.wait_on_read
+    def step(self, batch, lr):
+        """Make one update from the result of prepare(); return a Step.
 
-    def make_optimizer(self, owners, options):
-        """AdamW over the arena. A parameter that a whole tensor group holds is added to the norm only by the root."""
-        check_rounding(options.get("rounding", "nearest"), self.backend)
-        tensor = self.mesh.tensor
-        replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
-        repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
-        return AdamW(
-            self.arena, self.parameters, self.pool, owners=owners, tensor_group=tensor, repeated=repeated,
-            compute_copy=None if self.compute_parameters is self.parameters else self.compute_parameters,
-            gathers=self.parallel.zero_gather == "end", **options,
-        )  # fmt: skip
+        Raises Diverged if the loss or the gradient norm is not finite; if the norm is not, no parameter has changed.
+        """
+        self.check_interrupted()
+        start = time.perf_counter()
+        losses, norm = self.update(batch, self.optimizer.hyperparameters(self.steps + 1, lr), self.one)
+        loss, norm = total_loss(self, [loss.item() for loss in losses])[0], norm.item()
+        return self.report(loss, norm, lr, time.perf_counter() - start)
+
+    def update(self, batch, hyperparameters, dloss, **state):
+        """The formula of a step -> (this rank's losses, gradient norm). If the norm is not finite, nothing changes.
+
+        hyperparameters: the numbers of AdamW. dloss: the gradient with which backward begins. state: see Backend.clip.
+        The host reads no device value here, so that a device can capture this method once and replay it.
+        """
+        scale = 1 / (self.batch_size * self.seq_len)  # the loss is the mean over all tokens: the sum, times scale
+        # forward and backward of this rank's micro-batches: their losses; the sum of their gradients is self.gradients
+        losses = self.accumulator.backward(batch, scale, dloss)
+        self.data_parallel.finish()  # now self.gradients is the sum over all ranks
+        norm, factor = self.optimizer.clip(self.gradients, **state)
+        self.updating = True  # until report(): a step that was interrupted here is not continued
+        self.optimizer.update(self.gradients, factor, hyperparameters)
+        return losses, norm
+
+    def report(self, loss, norm, lr, seconds, **more):
+        """Count a step whose update is complete, and return its Step. more: other fields of Step.
+
+        Raises Diverged if the loss or the gradient norm is not finite.
+        """
+        self.updating = False
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self.diverged(loss, norm, lr)
+        self.steps, self.position = self.steps + 1, self.position + self.batch_size
+        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds, **more)
+
+    def check_interrupted(self):
+        """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
+        if self.updating:
+            raise UserError(
+                f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
+                f"{type(self).__name__}"
+            )
+
+    def diverged(self, loss, norm, lr):
+        """The error of a step whose loss or norm is not finite."""
+        advice = "" if self.optimizer.eps else ", or raise `eps` (now 0)"
+        return Diverged(
+            f"step {self.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
+            f"Lower `lr` (now {lr:g}) or set `clip`{advice}; "
+            f"the parameters are those after {counted(self.steps, 'step')}"
+        )
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): inputs and targets, (rows, T) integers on the host, in micro-batches.
 
-        The rows are this rank's part of the global batch, self.rows. Raises ShapeError for another shape, for another
+        The rows are those of this rank in the global batch, self.rows. Raises ShapeError for another shape, for another
         dtype than integers, and for a token outside the vocabulary.
         """
         inputs, targets = np.asarray(inputs), np.asarray(targets)
         for tokens in (inputs, targets):
             if tokens.shape != (shape := (self.rows.stop - self.rows.start, self.seq_len)):
-                raise ShapeError(f"batch: tokens {tokens.shape}, but the part of this rank is (rows, T) = {shape}")
+                raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
             require_tokens("batch", tokens, self.config.vocab_size)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
         wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank
@@ -124,51 +129,3 @@ class Trainer:
             [(prepare(x, wte_rows, tensor.rank * wte_rows), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
-
-    def step(self, batch, lr):
-        """Make one update from the result of prepare(); return a Step. Raises Diverged: see PendingStep.result."""
-        return self.begin(batch, lr).result()
-
-    def begin(self, batch, lr):
-        """Start the update from the result of prepare(), and return its PendingStep (steps_in_flight.py).
-
-        PendingStep launches self.compiled, and its result() counts the step. If `overlaps`, the next step may begin
-        before this result is read. Results are read in the order in which the steps began.
-        """
-        if self.in_flight and not self.overlaps:
-            raise ValueError("this device cannot overlap steps: read the result() of the previous step first")
-        self.in_flight.append(PendingStep(self, batch, lr, self.steps + len(self.in_flight) + 1))
-        return self.in_flight[-1]
-
-    @property
-    def overlaps(self):
-        """Whether a step may begin before the previous result is read: not in fp16, where a step may be repeated."""
-        return self.compiled.can_overlap and self.loss_scale.state is None
-
-    def compute_update(self, batch, hyper):
-        """Compute one step; returns [*this rank's losses, norm]. If the norm is not finite, no parameter changes.
-
-        The host reads no device value here, so that a device can capture the step once and replay it.
-        """
-        runtime, sent_before = self.backend.runtime, self.bytes_sent()
-        with self.all_gather:
-            losses = self.accumulator.backward(batch, 1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
-        self.data_parallel.finish()
-        runtime.join()
-        with runtime.range("optimizer"):
-            gradients = self.accumulator.gradients
-            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step instead
-            norm, grad_scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
-            self.optimizer.update(gradients, grad_scale, hyper)
-        self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
-        return [*losses, norm]
-
-    def load_tuned(self, tuned, final=False):
-        """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""
-        for backend in self.pool.backends:
-            backend.runtime.load_tuned(tuned, final)
-
-    def bytes_sent(self):
-        """The bytes that this rank has sent so far, in all groups."""
-        worker_groups = (worker.model.group for worker in self.accumulator.workers)
-        return sum(group.bytes_sent for group in (self.world, self.mesh.data, self.mesh.tensor, *worker_groups))

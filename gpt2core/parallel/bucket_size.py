@@ -1,4 +1,4 @@
-"""The best bucket size for --dp bucket (data_parallel.py), from the measured time of all-reduces.
+"""The best bucket size for the strategy bucket (data_parallel.py), from the measured time of all-reduces.
 
 An all-reduce of s bytes takes alpha + beta s seconds: alpha per message, beta per byte. A gradient of n bytes has n / s
 buckets of s bytes. Each bucket delays the computation by alpha. The beta s seconds of the last bucket overlap with no
@@ -30,7 +30,7 @@ class BucketSize:
 
     def __str__(self):
         measured = f"{1e6 * self.alpha:.1f} us per message and {1e12 * self.beta:.2f} ps per byte were measured"
-        return f"--bucket-mb {self.mb}: {measured}"
+        return f"`bucket_mb={self.mb}`: {measured}"
 
 
 def best_bucket(alpha, beta, size):

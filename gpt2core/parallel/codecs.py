@@ -1,4 +1,4 @@
-"""Gradient codecs for --compress: fp16, bf16, or int8 with one float32 scale per 256 elements; with error feedback."""
+"""Gradient codecs: fp16, bf16, or int8 with one float32 scale per 256 elements; with error feedback."""
 
 # p rows, one for each rank; m elements per row, a multiple of GROUP; n elements of a gradient, at most p m
 
@@ -74,7 +74,7 @@ class Codec:
 
     def __init__(self, kind):
         if kind not in CODECS:
-            raise ConfigError(f"--compress {kind} is unknown: choose from none, {', '.join(CODECS)}")
+            raise ConfigError(f"`compress={kind}` is unknown: choose from none, {', '.join(CODECS)}")
         self.kind, (self.encode, self.decode) = kind, CODECS[kind]
 
     def pack(self, residual, gradient):

@@ -24,7 +24,7 @@ class Compressed:
     def __init__(self, codec, gradients, group, xp=np):
         self.codec, self.gradients, self.group, self.xp = codec, gradients, group, xp
         if gradients.dtype != np.float32:
-            raise ConfigError(f"--compress {codec.kind}: needs float32 gradients, not {gradients.dtype}; omit the flag")
+            raise ConfigError(f"`compress={codec.kind}`: needs float32 gradients, not {gradients.dtype}; omit the flag")
         self.errors = {}  # index of a slice's first element -> (errors of gradients (p, m), of this rank's sums (m))
 
     def reduce_start(self, part):

@@ -14,7 +14,7 @@ class ParallelConfig:
     dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
-    zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its part of the arena (ZeRO-1)
+    zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its share of the arena (ZeRO-1)
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
 
 
@@ -26,69 +26,69 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
     default is one micro-batch per thread. Raises ConfigError, with advice, for numbers that are not possible.
     """
     if batch_size < 1:
-        raise ConfigError(f"--batch-size {batch_size} must be at least 1")
+        raise ConfigError(f"`batch_size={batch_size}` must be at least 1")
     if batch_size % ranks:
         nearest = max(ranks, round(batch_size / ranks) * ranks)
-        flag = " and --no-deterministic" if deterministic and ranks & (ranks - 1) else ""
+        flag = " and `deterministic=False`" if deterministic and ranks & (ranks - 1) else ""
         raise ConfigError(
-            f"--batch-size {batch_size} is not divisible by {ranks} ranks: use --batch-size {nearest}{flag}"
+            f"`batch_size={batch_size}` is not divisible by {ranks} ranks: use `batch_size={nearest}`{flag}"
         )
     if threads < 1:
-        raise ConfigError(f"--threads {threads} must be at least 1")
+        raise ConfigError(f"`threads={threads}` must be at least 1")
     plan = plan_deterministic if deterministic else plan_not_deterministic
     return plan(batch_size, micro_batches, threads, ranks)
 
 
 def plan_not_deterministic(batch_size, micro_batches, threads, ranks):
-    """plan_micro_batches() with --no-deterministic."""
+    """plan_micro_batches() without `deterministic`."""
     if micro_batches is None:
         threads = min(threads, batch_size // ranks)
         return threads * ranks, threads
     if not 0 < micro_batches <= batch_size or micro_batches % ranks:
         raise ConfigError(
-            f"--micro-batches {micro_batches} must be from 1 to --batch-size {batch_size} "
+            f"`micro_batches={micro_batches}` must be from 1 to `batch_size={batch_size}` "
             f"and divisible by {counted(ranks, 'rank')}"
         )
     return micro_batches, max(n for n in range(1, threads + 1) if micro_batches // ranks % n == 0)
 
 
 def plan_deterministic(batch_size, micro_batches, threads, ranks):
-    """plan_micro_batches() with --deterministic."""
+    """plan_micro_batches() with `deterministic`."""
     if micro_batches is None:
         micro_batches = min(8, batch_size & -batch_size)
         if micro_batches % ranks:
-            advice = f"--micro-batches {ranks}" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
+            advice = f"`micro_batches={ranks}`" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
             raise ConfigError(
-                f"--batch-size {batch_size} makes {counted(micro_batches, 'micro-batch')}, not a multiple of {ranks} "
-                f"ranks: use {advice}, or --no-deterministic"
+                f"`batch_size={batch_size}` makes {counted(micro_batches, 'micro-batch')}, not a multiple of {ranks} "
+                f"ranks: use {advice}, or `deterministic=False`"
             )
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
         below = 1 << max(0, micro_batches.bit_length() - 1)
         raise ConfigError(
-            f"--micro-batches {micro_batches} is not a power of two: use {max(1, below)} or {2 * below}, "
-            f"or --no-deterministic"
+            f"`micro_batches={micro_batches}` is not a power of two: use {max(1, below)} or {2 * below}, "
+            f"or `deterministic=False`"
         )
     if batch_size % micro_batches:
         raise ConfigError(
-            f"--batch-size {batch_size} is not divisible by --micro-batches {micro_batches}: "
-            f"use --micro-batches {min(micro_batches, batch_size & -batch_size)} or "
-            f"--batch-size {max(1, round(batch_size / micro_batches)) * micro_batches}"
+            f"`batch_size={batch_size}` is not divisible by `micro_batches={micro_batches}`: "
+            f"use `micro_batches={min(micro_batches, batch_size & -batch_size)}` or "
+            f"`batch_size={max(1, round(batch_size / micro_batches)) * micro_batches}`"
         )
     if micro_batches % ranks:
         raise ConfigError(
-            f"--micro-batches {micro_batches} is not divisible by {ranks} ranks: use a number of ranks that is 2^n, "
-            f"or --no-deterministic"
+            f"`micro_batches={micro_batches}` is not divisible by {ranks} ranks: use a number of ranks that is 2^n, "
+            f"or `deterministic=False`"
         )
     threads = min(threads, micro_batches // ranks)
     return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
 
 
 def check_rounding(rounding, backend):
-    """Raise ConfigError for an unknown --rounding, or if it is stochastic and this backend cannot round so."""
+    """Raise ConfigError for an unknown `rounding`, or if it is stochastic and this backend cannot round so."""
     if rounding not in ("nearest", "stochastic"):
-        raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
+        raise ConfigError(f"`rounding={rounding}` is unknown: use nearest or stochastic")
     if rounding == "stochastic" and not backend.rounds_stochastically:
         raise ConfigError(
-            f"--rounding stochastic applies to the bf16 copy of the parameters, and --precision {backend.precision} "
-            f"has no such copy in this stage: use --precision bf16 in stage 2 or 3, or --rounding nearest"
+            f"`rounding=stochastic` applies to the bf16 copy of the parameters, and `precision={backend.precision}` "
+            f"has no such copy in this stage: use `precision=bf16` in stage 2 or 3, or `rounding=nearest`"
         )

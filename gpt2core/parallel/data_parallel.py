@@ -1,10 +1,10 @@
-"""Data parallelism: gradients are summed over ranks. The strategies (--dp) differ in when and in what parts they send:
+"""Data parallelism: gradients are summed over ranks. The strategies differ in when and in what parts they send:
 
                                         sent after backward     sent during backward
     a message has one parameter             naive                   overlap
     a message has several parameters        flat (all)              bucket
 
-With --collectives canonical all strategies give the same bits, because each element is summed over the ranks in the
+With canonical collectives all strategies give the same bits, because each element is summed over the ranks in the
 same order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
 """
 
@@ -25,15 +25,24 @@ class DataParallel:
 
     buckets: lists of parameter names, contiguous in the arena, in the order in which backward completes them.
     reduce_start(part) starts the sum of one slice of the buffer and returns its handle. eager: whether the sum of a
-    bucket starts during backward.
+    bucket starts during backward. join(): waits until the device has computed the gradients.
     """
 
-    def __init__(self, arena, buckets, reduce_start, eager):
-        self.reduce_start, self.eager = reduce_start, eager
+    def __init__(self, arena, buckets, reduce_start, eager, join=lambda: None):
+        self.arena, self.reduce_start, self.eager, self.join = arena, reduce_start, eager, join
         self.parts = [slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop) for names in buckets]
         self.bucket_of = {name: number for number, names in enumerate(buckets) for name in names}
         self.sizes = [len(names) for names in buckets]
         self.missing, self.handles = list(self.sizes), []  # missing: number of incomplete gradients of each bucket
+
+    def begin(self):
+        """Called before backward: forget a backward pass that has failed, and wait for the sums that it has started.
+
+        If it has failed on only some of the ranks, their next collectives do not match: then the job must end.
+        """
+        while self.handles:
+            self.handles.pop(0).wait()
+        self.missing = list(self.sizes)
 
     def completed(self, name):
         """Called when this rank's gradient of `name` is complete. If eager, it starts the sum of a complete bucket."""
@@ -42,6 +51,11 @@ class DataParallel:
         if self.eager and not self.missing[number]:
             self.handles.append(self.reduce_start(self.parts[number]))
 
+    def unit_completed(self, unit):
+        """Called when this rank's gradient of a unit is complete."""
+        for name in reversed(self.arena.units[unit]):
+            self.completed(name)
+
     def finish(self):
         """Complete all sums over the ranks; called after backward."""
         for handle in self.handles:
@@ -49,6 +63,7 @@ class DataParallel:
         for part in () if self.eager else self.parts:
             self.reduce_start(part).wait()
         self.missing, self.handles = list(self.sizes), []
+        self.join()
 
 
 def plan_buckets(sizes, least=0, most=float("inf")):
@@ -87,13 +102,13 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
     """
     if parallel.compress != "none" and backend.scales_loss:
         raise ConfigError(
-            f"--compress {parallel.compress} would keep an overflow of fp16 in the residual and send it again: use "
-            f"--precision bf16, or omit --compress"
+            f"`compress={parallel.compress}` would keep an overflow of fp16 in the residual and send it again: use "
+            f"`precision=bf16`, or omit `compress`"
         )
     if parallel.compress != "none":
         start = Compressed(backend.codec(parallel.compress), gradients, group, backend.xp).reduce_start
     elif parallel.dp == "flat" and parallel.zero:
-        own = arena.part(owners.rank, owners.size)  # a rank needs only its own part of the sum
+        own = arena.share(owners.rank, owners.size)  # a rank needs only its own share of the sum
 
         def start(_):  # flat: there is only one slice, the whole buffer
             return group.reduce_scatter_start(gradients, out=gradients[own])
@@ -106,15 +121,15 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
         with backend.runtime.after():
             return start(part)
 
-    return data_parallel(parallel.dp, arena, reduce_start, gradients.itemsize, bucket_mb)
+    return data_parallel(parallel.dp, arena, reduce_start, gradients.itemsize, bucket_mb, backend.runtime.join)
 
 
-def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB):
+def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB, join=lambda: None):
     """The DataParallel of this strategy. bucket_mb (10^6 bytes): minimum size of a bucket, for strategy "bucket"."""
     if strategy not in STRATEGIES:
-        raise ConfigError(f"--dp {strategy} is unknown: choose from {', '.join(STRATEGIES)}")
+        raise ConfigError(f"`dp={strategy}` is unknown: choose from {', '.join(STRATEGIES)}")
     if not 0 < bucket_mb < float("inf"):
-        raise ConfigError(f"--bucket-mb {bucket_mb:g} must be above 0 and finite")
+        raise ConfigError(f"`bucket_mb={bucket_mb:g}` must be above 0 and finite")
     packed, eager = STRATEGIES[strategy]
     buckets = buckets_of(arena, packed, bucket_mb * 1e6 if eager else float("inf"), itemsize)
-    return DataParallel(arena, buckets, reduce_start, eager)
+    return DataParallel(arena, buckets, reduce_start, eager, join)

@@ -3,7 +3,7 @@
 import math
 
 from gpt2core.errors import Diverged
-from gpt2core.parallel.steps_in_flight import total_loss
+from gpt2core.parallel.losses import total_loss
 
 
 def evaluate(trainer, windows):
@@ -18,5 +18,5 @@ def evaluate(trainer, windows):
         total += total_loss(trainer, losses)[0]
         count += inputs.size
     if not math.isfinite(total):
-        raise Diverged(f"step {trainer.steps - 1}: the validation loss is {total / count}: lower --lr or set --clip")
+        raise Diverged(f"step {trainer.steps - 1}: the validation loss is {total / count}: lower `lr` or set `clip`")
     return total / count

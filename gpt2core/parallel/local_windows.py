@@ -1,4 +1,4 @@
-"""Windows for --local-shuffle: each rank reads its own part of the corpus in its own random order."""
+"""Windows of a rank: each rank reads its own part of the corpus in its own random order."""
 
 import math
 

@@ -1,7 +1,7 @@
 """The number of micro-batches that a worker computes by one call of each kernel; no bit of the results may change.
 
 A row of activations, or of their gradients, depends only on its own sequence. So the rows of several micro-batches can
-share one matrix product. A gradient of a parameter is a sum over rows: with Backend.micro_batches > 1, a kernel
+share one matrix product. A gradient of a parameter is a sum over rows: if Backend.merges_micro_batches, a kernel
 computes this sum for each micro-batch, and adds the sums in the canonical order (tree_sum.py).
 """
 
@@ -39,8 +39,8 @@ def rows_are_independent(backend, rows, parts, C, K):
     w = rng.standard_normal((C, K)).astype(backend.dtype)
     for n, matrix in ((C, w), (K, w.T)):
         x = rng.standard_normal((parts * rows, n)).astype(backend.dtype)
-        together = backend.matmul(x, matrix)
+        together = backend.linear_forward(x, matrix)
         for part in even_slices(len(x), parts):
-            if not np.array_equal(together[part], backend.matmul(x[part], matrix)):
+            if not np.array_equal(together[part], backend.linear_forward(x[part], matrix)):
                 return False
     return True

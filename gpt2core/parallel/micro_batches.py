@@ -2,11 +2,13 @@
 
 A worker is a thread that runs consecutive micro-batches one after another, or `merged` of them in one call of each
 kernel (merged_micro_batches.py). The canonical order adds numbers in a fixed binary tree (tree_sum.py), and a worker
-adds one subtree. As soon as backward completes a gradient, the worker adds it to a partial sum. The worker that is last
-to complete a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. If
-the numbers of workers and ranks are powers of two, the bits of the sum do not depend on these numbers.
+adds one subtree. When backward has passed a unit (a block, for example), its gradients are added to the worker's
+partial sums. The worker that is last to complete a unit adds the sums of all workers, and calls on_complete(unit) to
+start the sum over the ranks. If the numbers of workers and ranks are powers of two, the bits of the sum do not depend
+on them.
 """
 
+import functools
 import math
 import threading
 
@@ -16,138 +18,143 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
-from gpt2core.parallel.tree_sum import tree_reduce
-from gpt2core.tensor import Tensor, no_grad
+from gpt2core.parallel.part import Part
+from gpt2core.parallel.tree_sum import TreeStack, tree_reduce
+from gpt2core.parallel.zero import NoGather
+from gpt2core.tensor import Destination, Tensor, no_grad
 
 SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
 
 
 class Worker:
-    """One thread's model, with shared parameters, its own backend, and the partial sums of gradients of `count` passes.
+    """One thread's model, with shared parameters, its own backend, and its gradients: the sum over `count` passes.
 
-    A pass is forward and backward of `merged` micro-batches. The last pass calls completed(name) for each finished sum.
+    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. `sums`
+    has the flat buffers to which kernels write the gradient of a pass; in every second pass they add it. Each pass must
+    reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
+    forward pass of a unit, completed(unit) when its sum is complete.
     """
 
-    def __init__(self, config, arena, parameters, backend, count, group, completed, merged=1):
-        self.count, self.merged, self.backend, self.completed = count, merged, backend, completed
-        levels = max(1, (count - 1).bit_length())  # one partial sum per binary digit of count - 1
-        self.partial_sums = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
-        self.views = [arena.views(flat) for flat in self.partial_sums]
+    def __init__(self, config, arena, parameters, gradients, backend, count, group, wait, completed, merged=1):
+        self.arena, self.backend, self.wait, self.completed = arena, backend, wait, completed
+
+        def add(a, b):
+            backend.put(b, Destination(a, accumulate=True))
+
+        self.gradients = gradients
+        self.sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
+        self.views = [arena.views(flat) for flat in self.sums.buffers]
+        views = arena.views(parameters)
+        self.tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in views.items()}
+        # A parameter with two uses needs the gradient of each micro-batch, because its two parts are added first.
+        shared = [name for name in views if merged * count > 1 and config.tied and "wte" in name]
+        lead = (merged,) if merged > 1 else ()
+        self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in shared}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
-        self.losses = [losses[number : number + 1].reshape(()) for number in range(count * merged)]
-        self.tensors = {}
-        for name, array in arena.views(parameters).items():
-            tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
-            tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
-            if count == 1:  # there is nothing to add: kernels write the gradient directly to the sum
-                tensor.grad_buffer = self.views[0][name]
-            if merged > 1 and config.tied and "wte" in name:  # its two uses add to one gradient per micro-batch
-                tensor.grad_buffer = backend.empty((merged, *array.shape), backend.dtype)
-        self.done = 0  # number of passes of this step whose gradients have been added
+        self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
         self.model = GPT2(config, self.tensors, group)
-
-    @property
-    def gradients(self):
-        """The flat sum over this worker's micro-batches, after run()."""
-        return self.partial_sums[-1]
-
-    def collect(self, name, gradient):
-        """Add one parameter's gradient of the current pass to the partial sums; sum i is over 2**i passes."""
-        levels, buffer = levels_to_add(self.done, self.count), self.tensors[name].grad_buffer
-        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # no kernel wrote it to views[0]
-            self.views[0][name][...] = gradient
-        for level in levels:
-            # as in a binary counter with carry: the last addition writes to the next level, others to their own level
-            target = min(level + 1, len(self.views) - 1) if level == levels[-1] else level
-            total = self.views[target][name]
-            self.backend.xp.add(self.views[level][name], gradient, out=total)
-            gradient = total
-        if self.done == self.count - 1:
-            self.completed(name)
 
     def run(self, batch, scale, dloss):
         """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
 
         A loss is `scale` times a sum over tokens. dloss: array of shape (), the gradient with which backward begins.
         """
-        self.done, self.backend.micro_batches = 0, self.merged
-        for ids, targets in batch:
+        for number, (ids, targets) in enumerate(batch):
+            index, adds = self.sums.place(number)
+            for name, view in self.views[index].items():
+                tensor = self.tensors[name]
+                tensor.buffer = self.apart.get(name, view)
+                tensor.grad = view if adds and name not in self.apart else None
+            whole = Part(self.model.units, self.backend, self.wait, functools.partial(self.add_unit, number))
             with self.backend.runtime.range("forward"):
-                loss = self.model.loss(ids, targets, scale, dloss)
-            self.losses[self.done * self.merged][...] = loss.data
+                graph = whole.forward(ids, targets, scale, dloss)
+            self.losses[number * self.merged][...] = graph.y.data
             with self.backend.runtime.range("backward"):
-                loss.backward(dloss)
-            del loss  # free it now: it may occupy part of the memory block that the next logits can reuse
-            self.done += 1
-        self.backend.micro_batches = 1
+                graph.backward(dloss)
+            del graph
+            self.backend.runtime.join()  # frees all arrays of the pass: the next one can reuse their memory
         return self.losses
 
-
-def levels_to_add(done, count):
-    """The numbers of the partial sums to add in pass `done`: its trailing 1 bits; in the last pass, all its 1 bits."""
-    levels = [level for level in range(done.bit_length()) if done >> level & 1]
-    if done < count - 1:
-        levels = [level for i, level in enumerate(levels) if level == i]  # bits 0, 1, 2, ... without a gap
-    return levels
+    def add_unit(self, number, unit):
+        """Complete the sum of a unit's gradients over the passes so far, when backward has computed pass `number`."""
+        index, adds = self.sums.place(number)
+        for name in self.apart.keys() & set(self.arena.units[unit]):
+            gradient = self.apart[name]
+            if self.merged > 1:
+                gradient = tree_reduce(gradient, lambda a, b: self.backend.xp.add(a, b, out=a))
+            self.backend.put(gradient, Destination(self.views[index][name], accumulate=adds))
+        if self.sums.add_sums(number, self.arena.unit_slice(unit)):
+            self.completed(unit)
 
 
 class MicroBatches:
     """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    parameters: the flat buffer that all workers read. pool: the WorkerPool. tensor_group: the ranks that divide each
-    layer; each worker gets a communicator of its own, because workers call collectives at the same time. shape: (B, T)
-    of this rank's batch; None: no micro-batches are merged. on_complete(name) is called during backward when this
-    rank's gradient of a parameter is complete: by any worker's thread, one call at a time, in the same order on every
-    rank. Raises ConfigError unless pool.size divides `count`.
+    parameters: the flat buffer that all workers read. reduction: the DataParallel that sums `gradients` over the ranks.
+    pool: the WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own,
+    because workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are
+    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it.
+    on_complete is reduction.unit_completed. It is called during backward when this rank's gradient of a unit is
+    complete: by any worker's thread, one call at a time, in the same order on every rank. Raises ConfigError unless
+    pool.size divides `count`.
     """
 
-    def __init__(self, config, arena, parameters, pool, count, tensor_group, shape=None):
+    def __init__(
+        self, config, arena, parameters, gradients, reduction, pool, count, tensor_group, shape=None, all_gather=None
+    ):  # fmt: skip
         if count % pool.size:
             raise ConfigError(
                 f"{count} micro-batches per rank are not divisible by {pool.size} threads: "
-                f"use --threads {math.gcd(count, pool.size)} or another --micro-batches"
+                f"use `threads={math.gcd(count, pool.size)}` or another `micro_batches`"
             )
-        self.arena, self.pool, self.count = arena, pool, count
-        self.on_complete = lambda name: None
-        self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.slices, 0)
+        self.arena, self.pool, self.count, self.gradients = arena, pool, count, gradients
+        self.reduction, self.all_gather = reduction, all_gather or NoGather()
+        self.on_complete = reduction.unit_completed
+        self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.units, 0)
         self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
-        passes, completed = count // pool.size // self.merged, self.worker_completed
+        passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
+        sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
         self.workers = [
-            Worker(config, arena, parameters, backend, passes, tensor_group.split(0), completed, self.merged)
-            for backend in pool.backends
+            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), *hooks, self.merged)
+            for backend, flat in zip(pool.backends, sums, strict=True)
         ]
-        self.gradients = self.workers[0].gradients  # the flat sum of this rank's gradients, after backward()
 
     def deal(self, inputs, targets, rows, merged=1):
         """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].
 
-        A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty.
+        A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty. The
+        arrays of merged micro-batches are (merged, B, T).
         """
-        batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count // merged)]
+        shape = (merged, -1, inputs.shape[1]) if merged > 1 else (-1, inputs.shape[1])
+        parts = even_slices(rows, self.count // merged)
+        batches = [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
     def backward(self, batch, scale, dloss):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
 
-        Writes the flat sum of all gradients, times `dloss`, to `gradients`; read it after `runtime.join()`.
+        Writes the flat sum of all gradients, times `dloss`, to `gradients`; read it after DataParallel.finish().
         """
-        losses = self.pool.map(lambda worker, part: worker.run(part, scale, dloss), self.workers, batch)
+        self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
+        self.completed = dict.fromkeys(self.arena.units, 0)
+        self.reduction.begin()
+        with self.all_gather:  # the previous update may still be sending parameters
+            losses = self.pool.map(lambda worker, part: worker.run(part, scale, dloss), self.workers, batch)
         return [loss for worker in losses for loss in worker]
 
-    def worker_completed(self, name):
-        """Count that a worker has completed `name`; the call of the last worker adds the sums of all workers."""
-        # All workers complete the parameters in the same order, and a worker enters this method only after its call
-        # for the previous parameter has returned. So on_complete is called in the same order on every rank.
+    def worker_completed(self, unit):
+        """Count that a worker has completed a unit; the call of the last worker adds the sums of all workers."""
+        # All workers complete the units in the same order, and a worker enters this method only after its call for the
+        # previous unit has returned. So on_complete is called in the same order on every rank.
         with self.lock:
-            self.completed[name] += 1
-            if self.completed[name] < len(self.workers):
+            self.completed[unit] += 1
+            if self.completed[unit] < len(self.workers):
                 return
-            self.completed[name] = 0
-        xp, part = self.pool.backends[0].xp, self.arena.slices[name]
+        xp, part = self.pool.backends[0].xp, self.arena.unit_slice(unit)
         for start in range(part.start, part.stop, SUM_BLOCK):
             block = slice(start, min(start + SUM_BLOCK, part.stop))
             tree_reduce([worker.gradients[block] for worker in self.workers], lambda a, b: xp.add(a, b, out=a))
-        self.on_complete(name)
+        self.on_complete(unit)
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):

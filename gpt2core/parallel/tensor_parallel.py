@@ -19,10 +19,11 @@ import math
 
 import numpy as np
 
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
+from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, parameter_shapes
-from gpt2core.ops import SOLO
+from gpt2core.model import GPT2
 from gpt2core.tensor import Tensor
 
 # {end of a parameter's name: (axis that is split, number of blocks along this axis)}; each block is split separately
@@ -105,7 +106,7 @@ def gather(name, array, group):
     return unshard(name, group.all_gather(array[None]))
 
 
-def check_tensor_parallel(config, parts, flag="--tp"):
+def check_tensor_parallel(config, parts, flag="`tp`"):
     """Raise ConfigError, with valid numbers, unless `parts` (the value of `flag`) divides heads and vocabulary."""
     for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
         if parts < 1 or count % parts:

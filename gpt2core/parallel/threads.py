@@ -17,15 +17,17 @@ class WorkerPool:
     def __init__(self, backends):
         self.backends, self.size = list(backends), len(backends)
         self.executor = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
+        self.unfinished = []  # the calls of a map() that was interrupted
 
     def map(self, function, *items, stop=None):
         """[function(item, ...) of each worker]; each of `items` is a list that has one element for each worker.
 
         A worker's call runs in its thread, with the caller's context variables, so that no_grad() applies there too.
         Waits for all calls, also after one has failed, and raises the first exception. If this wait is interrupted, for
-        example by Ctrl-C, map() raises at once, and the calls continue; if `stop` is given, map() calls stop(), which
-        must let them return soon, and waits for them.
+        example by Ctrl-C, map() raises at once, the calls continue, and the next map() waits for them first; if `stop`
+        is given, map() calls stop(), which must let them return soon, and waits for them.
         """
+        self.wait()
         calls, jobs = list(zip(*items, strict=True)), []  # calls: the arguments of each worker's call
         if self.executor is None:
             return [function(*arguments) for arguments in calls]
@@ -35,16 +37,23 @@ class WorkerPool:
             while wait(jobs, 0.1).not_done:
                 pass  # because of the timeout, Python can handle a signal that arrives during the wait
         except BaseException:  # KeyboardInterrupt, or a thread cannot be started
+            self.unfinished = jobs
             if stop:
                 stop()
-                wait(jobs)
+                self.wait()
             raise
         return [job.result() for job in jobs]
 
-    def map_parts(self, function, arena, owner=0, owners=1):
-        """[function(backend, part) of each worker]; the slices `part` divide the part of the arena that `owner` has."""
-        parts = [arena.part(owner * self.size + i, owners * self.size) for i in range(self.size)]
-        return self.map(function, self.backends, parts)
+    def wait(self):
+        """Wait for the calls of a map() that was interrupted; their results and errors are ignored."""
+        if self.unfinished:
+            wait(self.unfinished)
+            self.unfinished = []
+
+    def map_shares(self, function, arena, owner=0, owners=1):
+        """[function(backend, share) of each worker]; the slices `share` divide the share of the arena of `owner`."""
+        shares = [arena.share(owner * self.size + i, owners * self.size) for i in range(self.size)]
+        return self.map(function, self.backends, shares)
 
     def close(self):
         if self.executor:

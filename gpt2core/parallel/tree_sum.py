@@ -11,6 +11,41 @@ A thread or rank that has all items of a subtree adds them first; the sum over t
 import operator
 
 
+def additions(number, last=False):
+    """How many additions follow item `number` (from 0), which is put on a stack of partial results.
+
+    Each addition replaces the two top entries by their sum. It is done when both are sums of equally many items, as in
+    a binary counter with carry: once for each 1 at the end of `number`. After the last item all entries are added.
+    """
+    return number.bit_count() if last else (~number & (number + 1)).bit_length() - 1
+
+
+class TreeStack:
+    """The sum of `count` arrays in the canonical order, with log2(count) buffers, rounded up, instead of `count`.
+
+    Whoever computes array `number` (from 0) writes it to buffers[i], or adds it to what is there, for (i, adds) =
+    place(number), and then calls add_sums(). The arrays can be completed in slices. total: a flat array, buffers[0], in
+    which the sum is in the end. allocate() returns another array like it. add(a, b): a += b.
+    """
+
+    def __init__(self, total, count, allocate, add):
+        self.count, self.add = count, add
+        self.buffers = [total, *(allocate() for _ in range((count - 1).bit_length() - 1))]
+
+    def place(self, number):
+        """(index of the buffer for array `number`, whether the array is added to what is there)."""
+        odd = number % 2  # then its left neighbour is on top of the stack
+        return number.bit_count() - odd, bool(odd)
+
+    def add_sums(self, number, part=slice(None)):
+        """Add the partial sums after array `number`, in the slice `part`; return whether this completes the sum."""
+        (top, added), last = self.place(number), number == self.count - 1
+        for _ in range(additions(number, last) - added):
+            top -= 1
+            self.add(self.buffers[top][part], self.buffers[top + 1][part])
+        return last
+
+
 def tree_reduce(items, add):
     """Combine `items` (any iterable, at least one item) by `add(left, right)` in the canonical order.
 
@@ -18,18 +53,23 @@ def tree_reduce(items, add):
     a generator of large arrays. `add` may write to its left operand: lambda a, b: np.add(a, b, out=a).
     A single item is returned unchanged. Raises ValueError for an empty iterable.
     """
-    partials = []  # (height, result of 2**height items), with decreasing heights: the 1 digits of a binary counter
+    stack, number = [], 0
+
+    def add_top():
+        right = stack.pop()
+        stack.append(add(stack.pop(), right))
+
     for item in items:
-        height = 0
-        while partials and partials[-1][0] == height:
-            item, height = add(partials.pop()[1], item), height + 1
-        partials.append((height, item))
-    if not partials:
+        stack.append(item)
+        del item  # otherwise it would stay in memory while the next item is computed
+        for _ in range(additions(number)):
+            add_top()
+        number += 1
+    if not stack:
         raise ValueError("a tree of 0 items has no result: give at least 1")
-    total = partials.pop()[1]
-    while partials:  # the remaining subtrees have different heights: add them, smallest first
-        total = add(partials.pop()[1], total)
-    return total
+    while len(stack) > 1:
+        add_top()
+    return stack[0]
 
 
 def tree_sum(arrays):

@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 
+from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import Diverged
-from gpt2core.model import GPT2, parameter_shapes
+from gpt2core.model import GPT2
 from gpt2core.parallel import tensor_parallel
 from gpt2core.tensor import Tensor
 
@@ -45,11 +46,11 @@ def fill(trainer, flat, arrays):
         views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
 
 
-def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
+def load(trainer, parameters, moments=None, steps=0, position=0):
     """Load the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
 
     Other ranks pass None for the two dictionaries, and the same values as the root for the other arguments. If the
-    root's `moments` is None, the moments are not changed. loss_scale: the result of LossScale.to_json(), or None.
+    root's `moments` is None, the moments are not changed.
     """
 
     def in_model_order(array_of):
@@ -57,7 +58,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
         return iter([(name, array_of(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
 
     backend = trainer.backend
-    trainer.loss_scale.load(loss_scale)
+    trainer.pool.wait()  # for threads of an interrupted update
     fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):
         flats = [backend.zeros((trainer.arena.size,), backend.dtype) for _ in "mv"]
@@ -65,6 +66,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)
         del flats, flat  # so that release_cached_memory() can free their memory
+        trainer.updating = False  # an interrupted update has left nothing
     trainer.steps, trainer.position = steps, position
     trainer.optimizer.refresh_copy(steps)
     backend.runtime.release_cached_memory()
@@ -110,12 +112,16 @@ def parameter_hash(trainer):
 
 
 def check_finite(trainer):
-    """Raise Diverged if a parameter is not finite after the last update, because such parameters must not be saved."""
+    """Raise Diverged if a parameter is not finite after the last update, because such parameters must not be saved.
+
+    Nor must those of an interrupted update: see Trainer.check_interrupted().
+    """
+    trainer.check_interrupted()
     norm = trainer.optimizer.norm(trainer.parameters)
     if not math.isfinite(norm):
         raise Diverged(
-            f"step {trainer.steps - 1}: the norm of the parameters is {norm} after the update: lower --lr or set "
-            f"--clip. They are not saved; the earlier checkpoints are unchanged"
+            f"step {trainer.steps - 1}: the norm of the parameters is {norm} after the update: lower `lr` or set "
+            f"`clip`. They are not saved; the earlier checkpoints are unchanged"
         )
 
 

@@ -17,43 +17,55 @@ import threading
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import buckets_of
 
-GATHERS = "end", "forward"  # --zero-gather: gather at the end of a step, or during the forward pass of the next step
+GATHERS = "end", "forward"  # gather at the end of a step, or during the forward pass of the next step
 PIECE_MB = 5.0  # minimum size of a piece in 10^6 bytes; with a larger first piece, the forward pass would begin later
 
 
 def check_gather(when, zero):
-    """Raise ConfigError for an unknown --zero-gather, or for "forward" without --zero 1."""
+    """Raise ConfigError for an unknown time `when` of the gather, or for "forward" without ZeRO-1."""
     if when not in GATHERS:
-        raise ConfigError(f"--zero-gather {when} is unknown: choose from {', '.join(GATHERS)}")
+        raise ConfigError(f"`zero_gather={when}` is unknown: choose from {', '.join(GATHERS)}")
     if when == "forward" and not zero:
-        raise ConfigError(f"--zero-gather forward needs --zero 1, and this is --zero {zero}: add --zero 1, or use end")
+        raise ConfigError(f"`zero_gather=forward` needs `zero=1`, and this is `zero={zero}`: add `zero=1`, or use end")
+
+
+class NoGather(contextlib.nullcontext):
+    """The gather of parameters that are complete after the update."""
+
+    def wait_for_unit(self, unit):
+        """Return at once."""
 
 
 class AsyncAllGather(contextlib.AbstractContextManager):
-    """`with gather: loss = model.loss(...)` all-gathers the buffer `flat` (size), of which each rank owns a part.
+    """`with gather: part.forward(...)` all-gathers the buffer `flat` (size), of which each rank owns a part.
 
     owners: the ranks that divide the arena; all of them must enter the context. piece_mb (10^6 bytes): minimum size of
-    a piece. A model calls wait_on_read(module) before it reads the parameters of a module. On exit all pieces have been
-    received.
+    a piece. wait_for_unit(unit) is called before the parameters of a unit are read. On exit all pieces are received.
     """
 
     def __init__(self, arena, flat, owners, piece_mb=PIECE_MB):
-        self.flat, self.owners = flat, owners
+        self.arena, self.flat, self.owners = arena, flat, owners
         self.pending, self.lock = {}, threading.Lock()  # pending: {number of a piece: its handles}
-        self.pieces, self.pieces_of = [], {}  # [[(slice, owner)] of each piece]; {module: numbers of its pieces}
+        self.pieces, self.pieces_of = [], {unit: set() for unit in arena.units}  # [[(slice, owner)] of each piece]
+        units = {name: unit for unit, names in arena.units.items() for name in names}
         for names in reversed(buckets_of(arena, True, piece_mb * 1e6, flat.itemsize)):  # names[0] is the last parameter
             for name in names:
-                self.pieces_of.setdefault(name.rpartition(".")[0], set()).add(len(self.pieces))
+                self.pieces_of[units[name]].add(len(self.pieces))  # numbers of the pieces of a unit
             piece = slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop)
             self.pieces.append(list(owned(arena, piece, owners.size)))
 
     def __enter__(self):
+        self.receive()  # what a step that has failed did not wait for
         self.pending = dict(enumerate([self.start(piece) for piece in self.pieces]))
 
     def __exit__(self, kind, error, traceback):
         if kind is None:
-            for number in range(len(self.pieces)):
-                self.wait(number)
+            self.receive()
+
+    def receive(self):
+        """Return when all pieces have been received."""
+        for number in range(len(self.pieces)):
+            self.wait(number)
 
     def start(self, piece):
         """Start the broadcasts that complete one piece on every rank, and return their handles."""
@@ -66,16 +78,16 @@ class AsyncAllGather(contextlib.AbstractContextManager):
             for handle in self.pending.pop(number, ()):
                 handle.wait()
 
-    def wait_on_read(self, module):
-        """Return when the parameters of this module have been received."""
-        for number in sorted(self.pieces_of[module]):
+    def wait_for_unit(self, unit):
+        """Return when the parameters of this unit are received. A tied head reads wte, which the first unit has."""
+        for number in sorted(self.pieces_of[unit]):
             self.wait(number)
 
 
 def owned(arena, piece, owners):
     """Yield (slice, owner): the share of each owner in `piece`, a slice of the arena. owners: the number of owners."""
     for owner in range(owners):
-        part = arena.part(owner, owners)
-        start, stop = max(part.start, piece.start), min(part.stop, piece.stop)
+        share = arena.share(owner, owners)
+        start, stop = max(share.start, piece.start), min(share.stop, piece.stop)
         if start < stop:
             yield slice(start, stop), owner

@@ -1,0 +1,137 @@
+"""A Trainer whose steps are captured, launched ahead and, in fp16, scaled; its parameters have the bits of Trainer."""
+
+import math
+import time
+
+import numpy as np
+
+from gpt2core.engine.loss_scale import LossScale
+from gpt2core.engine.steps_in_flight import PendingStep
+from gpt2core.errors import Diverged, counted
+from gpt2core.parallel.losses import total_loss
+from gpt2core.trainer import Trainer
+
+
+class FastTrainer(Trainer):
+    """The Trainer of the command line. capture: whether the device may capture a step and replay it. loss_scale: a dict
+    of keyword arguments of LossScale. Kernels are timed during the first step, and all ranks use rank 0's choices.
+    """
+
+    scales_loss = True
+
+    def __init__(self, config, backends, *, capture=True, loss_scale=None, **options):
+        super().__init__(config, backends, **options)
+        self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
+        self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
+        self.compiled = self.backend.runtime.compile_step(self.compute_update, capture and self.world.capturable)
+        self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
+        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
+        self.sent_by_update = 0  # bytes that this rank sends in an update
+        self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
+        self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
+
+    def step(self, batch, lr):
+        return self.begin(batch, lr).result()
+
+    def begin(self, batch, lr):
+        """Start the update from the result of prepare(), and return its PendingStep (steps_in_flight.py).
+
+        Its result() counts the step. If `overlaps`, the next step may begin before this result is read. Results are
+        read in the order in which the steps began.
+        """
+        self.check_interrupted()
+        if self.in_flight and not self.overlaps:
+            raise ValueError("this device cannot overlap steps: read the result() of the previous step first")
+        step = PendingStep(self, batch, lr, self.steps + len(self.in_flight) + 1)
+        self.launch(step)
+        self.in_flight.append(step)
+        return step
+
+    def launch(self, step):
+        """Launch a PendingStep on the device."""
+        step.results = self.compiled(step.batch, self.optimizer.hyperparameters(step.number, step.lr))
+        if self.tuned is None:  # the first step has timed kernels: all ranks use rank 0's choices
+            self.tuned = self.world.broadcast_object(self.backend.runtime.tuned)
+            self.load_tuned(self.tuned, final=True)
+
+    def finish_step(self, step, signal=0):
+        """Wait for the oldest PendingStep, count it and return its Step. signal: see PendingStep.result().
+
+        If a gradient overflows in fp16, the step is repeated with the same batch and half the loss scale, so no batch
+        is lost. Raises Diverged if the loss or the norm is not finite; in fp16, for the norm only if the loss scale is
+        below its minimum. If the norm is not finite, neither this step nor a later step in flight has changed a
+        parameter.
+        """
+        if self.in_flight[0] is not step:
+            raise ValueError("read the result() of the earlier step first")
+        loss, norm = self.read(step, signal)
+        while self.loss_scale.skips(loss, norm):
+            step.repeats += 1
+            self.check_scale(step.lr)
+            self.launch(step)
+            loss, norm = self.read(step, signal)
+        self.in_flight.pop(0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.stop_all()
+        start, self.finished = max(step.began, self.finished), time.perf_counter()
+        scale = self.loss_scale.value
+        skipped = None if scale is None else step.repeats
+        more = dict(loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None)
+        return self.report(loss, norm, step.lr, self.finished - start, **more)
+
+    def read(self, step, signal):
+        """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks. Sets stopped_by."""
+        *losses, norm = (array.item() for array in step.results.wait())
+        sent_before = self.bytes_sent()
+        loss, self.stopped_by = total_loss(self, losses, signal)
+        step.sent += self.bytes_sent() - sent_before + self.sent_by_update
+        return loss, norm
+
+    def check_scale(self, lr):
+        """Raise Diverged if the loss scale is below its minimum."""
+        factor = self.loss_scale.value
+        if factor < self.loss_scale.SMALLEST:
+            self.in_flight.clear()
+            raise Diverged(
+                f"step {self.steps}: the loss scale has been reduced to {factor:g}, and the gradient still overflows: "
+                f"use `precision=bf16`, or lower `lr` (now {lr:g}); "
+                f"the parameters are those after {counted(self.steps, 'step')}"
+            )
+
+    def stop_all(self):
+        """Wait for the steps in flight, which change no parameter because self.stop is NaN; then set stop to 0."""
+        for pending in self.in_flight:
+            pending.results.wait()
+        self.in_flight.clear()
+        self.stop[...] = 0
+
+    @property
+    def overlaps(self):
+        """Whether a step may begin before the previous result is read: not in fp16, where a step may be repeated."""
+        return self.compiled.can_overlap and self.loss_scale.state is None
+
+    def compute_update(self, batch, hyper):
+        """Trainer.update with the loss scale -> [*this rank's losses, norm]; counts the bytes that it sends."""
+        sent_before = self.bytes_sent()
+        losses, norm = self.update(batch, hyper, self.loss_scale.factor, **self.state)
+        self.updating = False  # result() counts the step
+        self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
+        return [*losses, norm]
+
+    @property
+    def state(self):
+        """The arrays that a device updates in each step: further arguments of Backend.clip. The same in each call."""
+        if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
+            return {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
+        return {"stop": self.stop} if self.compiled.replays else {}
+
+    def load_tuned(self, tuned, final=False):
+        """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""
+        for backend in self.pool.backends:
+            backend.runtime.load_tuned(tuned, final)
+
+    def bytes_sent(self):
+        """The bytes that this rank has sent so far, in all groups."""
+        worker_groups = (worker.model.group for worker in self.accumulator.workers)
+        return sum(group.bytes_sent for group in (self.world, self.mesh.data, self.mesh.tensor, *worker_groups))

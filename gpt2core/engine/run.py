@@ -1,0 +1,110 @@
+"""The training loop of the command line: steps in flight, evaluation and checkpoints between steps, and signals."""
+
+from gpt2core.errors import ConfigError, UserError
+from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.whole_parameters import check_finite, verify
+from gpt2core.training_loop import read_batch
+
+LOG_LOST = 255  # a rank that cannot write its log sends this to the other ranks instead of a signal number
+
+
+class LogLost(UserError):
+    """The report of a step could not be written. No update is undone, and if `save` was given, run() has saved all."""
+
+    def __init__(self, error, steps, shared):
+        text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
+        super().__init__(text or "another rank could not write its log")
+        self.steps, self.shared = steps, shared  # updates made; whether every rank raises this error
+
+
+def run(
+    trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
+    verify_every=0, received_signal=lambda: 0,
+):  # fmt: skip
+    """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
+
+    schedule(i) is the learning rate of step number i (from 0). After each step, run() calls on_step(step,
+    validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it
+    is the last step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end; if a
+    parameter is not finite, Diverged is raised instead of saving. The `validation` windows are evaluated every
+    `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every` steps and at the
+    end. An interval of 0 means only at the end.
+
+    received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
+    OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
+    """
+    intervals = {"verify": verify_every}  # steps between two pauses of a kind; 0: only at the end
+    if validation is not None:
+        intervals["evaluate"] = eval_every
+    if save is not None:
+        intervals["save"] = save_every
+    loop = Loop(trainer, windows, schedule, steps, intervals, on_step, validation, save, received_signal)
+    while loop.goes_on():
+        loop.step()
+    return loop.finish()
+
+
+class Loop:
+    """The state of run(): the next batch, and what ends training."""
+
+    def __init__(self, trainer, windows, schedule, steps, intervals, on_step, validation, save, received_signal):
+        self.trainer, self.windows, self.schedule, self.steps = trainer, windows, schedule, steps
+        self.intervals, self.on_step, self.validation, self.save = intervals, on_step, validation, save
+        self.received_signal = received_signal
+        self.batch = None  # that of the step after the steps in flight, if it was read
+        self.stopping = 0  # the number of a signal, LOG_LOST, or 0; equal on all ranks
+        self.log_error = None  # the first error of on_step on this rank
+
+    def goes_on(self):
+        return self.trainer.steps < self.steps and (self.trainer.in_flight or not self.stopping)
+
+    def step(self):
+        """Wait for the oldest step in flight, which is begun now unless it was before, and report it."""
+        trainer = self.trainer
+        if not trainer.in_flight:
+            self.begin(self.batch or read_batch(trainer, self.windows))
+        # while the device works:
+        self.batch = read_batch(trainer, self.windows, ahead=1) if trainer.steps + 1 < self.steps else None
+        if trainer.overlaps and not self.pauses_after_next():
+            self.begin(self.batch)
+        step = trainer.in_flight[0].result(LOG_LOST if self.log_error else self.received_signal())
+        self.stopping = trainer.stopped_by or self.stopping
+        last = not self.goes_on()
+        if self.due("verify", last):
+            verify(trainer)
+        self.report(step, evaluate(trainer, self.validation) if self.due("evaluate", last) else None, last)
+        if self.due("save", last) and not last:
+            self.save_checkpoint()
+
+    def begin(self, batch):
+        """Begin the step after the steps in flight, with this batch."""
+        self.trainer.begin(batch, self.schedule(self.trainer.steps + len(self.trainer.in_flight)))
+
+    def pauses_after_next(self):
+        """Whether training ends after the next result, or the parameters are compared, evaluated or saved then."""
+        steps = self.trainer.steps + 1
+        return self.stopping or steps >= self.steps or any(n and steps % n == 0 for n in self.intervals.values())
+
+    def due(self, kind, last):
+        every = self.intervals.get(kind)
+        return every is not None and (last or (every > 0 and self.trainer.steps % every == 0))
+
+    def report(self, *arguments):
+        try:
+            self.on_step(*arguments)  # also after log_error: on_step may call collectives, which need all ranks
+        except (ConfigError, OSError) as error:
+            self.log_error = self.log_error or error
+
+    def save_checkpoint(self):
+        check_finite(self.trainer)
+        self.save(self.trainer)
+
+    def finish(self):
+        """Save, and raise the error of a log that was lost; return the number of a signal, or None."""
+        if self.save is not None:
+            self.save_checkpoint()
+        if isinstance(self.log_error, BrokenPipeError):  # the program that reads the output has closed the pipe
+            raise self.log_error
+        if self.log_error or self.stopping == LOG_LOST:
+            raise LogLost(self.log_error, self.trainer.steps, shared=self.stopping == LOG_LOST)
+        return self.stopping or None

@@ -1,0 +1,61 @@
+"""A part of a model: consecutive units that are computed as one graph, from an array to an array.
+
+The units of a model are the embedding, each block, and the head. By default, the whole model is one part. A model that
+is divided into several parts has the same bits: between two parts there is only the array of the residual stream, and
+its gradient.
+"""
+
+import functools
+
+from gpt2core import ops
+from gpt2core.model import Embedding
+from gpt2core.stream import Stream
+
+
+class Part:
+    """Consecutive units, a slice of GPT2.units.
+
+    before(name) is called before the forward pass of a unit, and completed(name) in backward when all gradients of a
+    unit are computed. `name`: that of the unit, such as "h.0".
+    """
+
+    def __init__(self, units, backend, before=lambda name: None, completed=lambda name: None):
+        self.units, self.backend, self.before, self.completed = units, backend, before, completed
+
+    def forward(self, x, *loss):
+        """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
+
+        x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
+        that enters. loss: the arguments (targets, scale, dloss) of GPT2.loss if the last unit is the head.
+        """
+        graph = Graph(self)
+        if not isinstance(self.units[0], Embedding):
+            x = Stream(ops.boundary(x, self.backend, graph.keep_gradient))
+        for unit in self.units:
+            self.before(unit.name)
+            if unit is not self.units[0]:
+                x = x.mark(functools.partial(self.completed, unit.name))
+            x = unit(x, *loss) if loss and unit is self.units[-1] else unit(x)
+        graph.y = x.tensor() if isinstance(x, Stream) else x
+        return graph
+
+
+class Graph:
+    """What Part.forward() has recorded. y: the Tensor (B, T, C) of the stream that leaves, or the loss, of shape ()."""
+
+    def __init__(self, part):
+        self.part, self.y, self.dx = part, None, None
+
+    def backward(self, dy, later=None):
+        """dy, the gradient of y -> the gradient of x; None for token ids. later: see Tensor.backward."""
+        y, self.y = self.y, None  # the graph is freed while backward runs
+        y.backward(dy, later=later)
+        completed = functools.partial(self.part.completed, self.part.units[0].name)
+        if later is None:
+            completed()
+        else:
+            later.append(completed)
+        return self.dx
+
+    def keep_gradient(self, dx):
+        self.dx = dx

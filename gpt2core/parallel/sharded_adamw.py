@@ -1,0 +1,133 @@
+"""AdamW divided over threads and ranks (ZeRO-1), and the copy of the parameters in bf16 or fp16."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gpt2core.arena import SEGMENTS, round_up
+from gpt2core.backend import ParameterCopy
+from gpt2core.communicator import Solo
+from gpt2core.optimizer import AdamW
+from gpt2core.parallel.tensor_parallel import is_replicated
+
+
+def rounding_key(seed, step):
+    """(1) int64: the key of one step's random numbers for stochastic rounding."""
+    return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
+
+
+class Hyperparameters(NamedTuple):
+    """The numbers of one update. They are arrays: kernels read them at fixed addresses, so a step can be replayed."""
+
+    scalars: np.ndarray  # (3) float64, from adamw_scalars()
+    key: np.ndarray | None  # (1) int64, from rounding_key(), or None
+
+
+class ShardedAdamW(AdamW):
+    """AdamW whose arena is divided over `owners`: each has only the moments of its own share (Rajbhandari et al. 2020).
+
+    pool: the WorkerPool whose threads divide the update. owners: by default a group of one. tensor_group: the ranks
+    that divide each layer. compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`.
+    rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and
+    the index in the arena. gathers: whether update() ends with an all-gather of the array that kernels read; otherwise
+    zero.AsyncAllGather gathers it during the next forward pass, or gather() before it.
+    """
+
+    def __init__(
+        self, arena, parameters, pool, *, owners=None, tensor_group=None, compute_copy=None, gathers=True,
+        rounding="nearest", seed=0, **options,
+    ):  # fmt: skip
+        self.pool, self.owners, self.tensor_group = pool, owners or Solo(), tensor_group or Solo()
+        self.compute_copy, self.gathers = compute_copy, gathers
+        self.compute_parameters = parameters if compute_copy is None else compute_copy
+        self.seed = seed if rounding == "stochastic" else None
+        own = arena.share(self.owners.rank, self.owners.size)
+        super().__init__(arena, parameters, pool.backends[0], own=own, **options)
+        order = pages_of_group(arena, self.tensor_group.size)
+        in_order = (order == np.arange(len(order))).all()  # as for one rank
+        self.order = None if in_order else self.backend.asarray(order)
+
+    def hyperparameters(self, step, lr):
+        key = None if self.seed is None else rounding_key(self.seed, step)
+        return Hyperparameters(super().hyperparameters(step, lr), key)
+
+    def map_own(self, function):
+        """[function(backend, share) of each worker]; the slices `share` divide this rank's share of the arena."""
+        return self.pool.map_shares(function, self.arena, self.owners.rank, self.owners.size)
+
+    def clip(self, gradients, **state):
+        with self.backend.runtime.range("optimizer"):
+            return super().clip(gradients, **state)
+
+    def page_sums(self, flat):
+        """The sums of squares of all pages of the model; only this rank's share of `flat` is read.
+
+        The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
+        the number of owners. A parameter that each rank of tensor_group has as a whole counts once.
+        """
+        own = self.backend.xp.concatenate(self.map_own(lambda backend, share: backend.page_sums(flat[share])))
+        sums = self.owners.all_gather(own)[: self.arena.norm_pages]
+        if self.order is None:
+            return sums
+        joined = self.backend.zeros((round_up(len(self.order), SEGMENTS),), sums.dtype)
+        joined[: len(self.order)] = self.tensor_group.all_gather(sums)[self.order]
+        return joined
+
+    def update(self, gradients, factor, hyperparameters):
+        """Update this rank's share; if `gathers`, all-gather the updated shares."""
+
+        def update(backend, share):
+            copy = None
+            if self.compute_copy is not None:
+                copy = ParameterCopy(self.compute_copy[share], hyperparameters.key, share.start)
+            self.update_slice(backend, share, gradients, factor, hyperparameters.scalars, copy)
+
+        with self.backend.runtime.range("optimizer"):
+            self.map_own(update)
+            self.clear_padding(self.parameters)
+            self.clear_padding(self.compute_parameters)
+            if self.gathers:
+                self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+
+    def gather(self):
+        """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
+        if not self.gathers:
+            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+
+    def gather_parameters(self):
+        """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
+        self.gather()
+        if self.compute_copy is not None:
+            self.owners.all_gather(self.parameters[self.own], out=self.parameters)
+
+    def refresh_copy(self, steps):
+        """Round the parameters to compute_copy as update number `steps` did; call it after a checkpoint is loaded."""
+        if self.compute_copy is not None:
+            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
+            self.backend.cast(self.parameters, self.compute_copy, key)
+
+    @property
+    def nbytes(self):
+        """Bytes of the optimizer state that this rank holds."""
+        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+    def moments(self):
+        """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""
+        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
+
+    def load_moments(self, first, second):
+        """Load this rank's share of the moments; first, second: flat moments of the whole arena."""
+        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
+
+
+def pages_of_group(arena, ranks):
+    """The order in which the page sums of all ranks of a tensor group are added, as indices of their all-gather.
+
+    Parameter after parameter, and for each of them the pages of rank 0, rank 1, ... with its shards.
+    """
+    order = []
+    for name in arena.slices:
+        pages = arena.pages(arena.padded(name))
+        for rank in range(1 if is_replicated(name) else ranks):
+            order.extend(range(rank * arena.norm_pages + pages.start, rank * arena.norm_pages + pages.stop))
+    return np.array(order, np.intp)

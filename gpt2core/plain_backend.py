@@ -1,0 +1,205 @@
+"""Every kernel as its textbook formula and its derivative, in plain NumPy: a complete Backend without tricks.
+
+Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
+gradient of the loss with respect to y. Every derivative below follows from dx = (dy/dx)' dy. `aux` is what a forward
+kernel saves for its backward kernel.
+"""
+
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
+# first, own: several ranks can divide the vocabulary; `first` is the first token of this rank, and `own` says which
+# tokens it has. On one rank, first is 0 and it has all of them.
+
+import math
+
+import numpy as np
+
+from gpt2core.arena import PAGE
+from gpt2core.backend import Backend
+from gpt2core.errors import ConfigError
+from gpt2core.runtime import Runtime
+
+GELU = math.sqrt(2 / math.pi)
+
+
+class PlainBackend(Backend):
+    """A subclass replaces the kernels that it makes faster, and keeps the others. Backend composes further kernels."""
+
+    name = "plain"
+    xp = np
+    many_ranks = "stage 1"
+    uses_threads = False
+
+    def __init__(self, precision="fp32", deterministic=True):
+        if precision not in ("fp32", "fp64"):
+            raise ConfigError(f"`precision={precision}` is not available here: use fp32 or fp64")
+        self.precision, self.runtime = precision, Runtime()
+        self.dtype = self.compute_dtype = np.dtype({"fp32": np.float32, "fp64": np.float64}[precision])
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def asarray(self, array, dtype=None):
+        return np.asarray(array, dtype)
+
+    def to_host(self, array):
+        return np.asarray(array)
+
+    def codec(self, kind):
+        raise ConfigError(f"`compress={kind}`: this backend has no codecs")
+
+    # -- linear: y = x w + b;  dx = dy w',  dw = x' dy,  db = sum of dy over the rows ----------------------------------
+
+    def linear_forward(self, x, w, b=None):
+        return x @ w if b is None else x @ w + b
+
+    def linear_backward(self, dy, x, w, bias=True):
+        return dy @ w.T, rows(x).T @ rows(dy), self.bias_backward(dy) if bias else None
+
+    def bias_backward(self, dy):
+        return rows(dy).sum(0)
+
+    # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = GELU (x + 0.044715 x^3);  dt/dx = (1 - t^2) du/dx -----------------
+
+    def gelu_forward(self, x):
+        return x * (1 + np.tanh(GELU * (x + 0.044715 * x * x * x))) / 2
+
+    def gelu_backward(self, dy, x):
+        t = np.tanh(GELU * (x + 0.044715 * x * x * x))
+        slope = (1 + t) / 2 + x * (1 - t * t) / 2 * GELU * (1 + 3 * 0.044715 * x * x)
+        return dy * slope
+
+    # -- layernorm: h = (x - mean) r,  r = 1 / sqrt(variance + eps),  y = h w + b --------------------------------------
+    #    dmean/dx_i = 1 / C and dr/dx_i = -r^2 h_i / C, so dh_j/dx_i = r ((1 if i = j else 0) - 1 / C - h_i h_j / C).
+    #    With g = dy w, the gradient of h:  dx = r (g - mean(g) - h mean(g h))
+
+    def layernorm_forward(self, x, w, b, eps):
+        centred = x - x.mean(-1, keepdims=True)
+        r = 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps)
+        h = centred * r
+        return h * w + b, (h, r)
+
+    def layernorm_backward(self, dy, w, aux):
+        h, r = aux
+        g = dy * w
+        dx = r * (g - g.mean(-1, keepdims=True) - h * (g * h).mean(-1, keepdims=True))
+        return dx, rows(dy * h).sum(0), rows(dy).sum(0)
+
+    # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf above the diagonal, y = P v -------------
+    #    dv = P' dy,  dP = dy v',  dS = P (dP - rowsum(P dP)),  dq = dS k / sqrt(D),  dk = dS' q / sqrt(D), because
+    #    dP_j/dS_i = P_j ((1 if i = j else 0) - P_i) in each row
+
+    def attention_forward(self, qkv, n_head):
+        q, k, v = split_heads(qkv, n_head)
+        p = softmax(causal(q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])))
+        return merge_heads(p @ v), p
+
+    def attention_backward(self, dy, qkv, y, aux, n_head):
+        (q, k, v), p = split_heads(qkv, n_head), aux
+        dy = dy.reshape(*y.shape[:2], n_head, -1).swapaxes(1, 2)
+        dp = dy @ v.swapaxes(2, 3)
+        ds, scale = p * (dp - (p * dp).sum(-1, keepdims=True)), 1 / math.sqrt(q.shape[3])
+        dq, dk, dv = ds @ k * scale, ds.swapaxes(2, 3) @ q * scale, p.swapaxes(2, 3) @ dy
+        return np.concatenate([merge_heads(each) for each in (dq, dk, dv)], -1)
+
+    def attention_cached(self, qkv, keys, values, position, n_head):
+        q, k, v = split_heads(qkv, n_head)
+        end = position + q.shape[2]
+        keys[..., position:end], values[:, :, position:end] = k.swapaxes(2, 3), v
+        p = softmax(causal(q @ keys[..., :end] / math.sqrt(q.shape[3]), position))
+        return merge_heads(p @ values[:, :, :end])
+
+    # -- embedding: y = wte[ids] + wpe[positions];  each row of dy is added to the row of its token and its position ---
+
+    def embedding_forward(self, ids, wte, wpe, position=0, first=0):
+        token, own = local_tokens(ids, first, len(wte))
+        y = np.where(own[..., None], wte[token], 0).astype(wte.dtype, copy=False)
+        return y if wpe is None else y + wpe[position : position + ids.shape[-1]]
+
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
+        (token, own), dwte, dwpe = local_tokens(ids, first, len(wte)), np.zeros_like(wte), np.zeros_like(wpe)
+        np.add.at(dwte, token[own], dy[own])
+        dwpe[position : position + ids.shape[-1]] = dy.sum(0)
+        return dwte, dwpe
+
+    # -- logits = x w';  loss of a row = log sum exp(logits) - logit of the target;  dlogits = softmax - onehot --------
+    #    forward returns the maximum m of a row, sum exp(logits - m), and the target's logit; loss() puts them together
+
+    def unembed_forward(self, x, w):
+        return x @ w.T
+
+    def unembed_backward(self, dy, x, w):
+        return dy @ w, rows(dy).T @ rows(x)
+
+    def cross_entropy_forward(self, logits, targets, first=0):
+        (token, own), row = local_tokens(targets, first, logits.shape[1]), np.arange(len(targets))
+        maxima = logits.max(1)
+        return maxima, np.exp(logits - maxima[:, None]).sum(1), np.where(own, logits[row, token], 0), None
+
+    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
+        token, own = local_tokens(targets, first, logits.shape[1])
+        p = np.exp(logits - maxima[:, None]) / sums[:, None]  # softmax
+        p[np.flatnonzero(own), token[own]] -= 1
+        return p * p.dtype.type(float(dy) * scale)
+
+    def loss_rows(self, maxima, sums, target_logits, row_maxima):
+        return np.stack([sums * np.exp(maxima - row_maxima), target_logits])
+
+    def loss(self, row_maxima, sums, target_logits, scale):
+        losses = np.log(sums) + row_maxima - target_logits
+        return np.asarray(losses.sum(dtype=np.float64) * scale)
+
+    # -- flat buffers: the norm of the gradient, and clipping ----------------------------------------------------------
+
+    def page_sums(self, flat):
+        return (flat.reshape(-1, PAGE) ** 2).sum(1)
+
+    def clip(self, sums, bound):
+        norm = np.float64(math.sqrt(sums.sum(dtype=np.float64)))
+        if not math.isfinite(norm):
+            return norm, np.float64(math.nan)
+        return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
+
+    # -- AdamW: m and v are running means of g and of g^2;  p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)
+    #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_scalars() puts these divisors into rate and e
+
+    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
+        if math.isnan(grad_scale):
+            return
+        (rate, e, shrink), (beta1, beta2) = scalars.tolist(), betas
+        g = g * p.dtype.type(grad_scale)
+        m[...] = beta1 * m + (1 - beta1) * g
+        v[...] = beta2 * v + (1 - beta2) * g * g
+        decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)
+        p[...] = decay * p - rate * m / (np.sqrt(v) + e)
+
+
+def rows(x):
+    """(..., C) as (N, C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def split_heads(qkv, n_head):
+    """(B, T, 3C) -> q, k, v, each (B, H, T, D)."""
+    return (x.reshape(*x.shape[:2], n_head, -1).swapaxes(1, 2) for x in np.split(qkv, 3, -1))
+
+
+def merge_heads(x):
+    """(B, H, T, D) -> (B, T, C)."""
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def causal(s, position=0):
+    """Scores (B, H, t, T) of the queries from `position` on: -inf for keys after the query."""
+    return np.where(np.tri(*s.shape[2:], position, dtype=bool), s, s.dtype.type(-np.inf))
+
+
+def softmax(s):
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def local_tokens(ids, first, count):
+    """(index among the tokens [first, first + count), whether the token is one of them), each of the shape of ids."""
+    index = ids.astype(np.intp) - first
+    own = (index >= 0) & (index < count)
+    return np.where(own, index, 0), own

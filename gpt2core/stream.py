@@ -1,0 +1,61 @@
+"""The residual stream of a GPT-2, to which every block adds its branches."""
+
+from typing import NamedTuple
+
+from gpt2core import ops, primitives
+from gpt2core.tensor import Tensor
+
+
+class Branch(NamedTuple):
+    """What a block adds to the stream: `output` (B, T, C) + `bias` (C).
+
+    The bias is separate, because it is added after the all-reduce over the ranks that divide a layer: otherwise the sum
+    would contain it once for each rank.
+    """
+
+    output: Tensor
+    bias: Tensor
+
+
+class Stream:
+    """The residual stream x (B, T, C). `x + branch` is lazy: the LayerNorm that reads the sum computes and keeps it.
+
+    So one kernel reads x and the branch and writes their sum and its LayerNorm. LayerNorm reads the sum as it is
+    stored, in the dtype of the stream: the result is the same if the sum is computed first, as between two pipeline
+    stages.
+    """
+
+    def __init__(self, x, branch=None):
+        self.x, self.branch = x, branch
+
+    def __add__(self, branch):
+        return Stream(self.tensor(), branch)
+
+    def tensor(self):
+        """The stream as a Tensor (B, T, C); computes the sum if no LayerNorm has done so."""
+        if self.branch is not None:
+            self.x, self.branch = ops.residual_add(self.x, *self.branch), None
+        return self.x
+
+    def layernorm(self, w, b, eps):
+        """LayerNorm(x), which also computes the sum."""
+        if self.branch is None:
+            self.x, y = ops.stream_layernorm(self.x, w, b, eps)
+        else:
+            self.x, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
+            self.branch = None
+        return y
+
+    def last_position(self):
+        """The stream at the last position, (B, 1, C)."""
+        return Stream(primitives.getitem(self.tensor(), LAST))
+
+    def mark(self, function):
+        """The same stream; backward calls function() when everything after this point is done (ops.mark)."""
+        if self.branch is None:
+            return Stream(*ops.mark((self.x,), function))
+        x, output = ops.mark((self.x, self.branch.output), function)
+        return Stream(x, Branch(output, self.branch.bias))
+
+
+LAST = (slice(None), slice(-1, None))
