@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
-from gpt2core.app.command import run_command
+from gpt2core.app.command import error_text, run_command
 from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
@@ -87,7 +87,7 @@ def main(arguments=None):
     except HelpPrinted:
         return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error_text(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: the output may be incomplete", file=sys.stderr)

@@ -65,6 +65,6 @@ def step_sizes(config, micro_batches, replicas):
 
     micro_batches: the number of micro-batches over all ranks. replicas: the number of data-parallel replicas.
     """
-    # With --transport mpi the canonical sum is computed on the host and needs no device memory.
+    # With the transport mpi the canonical sum is computed on the host and needs no device memory.
     sums_on_device = config.transport == "nccl" and config.collectives == "canonical"
     return config.batch_size, config.seq_len, micro_batches, replicas, config.parallel, sums_on_device

@@ -1,4 +1,4 @@
-"""Atomic checkpoints in the directory DIR of `--out DIR`: after the first save, DIR always has a complete checkpoint.
+"""Atomic checkpoints in the output directory DIR of a run: after the first save, DIR always has a complete checkpoint.
 
 This is also true after a crash at any moment. Arrows are symbolic links:
 
@@ -32,8 +32,8 @@ from gpt2core.app.checkpoint_files import (
     write_step,
 )
 from gpt2core.app.output_files import renamed
+from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import CheckpointError
-from gpt2core.model import parameter_shapes
 from gpt2core.text.input_file import read_file
 
 LATEST = "latest"
@@ -96,7 +96,7 @@ def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
     several. with_optimizer: for a resumed run, read the moments too; optimizer.safetensors and state.json must exist.
     Otherwise the result has `moments` None, and state.json is read only if it exists. Raises CheckpointError, with the
     file's path, for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that
-    was changed after it was saved. If another step of the same `--out` directory can be read, the message has its path.
+    was changed after it was saved. If another step of the same output directory can be read, the message has its path.
     """
     for _ in range(10):  # a running training may replace the step during a read: read again, also after an error
         step = resolve_checkpoint(path)
@@ -124,7 +124,7 @@ def readable_step(damaged, with_optimizer):
 
 
 def newest_step(directory):
-    """The Path of the newest complete step in an `--out` directory (see save_checkpoint), or None if there is none."""
+    """The Path of the newest complete step in an output directory (see save_checkpoint), or None if there is none."""
     return latest_step(Path(directory)) or next(iter(complete_steps(Path(directory))), None)
 
 
@@ -135,7 +135,7 @@ def describe_step(step):
 
 
 def resolve_checkpoint(path):
-    """The Path of the directory to read: the newest complete step of an `--out` directory, otherwise `path` itself.
+    """The Path of the directory to read: the newest complete step of an output directory, otherwise `path` itself.
 
     If `latest` is missing or broken, the newest step is found by file times. Raises CheckpointError if `path` is not a
     directory, or has neither a complete step nor a config.json.
@@ -143,7 +143,7 @@ def resolve_checkpoint(path):
     path = Path(path)
     if not os.path.isdir(path):
         problem = "is a file, not a directory" if os.path.exists(path) else "does not exist"
-        raise CheckpointError(f"{path}: {problem}: give a checkpoint directory, or the --out directory of a run")
+        raise CheckpointError(f"{path}: {problem}: give a checkpoint directory, or the output directory of a run")
     if path.name == LATEST and path.is_symlink():
         path = path.parent  # resolve the link once, here: a writer may change it between reading two files
     with checkpoint_errors(path):
@@ -152,7 +152,7 @@ def resolve_checkpoint(path):
         return newest
     if not os.path.exists(path / CONFIG):
         other = next(filter(is_checkpoint, [*sorted(path.iterdir()), *renamed(path)]), None)
-        advice = f"for example {other}" if other else "or the --out directory of a run"
+        advice = f"for example {other}" if other else "or the output directory of a run"
         raise CheckpointError(
             f"{path}: holds neither {CONFIG} nor a step-XXXXXXXX directory: it is not a checkpoint: give a checkpoint "
             f"directory, {advice}"
@@ -188,7 +188,7 @@ def writable_directory(path):
     for name in FILES:
         if os.path.exists(path / name) and not (path / name).is_symlink():
             raise CheckpointError(
-                f"{path / name}: this file is not a link to a checkpoint of --out {path}, so other programs would "
+                f"{path / name}: this file is not a link to a checkpoint in {path}, so other programs would "
                 "open it instead of the newest checkpoint: choose another directory"
             )
     return path

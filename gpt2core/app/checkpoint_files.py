@@ -17,8 +17,8 @@ import numpy as np
 from gpt2core.app.checkpoint_digests import sha256, split_digests, with_digests
 from gpt2core.app.config_json import config_from_json, config_to_json
 from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError, counted
-from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.text.input_file import read_file
 from gpt2core.text.tokenizer import LARGEST
 
@@ -80,11 +80,7 @@ def read_step(step, with_optimizer, accept_edited=False):
             )
         shapes = dict(parameter_shapes(config))
         check_tensors(path, parameters, shapes)
-    moments = None
-    if with_optimizer:
-        tensors = reading.result()
-        check_tensors(step / OPTIMIZER, tensors, {moment + name: shapes[name] for moment in MOMENTS for name in shapes})
-        moments = {name: tuple(tensors[moment + name] for moment in MOMENTS) for name in shapes}
+    moments = moments_of(step / OPTIMIZER, reading.result(), shapes) if with_optimizer else None
     state = edited = None
     if with_optimizer or os.path.exists(step / STATE):
         state, edited = read_state(step, digests)
@@ -94,6 +90,12 @@ def read_step(step, with_optimizer, accept_edited=False):
             f"copy, or add --accept-edited if you changed it"
         )
     return Checkpoint(step, config, {name: parameters[name] for name in shapes}, moments, state, tuple(edited or ()))
+
+
+def moments_of(path, tensors, shapes):
+    """{name: (first, second) moment} from the tensors of the file `path`; shapes: {name: shape} of the parameters."""
+    check_tensors(path, tensors, {moment + name: shapes[name] for moment in MOMENTS for name in shapes})
+    return {name: tuple(tensors[moment + name] for moment in MOMENTS) for name in shapes}
 
 
 def read_state(step, digests):
@@ -182,7 +184,7 @@ def read_moments(path, digests):
     """{stored name: array} of optimizer.safetensors; raises CheckpointError."""
     if not os.path.exists(path):
         raise CheckpointError(
-            f"{path}: no such file, so no run can be resumed from here: start a new one with --init-from"
+            f"{path}: no such file, so no run can be resumed from here: start a new run with its weights"
         )
     tensors = read_tensors(path, digests)
     for name, array in tensors.items():

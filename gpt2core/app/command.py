@@ -16,17 +16,18 @@ import numpy as np
 
 from gpt2core.app.after_run import discard_output
 from gpt2core.app.flag_parser import HelpPrinted
+from gpt2core.app.settings import with_flags
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 
 GRACE = 0.4  # seconds: rank r waits r * GRACE (at most 8 * GRACE) before it reports an error, see wait_for_lower_ranks
 
 
-def run_command(make_world, body):
+def run_command(make_world, body, memory_advice="free some memory, or use a smaller model"):
     """Call body(world), with `world` the result of make_world(), and exit with the exit code that body() returns.
 
     A user's mistake prints one line on standard error and gives exit code 2. An error of a single rank ends the whole
-    job, and its cause is printed once.
+    job, and its cause is printed once. memory_advice: what the user can do if the memory is too small.
     """
     open_closed_streams()
     with contextlib.suppress(AttributeError):  # a replaced sys.stdout may have no reconfigure()
@@ -48,8 +49,7 @@ def run_command(make_world, body):
     except DeviceMemoryError as error:
         code = fail(world, error)
     except MemoryError as error:
-        advice = "lower --batch-size, raise --micro-batches or use a smaller --preset"
-        code = fail(world, f"out of memory ({error}): {advice}")
+        code = fail(world, f"out of memory ({error}): {memory_advice}")
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -89,7 +89,7 @@ def short_warnings():
     def format_warning(message, category, *place, **options):
         if category is not UserWarning:
             return original(message, category, *place, **options)
-        line = "" if str(message) in printed else f"note: {message}\n"
+        line = "" if str(message) in printed else f"note: {with_flags(str(message))}\n"
         printed.add(str(message))
         return line
 
@@ -109,14 +109,19 @@ def warnings_after():
         warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
+def error_text(error):
+    """The text of an error as a command prints it: one line, with flags instead of the names of settings."""
+    return with_flags(" ".join(str(error).splitlines()))
+
+
 def fail(world, message, shared=False):
     """Print a user's mistake and return exit code 2; on many ranks, abort the job unless the error is `shared`."""
-    text = " ".join(str(message).splitlines())
+    text = error_text(message)
     if world.one_process or (shared and world.is_root):
-        print("error:", text, file=sys.stderr)
+        sys.stderr.write(f"error: {text}\n")  # one write: the lines of several processes must not mix
     elif not shared:
         wait_for_lower_ranks(world)
-        print(f"error: rank {world.rank}: {text}", file=sys.stderr)
+        sys.stderr.write(f"error: rank {world.rank}: {text}\n")
         world.abort(2)
     return 2
 

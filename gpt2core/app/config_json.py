@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from gpt2core.architecture import GPT2Config
 from gpt2core.errors import CheckpointError, ConfigError
-from gpt2core.model import GPT2Config
 
 # {field of GPT2Config: field of config.json}
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "n_positions"}

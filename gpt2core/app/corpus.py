@@ -1,4 +1,4 @@
-"""The corpus of a training run: read --data and --val-data on the root, and give every rank the same tokens."""
+"""The corpus of a training run: read it on the root, and give every rank the same tokens."""
 
 import contextlib
 import functools
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2core.app.inference_io import load_tokenizer
-from gpt2core.app.presets import BOOK_WEIGHTS, TOKENIZERS
+from gpt2core.app.presets import BOOK_WEIGHTS
 from gpt2core.app.rank_agreement import share_tokens
 from gpt2core.app.resume import fingerprint
-from gpt2core.app.run_config import flag
-from gpt2core.errors import DataError
+from gpt2core.app.setting_fields import flag
+from gpt2core.errors import ConfigError, DataError
 from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer, UnknownWord
 
@@ -34,17 +34,33 @@ class Corpus:
         return fingerprint(self.tokens)
 
 
-def read_texts(values, source):
-    """(tokens of --data, tokens of --val-data or None, Tokenizer); values: {name: value} of all flags.
+def read_texts(settings, source, default):
+    """(tokens for training, tokens of the text for validation or None, Tokenizer); settings: TrainSettings.
 
-    source: the Checkpoint of --resume or --init-from, or None. Raises DataError, with the flag, for an unknown word.
+    source: the Checkpoint that the run loads, or None. default: the tokenizer without a checkpoint, see read_corpus().
+    Raises DataError, with the flag, for an unknown word.
     """
-    note_large_text(values["data"])
-    with unknown_words("data", values):
-        tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
-    with unknown_words("val_data", values):
-        validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
+    note_large_text(settings.data)
+    with unknown_words("data", settings):
+        tokens, tokenizer = read_corpus(settings.data, settings.tokenizer, source, default)
+    with unknown_words("val_data", settings):
+        validation = load_tokens(settings.val_data, tokenizer)[0] if settings.val_data else None
     return tokens, validation, tokenizer
+
+
+def check_validation(settings):
+    """Raise ConfigError if the settings ask for validation, but name no data for it."""
+    if settings.eval_every and not (settings.val_data or settings.val_fraction):
+        raise ConfigError(
+            f"--eval-every {settings.eval_every} needs validation data: give --val-data FILE or --val-fraction F"
+        )
+
+
+def text_names(settings):
+    """The names, for messages, of the texts for training and for validation."""
+    if settings.val_fraction:
+        return [f"--val-fraction {settings.val_fraction}, {part}" for part in ("training", "validation")]
+    return [f"--data {settings.data}", f"--val-data {settings.val_data}"]
 
 
 def note_large_text(path):
@@ -65,17 +81,17 @@ def read_corpus(path, tokenizer, source, default):
 
 
 @contextlib.contextmanager
-def unknown_words(name, values):
+def unknown_words(name, settings):
     """In this context, add the flag of the setting `name`, its value and advice to the error for an unknown word."""
     try:
         yield
     except UnknownWord as error:
         advice = "or train a new model with --tokenizer byte"
-        if values["init_from"]:
+        if settings.init_from:
             advice = f"omit --init-from, or use --init-from {os.path.relpath(BOOK_WEIGHTS)}"
-        elif values["resume"]:
+        elif settings.resume:
             advice = "or start a new run"
-        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {error.advice}, {advice}") from None
+        raise DataError(f"{flag(name)} {getattr(settings, name)}: {error.problem}: {error.advice}, {advice}") from None
 
 
 @contextlib.contextmanager

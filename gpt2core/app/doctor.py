@@ -18,7 +18,7 @@ from gpt2core.app.after_run import output_error
 from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.terminal import terminal_width
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.tuned_choices import processor
+from gpt2core.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 180  # seconds for one command

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError
-from gpt2core.model import parameter_count
 
 
 def check_host_memory(backends, config, world, replicas, limit=None):
@@ -24,7 +24,7 @@ def check_host_memory(backends, config, world, replicas, limit=None):
         threads = ", fewer --threads" * (len(backends) > 1)
         raise ConfigError(
             f"a model of {parameter_count(config.model):,} parameters needs at least {gib(needed)} on this host for "
-            f"parameters, gradients and moments, but the host has {gib(limit)}: use a smaller --preset{threads}, or "
+            f"parameters, gradients and moments, but the host has {gib(limit)}: use a smaller model{threads}, or "
             f"more hosts with --tp or --zero 1 ({backends[0].many_ranks})"
         )
 
@@ -55,7 +55,9 @@ def available_memory(cgroup=Path("/proc/self/cgroup"), mount=Path("/sys/fs/cgrou
 
 def control_group_limits(cgroup, mount):
     """Yield the memory limits, in bytes, of the control groups of this process and of the groups that contain them."""
-    lines = cgroup.read_text().splitlines() if cgroup.exists() else []
+    lines = []
+    with contextlib.suppress(OSError):  # there is none on macOS
+        lines = cgroup.read_text().splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers in ("", "memory"):  # version 2 has one list of groups, version 1 one for each controller
             name = "memory.limit_in_bytes" if controllers else "memory.max"

@@ -9,6 +9,7 @@ from gpt2core.app.inference_io import (
     check_decoded,
     check_downloaded,
     check_tokenizer,
+    check_vocabulary,
     load_tokenizer,
     read_prompt,
     read_prompts,
@@ -17,10 +18,9 @@ from gpt2core.app.inference_io import (
     write_continuation,
     write_text,
 )
-from gpt2core.app.presets import MODES
 from gpt2core.app.rank_agreement import check_many_ranks, check_one_process, print_nothing, share_arrays
 from gpt2core.app.resume import edited_notes
-from gpt2core.app.run_config import check_positive, flag
+from gpt2core.app.setting_fields import complete, flag
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
@@ -37,9 +37,10 @@ def inference_command(make_backend, world, args, cores):
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
+    args = complete(args)
     if args.mode == "tensor":
         check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
-    on_root(world, lambda: check_downloaded("--weights", args.weights))
+    on_root(world, lambda: check_downloaded(args.weights))
     checkpoint = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
     for note in edited_notes(checkpoint):
         print(note, file=sys.stderr)
@@ -78,7 +79,7 @@ def inference_command(make_backend, world, args, cores):
 def continue_typed_prompts(world, model, tokenizer, args, emit):
     """Continue each line of the root's standard input, up to an empty line or the end; all ranks must call this.
 
-    Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.
+    Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed + i.
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
         # The tokenizer reports bytes that are not UTF-8. A CR that no LF follows is a part of the line.
@@ -96,12 +97,10 @@ def continue_typed_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other.
+    """Raise ConfigError if --mode, --interactive and the prompt flags exclude each other.
 
     Raises DataError for a --stop that is not UTF-8.
     """
-    if args.mode not in MODES:
-        raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if args.stop:  # a text that was not decoded is in no continuation
         check_decoded(args.stop, "--stop", sys.getfilesystemencoding())
     if args.interactive:
@@ -117,20 +116,17 @@ def check_mode(args):
 
 
 def make_inference_backend(make_backend, args, cores):
-    """The Backend of this rank, with its number of threads set; raises ConfigError for a wrong --threads."""
+    """The Backend of this rank, with its number of threads set."""
     backend = make_backend(args.precision)
     limit_blas(1)
     if args.blas:
         backend.runtime.use_blas(args.blas)
-    check_positive("--threads", args.threads)
     backend.runtime.use_threads(usable_threads(make_backend, args.threads, cores))
     return backend
 
 
 def sampling_rule(args, seed):
     """The sampling rule of the flags; raises ConfigError for a flag outside its range."""
-    if args.max_new_tokens < 0:
-        raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
     sampling_flags = args.top_k or args.top_p != 1
     default_temperature = 1.0 if sampling_flags else 0.0
     temperature = default_temperature if args.temperature is None else args.temperature
@@ -150,11 +146,7 @@ def read_inputs(args, checkpoint):
     """
     tokenizer, config = load_tokenizer(args.tokenizer, checkpoint.path), checkpoint.config
     check_tokenizer(tokenizer, checkpoint)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of the weights in "
-            f"{checkpoint.path} is {config.vocab_size}: give the --tokenizer they were trained with"
-        )
+    check_vocabulary(tokenizer, config.vocab_size, f"the weights in {checkpoint.path}")
     if args.interactive:
         return config, tokenizer, []
     if args.prompts:

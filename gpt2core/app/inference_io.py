@@ -6,14 +6,13 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.command import warnings_after
+from gpt2core.app.command import error_text, warnings_after
 from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
-from gpt2core.app.resume import saved_arguments
+from gpt2core.app.resume import saved_corpus
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
@@ -26,21 +25,18 @@ from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, UnknownWord, build_tok
 PROMPT_CHARACTERS = 1 << 23
 
 
-def check_downloaded(flag, path):
-    """Raise ConfigError with a download command if `path` has a name of OPENAI_NAMES and does not exist.
-
-    path: the Path given with `flag`, or None if the flag was not given.
-    """
+def check_downloaded(path):
+    """Raise ConfigError with a download command if `path`, a Path or None, is of OPENAI_NAMES and does not exist."""
     if path and path.name in OPENAI_NAMES and not path.exists():
         files = "config.json model.safetensors tokenizer.json"
         raise ConfigError(
-            f"{flag} {path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
+            f"{path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
             f"hf download openai-community/{path.name} {files} --local-dir {path}"
         )
 
 
 def load_tokenizer(spec, directory):
-    """The Tokenizer that --tokenizer `spec` names; if `spec` is None, the tokenizer of the checkpoint in `directory`.
+    """The Tokenizer that `spec` names; if `spec` is None, the tokenizer of the checkpoint in `directory`.
 
     Raises DataError if the tokenizer cannot be read.
     """
@@ -79,6 +75,15 @@ def check_tokenizer(tokenizer, checkpoint, prepared=None):
         )
 
 
+def check_vocabulary(tokenizer, vocab_size, name):
+    """Raise ConfigError if a tokenizer has more tokens than the vocabulary of the weights called `name`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of {name} is {vocab_size}: give the "
+            f"--tokenizer that was used to train them"
+        )
+
+
 def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
@@ -90,7 +95,7 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if prompt is None and prompt_file is None:
         shipped = SHIPPED.get(checkpoint.path.resolve(), CORPUS)
-        corpus = Path(saved_arguments(checkpoint).get("data", shipped))
+        corpus = saved_corpus(checkpoint) or shipped
         corpus = corpus if corpus.exists() else CORPUS
         try:
             return first_tokens(corpus, tokenizer, min(256, checkpoint.config.block_size)).tolist()
@@ -159,7 +164,7 @@ def typed_prompt(tokenizer):
             check_decoded(line, "the line", sys.stdin.encoding or "utf-8")
             return encode_prompt(tokenizer, line)
         except DataError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error_text(error)}", file=sys.stderr, flush=True)
     return None
 
 

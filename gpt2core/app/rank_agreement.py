@@ -3,7 +3,6 @@
 A difference between ranks would give wrong results, or ranks that wait for each other forever.
 """
 
-import argparse
 import hashlib
 import os
 import platform
@@ -14,15 +13,14 @@ from pathlib import Path
 import numpy as np
 
 import gpt2core
-from gpt2core.app.presets import RANK_FLAGS
-from gpt2core.app.run_config import flag
+from gpt2core.app.setting_fields import flag, names_of
+from gpt2core.app.settings import RANKS, Settings, TrainSettings
+from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import ConfigError, DataError
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
 from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens
 
-INPUTS = "data", "val_data", "prompts", "prompt_file"  # flags that name input files
 EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last EDGE bytes are hashed
 
 
@@ -30,7 +28,7 @@ EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last ED
 class StartReport:
     """The object that each rank sends in the first all-gather of a command."""
 
-    args: argparse.Namespace | None  # the parsed flags; None: --help or --version was printed
+    args: Settings | None  # the parsed flags; None: --help or --version was printed
     program: dict[str, str]  # flags, version, code hash and NumPy version, which must be equal on all ranks
     files: dict[str, str]  # {path: digest} of the input files that exist on this rank
     cores: tuple[str, list[int]]  # (host name, the cores that this process may run on)
@@ -39,7 +37,7 @@ class StartReport:
 def agree_on_start(world, parse):
     """Compare all ranks with rank 0 by one all-gather; returns (the parsed flags, number of cores for this rank).
 
-    parse() returns the flags, an argparse.Namespace, or None after --help or --version. Raises ConfigError on every
+    parse() returns the Settings, or None after --help or --version. Raises ConfigError on every
     rank, with the rank and both values, if a flag, the program or an input file of a rank differs from that of rank 0.
     An input file is not compared with a rank on which it does not exist. If parse() raises an error on one rank, every
     rank raises it.
@@ -65,7 +63,8 @@ def start_report(args):
     if args is not None:
         program = {flag(name): str(value) for name, value in vars(args).items()}
         program |= {"version": gpt2core.__version__, "code": code_digest(), "NumPy": np.__version__}
-        files = file_digests(path for name in INPUTS if (path := getattr(args, name, None)))
+        inputs = [getattr(args, name) for name in names_of(args, compared=True)]
+        files = file_digests(path for path in inputs if path)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return StartReport(args, program, files, (platform.node(), sorted(cores)))
 
@@ -142,8 +141,8 @@ def check_one_process(world, stage):
 
 
 def check_rank_flags(world, args, stage):
-    """Raise ConfigError if this stage is one process and a flag of RANK_FLAGS is given."""
-    for name in RANK_FLAGS.keys() - {"transport"}:  # use_transport() checks --transport, because it needs stage 3
+    """Raise ConfigError if this stage is one process and a setting of the group RANKS is given."""
+    for name in names_of(TrainSettings, group=RANKS, stage=None):  # with `stage`, another function checks it
         if getattr(args, name) is not None:
             check_many_ranks(world, name, getattr(args, name), stage)
 

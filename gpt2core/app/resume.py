@@ -2,20 +2,20 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SCHEDULE_FLAGS, SHIPPED
-from gpt2core.app.run_config import flag
+from gpt2core.app.presets import SHIPPED
+from gpt2core.app.setting_fields import SAVED, flag, has_type, names_of
+from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError, DataError
-from gpt2core.optimizer import Schedule
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
 EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
-LIMIT = 1 << 31  # values of --steps and --batch-size are always smaller than this
+LIMIT = 1 << 31  # numbers of steps and of sequences per step are always smaller than this
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ def run_state(trainer, config, corpus, last_log_row):
 
     config: the RunConfig. corpus: the fingerprint() of the training tokens. last_log_row: that of the RunLog.
     """
-    arguments = {name: getattr(config, name) for name in SAVED_TYPES}
-    for name in ("data", "val_data"):
-        arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
+    arguments = {name: getattr(config, name) for name in names_of(TrainSettings, kept=SAVED)}
+    arguments = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in arguments.items()}
     return {
         "step": trainer.steps,
         "position": trainer.position,
@@ -63,14 +62,23 @@ def saved_arguments(checkpoint):
     path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
-    arguments = {FORMER_NAMES.get(name, name): value for name, value in arguments.items()}
-    saved = {name: arguments[name] for name in SAVED_TYPES if arguments.get(name) is not None}
-    for name, value in saved.items():
-        if not isinstance(value, int | float if SAVED_TYPES[name] is float else SAVED_TYPES[name]):
-            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {SAVED_TYPES[name].__name__}")
-    if saved.get("preset", "paper") not in PRESETS:
-        raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
+    saved = {}
+    for each in fields(TrainSettings):
+        value = arguments.get(each.name, arguments.get(each.metadata.get("former")))
+        if each.metadata["kept"] == SAVED and value is not None:
+            kind = str if each.type is Path else each.type
+            if not has_type(kind, value):
+                raise CheckpointError(f"{path}: {each.name} is {value!r}, not of type {kind.__name__}")
+            if value not in (choices := each.metadata.get("choices", [value])):
+                raise CheckpointError(f"{path}: {each.name} is {value!r}, not one of {', '.join(choices)}")
+            saved[each.name] = value
     return saved
+
+
+def saved_corpus(checkpoint):
+    """The Path of the corpus that a Checkpoint was trained on, or None if that is unknown."""
+    path = saved_arguments(checkpoint).get("data")
+    return path and Path(path)
 
 
 def edited_notes(checkpoint):
@@ -95,7 +103,7 @@ def find_data(checkpoint, args):
     CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, name another.
     """
     saved, notes = saved_arguments(checkpoint), []
-    for name in ("data", "val_data"):
+    for name in names_of(TrainSettings, compared=True):
         path = saved.get(name)
         if path is None or getattr(args, name) or os.path.exists(path):
             continue
@@ -154,23 +162,6 @@ def read_progress(checkpoint, corpus):
     return Progress(path, state["step"], state["position"], state.get("loss_scale"), tuned, tuned_for, last_log_row)
 
 
-def schedule_notes(config, saved, progress):
-    """A list with one note if a flag of the learning rate's Schedule changes in a resumed run; otherwise [].
-
-    config: the RunConfig. saved: saved_arguments() of the checkpoint. progress: its Progress, or None for a new run.
-    """
-    now = {name: getattr(config, name) for name in SCHEDULE_FLAGS}
-    before = now | {name: saved[name] for name in SCHEDULE_FLAGS if name in saved}
-    if before["schedule"] == now["schedule"] == "constant":  # its rates do not depend on --steps
-        before["steps"] = now["steps"]
-    if not progress or before == now or progress.step >= config.steps:
-        return []
-    changed = [f"{flag(name)} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]]
-    rates = [f"{Schedule(*flags.values())(progress.step):.3e}" for flags in (before, now)]
-    effect = f": the learning rate of step {progress.step} is {rates[1]} instead of {rates[0]}"
-    return [f"note: {', '.join(changed)} from here on{effect * (rates[0] != rates[1])}"]
-
-
 def restore(trainer, checkpoint, progress, retune):
     """Load a checkpoint into the Trainer: the parameters and, if `progress` is given, all state of the resumed run.
 
@@ -184,7 +175,8 @@ def restore(trainer, checkpoint, progress, retune):
         return []
     moments = checkpoint and checkpoint.moments
     try:
-        load(trainer, parameters, moments, progress.step, progress.position, progress.loss_scale)
+        trainer.loss_scale.load(progress.loss_scale)
+        load(trainer, parameters, moments, progress.step, progress.position)
     except ConfigError as error:
         raise CheckpointError(f"{progress.path}: {error}: it cannot be resumed") from None
     return [] if retune else load_tuned(trainer, progress)

@@ -1,98 +1,51 @@
 """RunConfig: every setting of a training run, computed once on the root and not changed afterwards.
 
 The value of a setting is the first of these that exists: the flag on the command line, the value in the checkpoint of a
-resumed run, the default of the preset (see RECIPES in presets.py).
+resumed run, the default of the preset (see recipe() in settings.py).
 """
 
 import math
-import os
-import shlex
-import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 
-from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SCHEDULE_FLAGS, SIZE_FLAGS
+from gpt2core.app.presets import PRESETS, TOKENIZERS
+from gpt2core.app.setting_fields import defaults_of, flag, names_of
+from gpt2core.app.settings import MODEL, TrainSettings, recipe
+from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError, counted
-from gpt2core.model import GPT2Config
+from gpt2core.optimizer import Schedule
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
-# {flag: default} of the flags that a checkpoint does not contain, so that a resumed run must be given them again.
-NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, blas=None, graph=None, autotune=False, nvtx=False)
-NOT_SAVED |= dict.fromkeys(("trace", "trace_steps", *RANK_FLAGS))
+DEFAULTS = defaults_of(TrainSettings)
+SIZES = [name for name in names_of(TrainSettings, group=MODEL) if name != "preset"]  # fields of GPT2Config
+INPUTS = names_of(TrainSettings, compared=True)  # files
+SCHEDULE = ("schedule", "lr", "min_lr", "warmup", "steps")  # the fields of Schedule, in its order
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The settings of one training run, equal on all ranks. The fields, except `model`, are the flags of cli.py."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(TrainSettings):
+    """The settings of one training run, equal on all ranks, with their final values."""
 
-    model: GPT2Config  # the sizes that are used
-    # model and recipe
-    preset: str
-    n_layer: int | None  # this flag and the next three are None if they are not given
-    n_head: int | None
-    n_embd: int | None
-    block_size: int | None
-    steps: int
-    batch_size: int
-    seq_len: int
-    lr: float
-    min_lr: float
-    schedule: str
-    warmup: int
-    clip: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    seed: int
-    precision: str
-    rounding: str
-    # input
-    data: Path
-    tokenizer: str | None
-    shuffle: bool
-    local_shuffle: bool
-    val_data: Path | None
-    val_fraction: float | None
-    resume: Path | None
-    init_from: Path | None
-    accept_edited: bool
-    # output
-    out: Path | None
-    overwrite: bool
-    checkpoint_every: int
-    keep: int
-    log: Path | None
-    log_every: int
-    plot: Path | None
-    trace: Path | None
-    trace_steps: int | None
-    eval_every: int
-    verify_every: int
-    sample: int
-    # execution
-    threads: int | None  # None: the available cores, which may differ between ranks
-    micro_batches: int | None
-    deterministic: bool
-    blas: str | None
-    graph: bool | None
-    nvtx: bool
-    autotune: bool
-    # ranks
-    tp: int
-    dp: str
-    bucket_mb: float | None  # None: measured when the Trainer is built
-    compress: str
-    zero: int
-    zero_gather: str
-    collectives: str
-    transport: str | None
+    model: GPT2Config  # the sizes that are used; the size settings are None if they are not given
 
     @property
     def parallel(self):
         """The ParallelConfig with these settings."""
-        return ParallelConfig(self.tp, self.dp, self.bucket_mb, self.compress, self.zero, self.zero_gather)
+        return ParallelConfig(**{each.name: getattr(self, each.name) for each in fields(ParallelConfig)})
+
+    @property
+    def learning_rate(self):
+        """The Schedule of the learning rate."""
+        return Schedule(*(getattr(self, name) for name in SCHEDULE))
+
+    @property
+    def rank_flags(self):
+        """The flags that say how ranks exchange gradients and parameters, as text."""
+        return (
+            f"--dp {self.dp}, --collectives {self.collectives}, --compress {self.compress}, --zero {self.zero}"
+            + f", --zero-gather {self.zero_gather}" * (self.zero_gather != "end")
+            + f", --transport {self.transport}" * bool(self.transport)
+        )
 
     @property
     def optimizer(self):
@@ -101,39 +54,16 @@ class RunConfig:
         return {name: getattr(self, name) for name in names}
 
 
-def flag(name):
-    """The command-line flag of a setting: "--batch-size" for "batch_size"."""
-    return f"--{name.replace('_', '-')}"
-
-
-def resume_command(args, processes=None):
-    """The command line that continues this run from its --out directory, as text.
-
-    args: the parsed flags of this run. processes: the number for `mpirun -n`; None: the command has no mpirun.
-    """
-    module = sys.modules["__main__"].__spec__
-    words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
-    words += ["--resume", args.out, "--out", args.out]
-    for name, default in NOT_SAVED.items():
-        value = getattr(args, name)
-        if value is False and value != default:
-            words.append(flag(f"no_{name}"))
-        elif value != default:
-            words += [flag(name)] if value is True else [flag(name), value]
-    if processes:
-        mpirun = Path(words[0]).with_name("mpirun")
-        words = [mpirun if mpirun.exists() else "mpirun", "-n", processes, *words]
-    return shlex.join(map(str, words))
-
-
 def resolve_flags(args, saved, deterministic):
-    """({name: value} of all flags, notes to print) from the parsed `args` and the `saved` flags of a checkpoint.
+    """(TrainSettings with all values, notes to print) from the TrainSettings `args` and the `saved` ones.
 
     saved: saved_arguments() of resume.py, {} for a new run. deterministic: the stage's default of --deterministic. In
-    the result, flags of RANK_FLAGS can be None: resolve_rank_flags() sets them. Raises ConfigError for a wrong value.
+    the result, settings of the group RANKS can be None: resolve_rank_flags() sets them. Raises ConfigError for a wrong
+    value.
     """
+    if args.trace_steps is not None and not args.trace:
+        raise ConfigError(f"--trace-steps {args.trace_steps} traces nothing without a file: give --trace FILE.json")
     saved = dict(saved)
-    check_needed_flags(args, saved)
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
@@ -142,105 +72,91 @@ def resolve_flags(args, saved, deterministic):
             f"--preset {args.preset} is not the checkpoint's {right}; omit the flag (with make: PRESET={right})"
         )
     given = {name: value for name, value in vars(args).items() if value is not None}
-    preset = given.get("preset", saved.get("preset", COMMON["preset"]))
-    if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
-    defaults = COMMON | dict(deterministic=deterministic) | RANK_FLAGS | RECIPES[preset]
-    values = dict.fromkeys(vars(args)) | defaults | saved | given
-    values["data"] = Path(values["data"] or CORPUS)
-    values["val_data"] = values["val_data"] and Path(values["val_data"])
-    if values["min_lr"] is None:
-        values["min_lr"] = 0.0 if values["schedule"] == "constant" else values["lr"] / 10
-    check_values(values)
-    return values, resume_notes(given, saved, deterministic)
-
-
-def check_needed_flags(args, saved):
-    """Raise ConfigError for a flag without another flag that it needs, for example --checkpoint-every without --out."""
-    if args.trace_steps is not None and not args.trace:
-        raise ConfigError(f"--trace-steps {args.trace_steps} traces nothing without a file: give --trace FILE.json")
-    if args.checkpoint_every and not args.out:
-        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
-    if args.eval_every and not (args.val_data or args.val_fraction or saved.keys() & {"val_data", "val_fraction"}):
-        raise ConfigError(
-            f"--eval-every {args.eval_every} needs validation data: give --val-data FILE or --val-fraction F"
-        )
-
-
-def check_values(values):
-    """Raise ConfigError if a number is outside its range, or if both kinds of validation data are given."""
-    for name in ("steps", "eval_every", "checkpoint_every", "verify_every", "keep", "sample", "seed"):
-        if values[name] < 0:
-            raise ConfigError(f"{flag(name)} {values[name]} must not be negative")
-    for name in ("threads", "seq_len", "log_every", "trace_steps"):
-        check_positive(flag(name), values[name])
-    if values["val_data"] and values["val_fraction"]:
-        raise ConfigError(
-            f"--val-data {values['val_data']} and --val-fraction {values['val_fraction']} exclude each other: "
-            f"give one of them"
-        )
-
-
-def check_positive(name, value):
-    """Raise ConfigError unless `value` is None or at least 1."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} {value} must be at least 1")
+    preset = (DEFAULTS | saved | given)["preset"]
+    settings = TrainSettings(**recipe(preset) | dict(deterministic=deterministic) | saved | given)
+    if settings.min_lr is None:
+        settings = replace(settings, min_lr=0.0 if settings.schedule == "constant" else settings.lr / 10)
+    return settings, resume_notes(given, saved, deterministic)
 
 
 def resume_notes(given, saved, deterministic):
     """Notes to print: one for each flag that a resumed run changes, one if only the checkpoint is --no-deterministic.
 
-    resume.schedule_notes() makes the note about the learning rate.
+    schedule_notes() makes the note about the learning rate.
     saved, deterministic: arguments of resolve_flags(). given: {name: value} of the flags on the command line.
     """
     notes = [
         f"note: {flag(name)} was {value} and is {given[name]} from here on"
         for name, value in saved.items()
-        if name in given and name not in (*SCHEDULE_FLAGS, "data", "val_data") and given[name] != value
+        if name in given and name not in (*SCHEDULE, *INPUTS) and given[name] != value
     ]
     if deterministic and saved.get("deterministic") is False and not given.get("deterministic", False):
         notes.append("note: the checkpoint's run was --no-deterministic, and so is this one")
     return notes
 
 
-def resolve_rank_flags(values, world):
-    """(a copy of `values` in which the flags of RANK_FLAGS have their final values, notes to print).
+def schedule_notes(config, saved, progress):
+    """A list with one note if a flag of the learning rate's Schedule changes in a resumed run; otherwise [].
 
-    values: {name: value} of all flags. In the result, bucket_mb is None if the Trainer must measure it. Call
+    config: the RunConfig. saved: saved_arguments() of the checkpoint. progress: its Progress, or None for a new run.
+    """
+    now = {name: getattr(config, name) for name in SCHEDULE}
+    before = now | {name: saved[name] for name in SCHEDULE if name in saved}
+    if before["schedule"] == now["schedule"] == "constant":  # its rates do not depend on --steps
+        before["steps"] = now["steps"]
+    if not progress or before == now or progress.step >= config.steps:
+        return []
+    changed = [f"{flag(name)} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]]
+    rates = [f"{Schedule(*flags.values())(progress.step):.3e}" for flags in (before, now)]
+    effect = f": the learning rate of step {progress.step} is {rates[1]} instead of {rates[0]}"
+    return [f"note: {', '.join(changed)} from here on{effect * (rates[0] != rates[1])}"]
+
+
+def nothing_left(config, steps):
+    """The line that a resumed run prints if its checkpoint, after `steps` steps, has the total of a RunConfig."""
+    done = f"nothing was left to train after {counted(steps, 'step')}"
+    return f"{done}: --steps is {config.steps} in total; give a larger --steps"
+
+
+def resolve_rank_flags(settings, world):
+    """(TrainSettings in which also the group RANKS has its final values, notes to print).
+
+    settings: of resolve_flags(). In the result, bucket_mb is None if the Trainer must measure it. Call
     world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp.
     """
-    several_replicas = data_parallel_ranks(world, values["tp"]) > 1
-    final = dict(values)
-    if values["collectives"] is None:
-        final["collectives"] = "canonical" if values["deterministic"] else world.native_algorithm
-    is_measured = world.measures_buckets and values["dp"] == "bucket" and not values["deterministic"]
-    if values["bucket_mb"] is None and not (is_measured and several_replicas):
+    several_replicas = data_parallel_ranks(world, settings.tp) > 1
+    final = {}
+    if settings.collectives is None:
+        final["collectives"] = "canonical" if settings.deterministic else world.native_algorithm
+    is_measured = world.measures_buckets and settings.dp == "bucket" and not settings.deterministic
+    if settings.bucket_mb is None and not (is_measured and several_replicas):
         final["bucket_mb"] = BUCKET_MB
-    if values["zero"] is None:
-        is_possible = several_replicas and values["dp"] == "flat" and values["compress"] == "none"
+    if settings.zero is None:
+        is_possible = several_replicas and settings.dp == "flat" and settings.compress == "none"
         final["zero"] = int(world.prefers_zero and is_possible)
         if not several_replicas:
             final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
-    return final, notes_about_rank_flags(values, several_replicas)
+    return replace(settings, **final), notes_about_rank_flags(settings, several_replicas)
 
 
-def notes_about_rank_flags(values, several_replicas):
+def notes_about_rank_flags(given, several_replicas):
     """Notes about flags, as given, that have no effect or with which the result depends on the number of ranks."""
-    notes, dp, compress, name = [], values["dp"], values["compress"], values["collectives"]
-    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # forward uses it too
-        bucket_mb = f"{values['bucket_mb']:g}"
-        notes.append(f"note: --bucket-mb {bucket_mb} is for --dp bucket, but --dp is {dp}: it has no effect")
+    notes, compress, name = [], given.compress, given.collectives
+    if given.bucket_mb is not None and given.dp != "bucket" and given.zero_gather == "end":  # forward uses it too
+        text = f"is for --dp bucket, but --dp is {given.dp}: it has no effect"
+        notes.append(f"note: --bucket-mb {given.bucket_mb:g} {text}")
     # --collectives tree, a binomial tree, adds in the canonical order too
-    if values["deterministic"] and name not in (None, "canonical", "tree"):
+    if given.deterministic and name not in (None, "canonical", "tree"):
         notes.append(f"note: --collectives {name} adds in its own order: the result depends on the number of ranks")
-    if values["local_shuffle"]:
+    if given.local_shuffle:
         text = "the order of training sequences, and so the loss, depends on the number of ranks"
         notes.append(f"note: --local-shuffle: {text}")
     if compress != "none" and not several_replicas:
         text = f"one data-parallel rank sends nothing, but its gradients are rounded to {compress} as on several ranks"
         notes.append(f"note: --compress {compress}: {text}")
     # --zero 0 needs no note: with one data-parallel rank nothing is divided in any case
-    without_effect = [name for name in ("dp", "zero", "zero_gather") if values[name] not in (RANK_FLAGS[name], 0)]
+    values = {name: getattr(given, name) for name in ("dp", "zero", "zero_gather")}
+    without_effect = [name for name in values if values[name] not in (DEFAULTS[name], 0)]
     if without_effect and not several_replicas:
         flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
@@ -257,9 +173,7 @@ def data_parallel_ranks(world, tp):
 
 
 def check_sizes(sizes):
-    """Raise ConfigError unless all sizes are positive and n_head divides n_embd; sizes: {name: value} of SIZE_FLAGS."""
-    for name, value in sizes.items():
-        check_positive(flag(name), value)
+    """Raise ConfigError unless n_head divides n_embd; sizes: {name: value} of SIZES."""
     heads, width = sizes["n_head"], sizes["n_embd"]
     if width % heads:
         near = max(heads, round(width / heads) * heads)
@@ -271,34 +185,33 @@ def check_sizes(sizes):
 
 
 def preset_notes(args, model):
-    """A list with one note if --preset is given with --init-from and has other sizes than `model`, a GPT2Config."""
-    sizes = [f"{name} {getattr(model, name)}" for name in SIZE_FLAGS]
+    """A list with one note if a given preset has other sizes than the loaded checkpoint; model: its GPT2Config."""
+    sizes = [f"{name} {getattr(model, name)}" for name in SIZES]
     preset = PRESETS[args.preset] if args.init_from and args.preset else model
-    if all(getattr(preset, name) == getattr(model, name) for name in SIZE_FLAGS):
+    if all(getattr(preset, name) == getattr(model, name) for name in SIZES):
         return []
     recipe = f"note: --preset {args.preset} only selects the recipe"
-    return [f"{recipe}: the model has the sizes of --init-from ({', '.join(sizes)})"]
+    return [f"{recipe}: the model has the sizes of the checkpoint ({', '.join(sizes)})"]
 
 
-def model_config(values, checkpoint_config, vocab_size):
-    """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size flags.
+def default_tokenizer(settings):
+    """The tokenizer of a new run if none is given, an argument of Tokenizer; None: word."""
+    return TOKENIZERS.get(settings.preset)
 
-    values: {name: value} of all flags. checkpoint_config: None for random weights. vocab_size: the number of tokens of
-    the tokenizer, and of the model with random weights. Raises ConfigError if a size flag differs from the checkpoint,
-    or if the tokenizer has more tokens than the checkpoint's vocabulary.
+
+def model_config(settings, checkpoint_config, vocab_size):
+    """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size settings.
+
+    settings: TrainSettings. checkpoint_config: None for random weights. vocab_size: the number of tokens of the
+    tokenizer, and of the model with random weights. Raises ConfigError if a size differs from the checkpoint.
     """
-    given = {name: values[name] for name in SIZE_FLAGS if values[name] is not None}
+    given = {name: value for name in SIZES if (value := getattr(settings, name)) is not None}
     if checkpoint_config is None:
-        preset = PRESETS[values["preset"]]
-        check_sizes({name: getattr(preset, name) for name in SIZE_FLAGS} | given)
+        preset = PRESETS[settings.preset]
+        check_sizes({name: getattr(preset, name) for name in SIZES} | given)
         return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
         saved = getattr(checkpoint_config, name)
         if saved != value:
             raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {saved}; omit the flag")
-    if vocab_size > checkpoint_config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {vocab_size} tokens but the checkpoint's vocabulary is {checkpoint_config.vocab_size}: "
-            f"give the --tokenizer it was trained with"
-        )
     return checkpoint_config

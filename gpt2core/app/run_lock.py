@@ -1,4 +1,4 @@
-"""Lock the directory DIR of `--out DIR`, so that only one run at a time writes checkpoints to it.
+"""Lock the output directory DIR of a run, so that only one run at a time writes checkpoints to it.
 
 A run locks the file DIR/.lock, in which it writes its process id and host name. The operating system releases the lock
 when the process ends, also if it is killed with `kill -9`. A program that only reads a checkpoint needs no lock. In a
@@ -10,16 +10,15 @@ import os
 import platform
 from pathlib import Path
 
-from gpt2core.app.checkpoint_directory import HIDDEN, LATEST, STEP, describe_step, newest_step, writable_directory
-from gpt2core.app.checkpoint_files import FILES
+from gpt2core.app.checkpoint_directory import writable_directory
 from gpt2core.app.output_files import lock, rename_with_number
-from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.errors import CheckpointError
 
 LOCK = ".lock"
 
 
 class RunLock(contextlib.AbstractContextManager):
-    """A context manager that holds the lock of an --out directory. The constructor creates the directory if needed.
+    """A context manager that holds the lock of an output directory. The constructor creates the directory if needed.
 
     At the end of the context the lock file is removed. The directory is removed too if this object created it and it is
     empty. On a file system without locks (some network file systems) a second run is not detected, and `notes`, a list
@@ -55,7 +54,7 @@ class RunLock(contextlib.AbstractContextManager):
             locked = lock(file)
         except OSError as error:
             self.notes = [
-                f"note: --out {self.directory}: this file system has no locks ({error.strerror}): do not start a "
+                f"note: {self.directory}: this file system has no locks ({error.strerror}): do not start a "
                 f"second run with this directory"
             ]
             return
@@ -63,7 +62,7 @@ class RunLock(contextlib.AbstractContextManager):
             file.seek(0)
             with file:
                 raise CheckpointError(
-                    f"--out {self.directory}: {file.read() or 'another process'} is writing checkpoints there: wait "
+                    f"{self.directory}: {file.read() or 'another process'} is writing checkpoints there: wait "
                     f"until it ends, or choose another directory"
                 )
 
@@ -96,44 +95,3 @@ def is_open_file(path, file):
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except OSError:
         return False
-
-
-def check_names(args):
-    """Raise ConfigError if --log, --plot or --trace has a name that a checkpoint's files have; args: the parsed flags.
-
-    This is checked in the directories of --out, --resume and --init-from, also if a link leads there.
-    """
-    for flag, path in (("--log", args.log), ("--plot", args.plot), ("--trace", args.trace)):
-        for directory in (args.out, args.resume, args.init_from):
-            for name in names_inside(path, directory) if path and directory else ():
-                if name in (*FILES, LATEST, LOCK) or STEP.fullmatch(name) or HIDDEN.fullmatch(name):
-                    raise ConfigError(
-                        f"{flag} {path}: {name} in {directory} is a name of the checkpoint's own files: choose another "
-                        "name"
-                    )
-
-
-def names_inside(path, directory):
-    """The first components, after `directory`, of the path and of the file that it links to; [] outside of it."""
-    real, parent = os.path.realpath(directory), os.path.realpath(path.parent)
-    paths = [os.path.join(parent, path.name), os.path.realpath(path)]
-    return [Path(each).relative_to(real).parts[0] for each in paths if each.startswith(os.path.join(real, ""))]
-
-
-def checkpoint_of_older_run(settings):
-    """The Path of the newest checkpoint in --out if it is of another run than the one that --resume continues.
-
-    Otherwise, or if --out has no checkpoint, the result is None. settings: the parsed flags or the RunConfig.
-    """
-    out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
-    is_resumed_run = resume and out in (resume, resume.parent)  # --resume DIR, DIR/latest or DIR/step-XXXXXXXX
-    return newest_step(out) if out and not is_resumed_run else None
-
-
-def check_out_directory(args):
-    """Raise CheckpointError if --out has the checkpoints of another run and --overwrite is not given."""
-    if not args.overwrite and (older := checkpoint_of_older_run(args)):
-        raise CheckpointError(
-            f"--out {args.out}: holds {describe_step(older)} of another run: continue it with --resume {args.out}, "
-            f"give --overwrite to rename the directory, or choose another one"
-        )

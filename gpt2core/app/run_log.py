@@ -15,10 +15,13 @@ from gpt2core.app.after_run import noted
 from gpt2core.app.checkpoint_directory import describe_step
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import check_output_files, continue_log, log_rows, rename_with_number
-from gpt2core.app.run_lock import checkpoint_of_older_run, is_open_file
+from gpt2core.app.run_config import nothing_left
+from gpt2core.app.run_directory import checkpoint_of_older_run, of_another_run
+from gpt2core.app.run_lock import is_open_file
+from gpt2core.app.settings import with_flags
 from gpt2core.app.terminal import training_width, wrapped
+from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError, counted
-from gpt2core.model import parameter_count
 
 
 class RunLog:
@@ -120,19 +123,16 @@ class RunLog:
 
 
 def open_run_log(config, next_step, recorded, lock, notes):
-    """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
+    """The RunLog of a RunConfig; if it may overwrite an older run, its directory and log are renamed first.
 
-    next_step, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
-    appends lines to print. Raises ConfigError, before anything is renamed, if this run may not write --log, --plot or
-    --trace.
+    next_step, recorded: arguments of RunLog. lock: the RunLock of the output directory, or None. notes: a list to which
+    this function appends lines to print. Raises ConfigError, before anything is renamed, if this run may not write its
+    log, plot or trace.
     """
     check_output_files(config.log, config.plot, config.trace)
     row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
     if row_count and not config.overwrite:
-        raise ConfigError(
-            f"--log {config.log}: holds {counted(row_count, 'step')} of another run: continue it with --resume, give "
-            f"--overwrite to rename the file, or choose another one"
-        )
+        raise ConfigError(of_another_run(f"--log {config.log}", counted(row_count, "step"), "", "file"))
     if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
@@ -203,17 +203,15 @@ def describe(config, trainer, corpus):
     if not world.one_process:
         lines.append(
             f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
-            f"--dp {config.dp}, --collectives {config.collectives}, --compress {config.compress}, --zero {config.zero}"
-            + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
-            + f", --transport {config.transport}" * bool(config.transport)
+            f"{config.rank_flags}"
         )
     if trainer.bucket_size:
-        lines.append(str(trainer.bucket_size))
+        lines.append(with_flags(str(trainer.bucket_size)))
     if config.zero:
         without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
         lines.append(
             f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {without_zero / 2**20:.2f} MiB "
-            f"with --zero 0"
+            f"without ZeRO-1"
         )
     if not config.out:
         lines.append("no --out: nothing will be saved")
@@ -244,8 +242,7 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command):
     """
     out = config.out
     if first_step >= config.steps:
-        done = f"nothing was left to train after {counted(first_step, 'step')}"
-        print(wrapped(f"{done}: --steps is {config.steps} in total; give a larger --steps", training_width()))
+        print(wrapped(nothing_left(config, first_step), training_width()))
     if stopped_by and trainer.steps < config.steps:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
         advice = f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"

@@ -6,7 +6,7 @@ raised it, the other ranks would wait for this rank forever.
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,21 +14,31 @@ from gpt2core.app.after_run import noted
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
-from gpt2core.app.corpus import Corpus, naming_text, read_texts, share_corpus, split_corpus
+from gpt2core.app.corpus import (
+    Corpus,
+    check_validation,
+    naming_text,
+    read_texts,
+    share_corpus,
+    split_corpus,
+    text_names,
+)
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.inference_io import check_downloaded, check_tokenizer, write_text
+from gpt2core.app.inference_io import check_downloaded, check_tokenizer, check_vocabulary, write_text
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags
-from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state, schedule_notes
+from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
 from gpt2core.app.run_config import (
     RunConfig,
     data_parallel_ranks,
+    default_tokenizer,
     model_config,
     preset_notes,
     resolve_flags,
     resolve_rank_flags,
-    resume_command,
+    schedule_notes,
 )
-from gpt2core.app.run_lock import RunLock, check_names, check_out_directory
+from gpt2core.app.run_directory import check_names, check_out_directory, continue_flags, resume_command
+from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import (
     SilentLog,
     describe,
@@ -41,8 +51,9 @@ from gpt2core.app.run_log import (
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.terminal import training_width, wrapped
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
-from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
@@ -50,10 +61,6 @@ from gpt2core.parallel.whole_parameters import current_model, named_moments, nam
 from gpt2core.text.token_file import is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.tracing.trace import Trace
-from gpt2core.trainer import Trainer
-from gpt2core.training_loop import LogLost, run
-
-TRACE_STEPS = 5  # default of --trace-steps
 
 
 def train_command(make_backend, world, args, cores):
@@ -71,7 +78,7 @@ def train_command(make_backend, world, args, cores):
 
 
 def train(make_backend, world, args, cores, transport, lock):
-    """Do the work of train_command(). lock: the RunLock of --out on the root; None without --out and on other ranks."""
+    """Do the work of train_command(). lock: the RunLock of the output directory on the root, otherwise None."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -117,35 +124,35 @@ class Inputs:
 
     config: RunConfig
     notes: list[str]  # lines to print
-    source: Checkpoint | None  # the checkpoint of --resume or --init-from
+    source: Checkpoint | None  # the checkpoint that the run loads
     progress: Progress | None  # the progress of a resumed run
     tokenizer: Tokenizer
-    tokens: np.ndarray  # token ids of --data
-    validation: np.ndarray | None  # token ids of --val-data
+    tokens: np.ndarray  # token ids for training
+    validation: np.ndarray | None  # token ids of the text for validation
 
 
 def read_inputs(world, args, transport, deterministic):
     """Read the Inputs and determine the value of every flag; only the root calls it.
 
-    transport: the result of world.use_transport(); deterministic: the stage's default of --deterministic.
+    transport: the result of world.use_transport(); deterministic: the stage's default.
     """
-    if args.resume and args.init_from:
-        raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     check_out_directory(args)
     check_names(args)
     source = None
-    check_downloaded("--init-from", args.init_from)
+    check_downloaded(args.init_from)
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
     saved, data_notes = find_data(source, args) if args.resume else ({}, [])
-    values, notes = resolve_flags(args, saved, deterministic)
-    values, rank_notes = resolve_rank_flags(values | {"transport": transport}, world)
-    tokens, validation, tokenizer = read_texts(values, source)
-    corpus = Corpus(*split_corpus(tokens, validation, values["val_fraction"]), tokenizer)
+    settings, notes = resolve_flags(args, saved, deterministic)
+    check_validation(settings)
+    settings, rank_notes = resolve_rank_flags(replace(settings, transport=transport), world)
+    tokens, validation, tokenizer = read_texts(settings, source, default_tokenizer(settings))
+    corpus = Corpus(*split_corpus(tokens, validation, settings.val_fraction), tokenizer)
     if source:
-        check_tokenizer(tokenizer, source, values["data"] if is_tokenized(values["data"]) else None)
-    model = model_config(values, source and source.config, tokenizer.vocab_size)
-    config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
+        check_tokenizer(tokenizer, source, settings.data if is_tokenized(settings.data) else None)
+        check_vocabulary(tokenizer, source.config.vocab_size, f"the checkpoint in {source.path}")
+    model = model_config(settings, source and source.config, tokenizer.vocab_size)
+    config = RunConfig(model=model, **vars(settings) | {"seq_len": settings.seq_len or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
     notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
     notes += schedule_notes(config, saved, progress)
@@ -181,15 +188,13 @@ def make_trainer(make_backend, world, config, cores):
 
 
 def make_trace(config, trainer):
-    """The Trace of --trace, or None. Call it before the first step, which may be captured; all ranks call it."""
-    return Trace(trainer, config.trace, config.trace_steps or TRACE_STEPS) if config.trace else None
+    """The Trace of a run, or None. Call it before the first step, which may be captured; all ranks call it."""
+    return Trace(trainer, config.trace, config.trace_steps) if config.trace else None
 
 
 def make_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
-    names = [f"--data {config.data}", f"--val-data {config.val_data}"]
-    if config.val_fraction:
-        names = [f"--val-fraction {config.val_fraction}, {part}" for part in ("training", "validation")]
+    names = text_names(config)
     with naming_text(names[0]):
         if config.local_shuffle:
             windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
@@ -198,8 +203,7 @@ def make_schedule(config, corpus, group):
             windows = Windows(corpus.tokens, config.seq_len, order, config.seed)
     with naming_text(names[1]):
         validation = None if corpus.validation is None else Windows(corpus.validation, config.seq_len)
-    schedule = Schedule(config.schedule, config.lr, config.min_lr, config.warmup, config.steps)
-    return windows, validation, schedule
+    return windows, validation, config.learning_rate
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -210,35 +214,8 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
 
     trace: a Trace or None.
     """
-
-    def save(trainer):
-        parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
-        if trainer.world.is_root:
-            save_checkpoint(
-                config.out,
-                trainer.steps,
-                config=trainer.config,
-                parameters=parameters,
-                moments=moments,
-                tokenizer=corpus.tokenizer,
-                state=run_state(trainer, config, corpus.fingerprint, log.last_log_row),
-                keep=config.keep,
-            )
-
-    def report(step, validation_loss, last):
-        log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        # If the first step is captured as a CUDA graph, its time is not that of later steps.
-        if step.step == first_step and not trainer.backend.runtime.uses_graphs:
-            for note in time_left(step.seconds, config.steps - first_step - 1):
-                log.print(note)
-        try:
-            for line in trace.step_ended(step, last) if trace else ():
-                log.print(line)
-        except ConfigError as error:  # raised on all ranks; the run needs no trace
-            log.print_error(f"note: --trace {error}")
-
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
-    first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
+    outputs, first_step, start = Outputs(config, corpus, trainer, log, trace), trainer.steps, time.perf_counter()
     try:
         with StopSignals(trainer.world.is_root) as stop, memory_errors(trainer.backend, trainer.config, *sizes):
             if trace:
@@ -250,8 +227,8 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
                 config.steps,
                 validation=validation,
                 eval_every=config.eval_every,
-                on_step=report,
-                save=save if config.out else None,
+                on_step=outputs.report,
+                save=outputs.save if config.out else None,
                 save_every=config.checkpoint_every,
                 verify_every=config.verify_every,
                 received_signal=lambda: stop.received or 0,
@@ -261,20 +238,62 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
     except LogLost as error:
         if config.out:
             saved = f"the {counted(error.steps, 'step')} trained so far are saved"
-            error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
+            error.args = (f"{error}; {saved}: continue with {continue_flags(config.out)}",)
         raise
     except Diverged:
-        # The checkpoint is not the cause if none was loaded, if a step has succeeded, or in fp16, which can overflow.
-        if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:
-            raise
+        raise_if_damaged(config.resume or config.init_from, trainer, first_step)
+        raise
+    finally:
+        log.close()
+
+
+class Outputs:
+    """What the training loop calls after a step: report() and save(). All ranks call both."""
+
+    def __init__(self, config, corpus, trainer, log, trace):
+        self.config, self.corpus, self.trainer, self.log, self.trace = config, corpus, trainer, log, trace
+        self.first_step = trainer.steps
+
+    def save(self, trainer):
+        parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
+        if trainer.world.is_root:
+            save_checkpoint(
+                self.config.out,
+                trainer.steps,
+                config=trainer.config,
+                parameters=parameters,
+                moments=moments,
+                tokenizer=self.corpus.tokenizer,
+                state=run_state(trainer, self.config, self.corpus.fingerprint, self.log.last_log_row),
+                keep=self.config.keep,
+            )
+
+    def report(self, step, validation_loss, last):
+        trainer, log = self.trainer, self.log
+        log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
+        # If the first step is captured as a CUDA graph, its time is not that of later steps.
+        if step.step == self.first_step and not trainer.backend.runtime.uses_graphs:
+            for note in time_left(step.seconds, self.config.steps - self.first_step - 1):
+                log.print(note)
+        try:
+            for line in self.trace.step_ended(step, last) if self.trace else ():
+                log.print(line)
+        except ConfigError as error:  # raised on all ranks; the run needs no trace
+            log.print_error(f"note: there is no trace: {error}")
+
+
+def raise_if_damaged(source, trainer, first_step):
+    """Raise CheckpointError on all ranks if the checkpoint `source`, a path or None, is the cause that a step diverged.
+
+    It is not if none was loaded, if a step has succeeded, or in fp16, which can overflow.
+    """
+    if source and trainer.steps == first_step and trainer.loss_scale.value is None:
         raise shared_error(
             CheckpointError(
                 f"{source}: the loss or its gradient is not finite before the first update: the checkpoint is damaged, "
                 f"or its run had diverged: use an earlier one"
             )
         ) from None
-    finally:
-        log.close()
 
 
 def final_fields(trainer):

@@ -91,7 +91,7 @@ def replaced(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; choose another --out or free disk space") from None
+        raise DataError(f"cannot write {path}: {error.strerror}; choose another directory or free disk space") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -225,7 +225,7 @@ def _load_token_file(path, requested):
         tokenizer = Tokenizer.load(path.parent if own else requested)
     _, fingerprint, vocab_size, _ = _read_header(path)
     if requested in ("word", "byte") and tokenizer.kind != requested:
-        raise DataError(f"--tokenizer {requested}: {path} contains {tokenizer.kind} tokens; omit the flag")
+        raise DataError(f"`tokenizer={requested}`: {path} contains {tokenizer.kind} tokens; omit the flag")
     if tokenizer.vocab_size != vocab_size or tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"{path} was made with another tokenizer (its vocabulary has {vocab_size} tokens, this one "
@@ -237,6 +237,6 @@ def _load_token_file(path, requested):
 def split_validation(tokens, fraction):
     """Return (training, validation), two views of `tokens`; the last part, of size `fraction`, is for validation."""
     if not 0 <= fraction < 1:
-        raise ConfigError(f"--val-fraction {fraction} must be at least 0 and less than 1")
+        raise ConfigError(f"`val_fraction={fraction}` must be at least 0 and less than 1")
     cut = len(tokens) - round(len(tokens) * fraction)
     return tokens[:cut], tokens[cut:]

@@ -90,7 +90,7 @@ class UnknownWord(DataError):
     """A word, or a space, that is not in the vocabulary. Callers can make another error from `problem` and `advice`."""
 
     def __init__(self, problem, advice):
-        super().__init__(f"{problem}: {advice}, or train a new model with --tokenizer byte")
+        super().__init__(f"{problem}: {advice}, or train a new model with `tokenizer=byte`")
         self.problem, self.advice = problem, advice
 
 

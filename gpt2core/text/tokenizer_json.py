@@ -48,7 +48,7 @@ DIVIDING = ("Split", "Digits", "Punctuation", "UnicodeScripts", "FixedLength")
 
 def problems(description):
     """Yield a description of each option of a parsed tokenizer.json that could change text or make ids random."""
-    model, steps, alphabet = description["model"], steps_of(description["pre_tokenizer"]), set(byte_alphabet())
+    model, steps = description["model"], steps_of(description["pre_tokenizer"])
     for step in steps_of(description["normalizer"]):
         yield f"the normalizer {step['type']}, which changes text"
     for i, step in enumerate(steps):
@@ -62,12 +62,17 @@ def problems(description):
                 "makes ids random" if option == "dropout" else "changes text"
             )
     for token in description["added_tokens"]:
-        content = token["content"]
-        for option in ("lstrip", "rstrip") + ("single_word",) * (model["type"] == "WordLevel"):
-            if token[option]:
-                yield f"the added token {content!r} with {option}, which may lose text"
-        if model["type"] == "BPE" and content in model["vocab"] and not content.isascii() and alphabet >= set(content):
-            yield f"the added token {content!r}, which has the id of other bytes"
+        yield from problems_of_added_token(token, model)
+
+
+def problems_of_added_token(token, model):
+    """As problems(), for one of the added tokens. model: the field of this name."""
+    content, alphabet = token["content"], set(byte_alphabet())
+    for option in ("lstrip", "rstrip") + ("single_word",) * (model["type"] == "WordLevel"):
+        if token[option]:
+            yield f"the added token {content!r} with {option}, which may lose text"
+    if model["type"] == "BPE" and content in model["vocab"] and not content.isascii() and alphabet >= set(content):
+        yield f"the added token {content!r}, which has the id of other bytes"
 
 
 def steps_of(part):

@@ -10,7 +10,7 @@ import inspect
 from gpt2core.backend import Backend
 from gpt2core.communicator import address
 
-KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")
+KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "page_sums")
 KERNELS = [name for name in vars(Backend) if name.endswith(KERNEL_SUFFIXES) or name in ("loss", "loss_rows", "add")]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
 # {name of a kernel: the names of its parameters, without self}
@@ -40,7 +40,8 @@ class Hooks:
         """From now on, a call of a kernel of `backend` is a call of around(name, kernel, arguments, options).
 
         `around` calls kernel(*arguments, **options) and returns its result. A kernel may call other kernels of the same
-        backend: `around` is called for these too, inside the first call.
+        backend: `around` is called for these too, inside the first call. Gradients that a kernel returns as functions
+        are computed after `around` has returned: see around_gradients().
         """
 
         def hooked(name, kernel):
@@ -79,6 +80,13 @@ class Hooks:
         for name in () if group.one_process else COLLECTIVES:
             self.set(group, name, hooked(name, getattr(group, name), True))
             self.set(group, f"{name}_start", hooked(name, getattr(group, f"{name}_start"), False))
+
+
+def around_gradients(result, around):
+    """The result of a kernel, in which a call gradient(out) of a gradient is a call of around(gradient, out)."""
+    results = result if isinstance(result, tuple) else (result,)
+    wrapped = tuple(functools.partial(around, each) if callable(each) else each for each in results)
+    return wrapped if isinstance(result, tuple) else wrapped[0]
 
 
 class Modules:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 
 from gpt2core.communicator import Handle, address
 from gpt2core.parallel.all_or_raise import on_root
-from gpt2core.tracing.hooks import Hooks, Modules
+from gpt2core.tracing.hooks import Hooks, Modules, around_gradients
 from gpt2core.tracing.trace_file import Process, Span, write_trace
 
 now = time.perf_counter
@@ -76,12 +76,17 @@ class Trace:
         self.lanes[lane] = []
 
         def around(name, kernel, arguments, options):
-            self.lane_of_thread[threading.get_ident()] = lane
-            module, start = modules.before(name, arguments), now()
-            result = kernel(*arguments, **options)
-            self.add(lane, name, start, now(), category(name), {"module": module} if module else None)
+            module = modules.before(name, arguments)
+
+            def record(function, *arguments, **options):
+                self.lane_of_thread[threading.get_ident()], start = lane, now()
+                result = function(*arguments, **options)
+                self.add(lane, name, start, now(), category(name), {"module": module} if module else None)
+                return result
+
+            result = record(kernel, *arguments, **options)
             modules.after(name, module, result)
-            return result
+            return around_gradients(result, record)
 
         earlier = backend.runtime.range
 

@@ -14,7 +14,7 @@ import pytest
 from gpt2core.app import inference_io, run_log, train_command
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.run_log import RunLog
-from gpt2core.parallel.steps_in_flight import Step
+from gpt2core.trainer import Step
 
 NAME = os.fsdecode(b"t\xebxt $x_1$")  # not UTF-8; with the characters of a formula
 

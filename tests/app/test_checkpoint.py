@@ -27,8 +27,8 @@ from gpt2core.app.checkpoint_directory import (
 )
 from gpt2core.app.checkpoint_files import read_tensors
 from gpt2core.app.safetensors_file import write_safetensors
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError
-from gpt2core.model import GPT2Config, parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "state.json"}
@@ -545,7 +545,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.model import GPT2Config, parameter_shapes
+from gpt2core.architecture import GPT2Config, parameter_shapes
 
 directory, again = sys.argv[1], sys.argv[2] == "again"
 config = GPT2Config(7, 4, 1, 1, 4, False)

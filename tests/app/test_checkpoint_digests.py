@@ -11,8 +11,8 @@ from safetensors import numpy as safetensors_library
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError
-from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.text.tokenizer import Tokenizer
 from tests.support.checkpoints import edit_json
 

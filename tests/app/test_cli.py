@@ -40,7 +40,7 @@ SIGNALLED = """
 import os, signal, sys
 from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 
 at, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
@@ -245,7 +245,7 @@ SAVED = dict(preset="gpt2", lr=6e-4, schedule="cosine", min_lr=7e-5)  # the flag
 def test_the_last_learning_rate_is_a_tenth_of_the_first_unless_it_is_given(flags, saved, min_lr):
     """A saved value belongs to the saved --lr and --schedule: it is not used with others."""
     values, _ = resolve_flags(cli.train_parser().parse_args(flags.split()), saved, True)
-    assert values["min_lr"] == pytest.approx(min_lr, rel=1e-12)
+    assert values.min_lr == pytest.approx(min_lr, rel=1e-12)
 
 
 PLAIN = ()
@@ -897,7 +897,7 @@ def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_pa
     assert " parameters, 1 layer, 1 head, 32 wide," in result.out.replace("\n", " ")
     for preset, noted in (("nano", True), (None, False)):
         result = train("--init-from", tmp_path / "run", *(("--preset", preset) if preset else ()), *flags)
-        note = "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
+        note = "note: --preset nano only selects the recipe: the model has the sizes of the checkpoint (n_layer 1, "
         assert result.code == 0 and (note in result.words + " ") == noted
     assert "note: --preset" not in train("--preset", "nano", *flags).out
 

@@ -8,9 +8,9 @@ import pytest
 from gpt2core.app import host_memory
 from gpt2core.app.host_memory import available_memory, control_group_limits, needed_memory
 from gpt2core.app.presets import PRESETS
-from gpt2core.model import parameter_count
+from gpt2core.architecture import parameter_count
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 
 TINY = PRESETS["tiny"]
@@ -20,7 +20,7 @@ FP32 = 4 * parameter_count(TINY)  # bytes of the parameters
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_lower_bound_is_at_most_the_flat_buffers_of_a_trainer(threads):
     trainer = Trainer(TINY, [NumpyBackend() for _ in range(threads)], batch_size=8, seq_len=4, micro_batches=8)
-    sums = [flat for worker in trainer.accumulator.workers for flat in worker.partial_sums]
+    sums = [flat for worker in trainer.accumulator.workers for flat in worker.sums.buffers]
     buffers = [trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, *sums]
     needed = needed_memory(TINY, ParallelConfig(), threads, 1, 1)
     assert needed == (3 + threads) * FP32 <= sum(buffer.nbytes for buffer in buffers)
@@ -40,7 +40,7 @@ def test_a_host_with_too_little_memory_is_one_line(train, corpus, monkeypatch):
     result = train(*flags)
     assert result.code == 2 and result.out == "" and result.err.count("\n") == 1
     assert result.err.startswith("error: a model of ") and "but the host has 0.0 GiB" in result.err
-    assert "use a smaller --preset, fewer --threads, or more hosts with --tp or --zero 1 (stage 1)" in result.err
+    assert "use a smaller model, fewer --threads, or more hosts with --tp or --zero 1 (stage 1)" in result.err
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 24)
     assert train(*flags).code == 0
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.presets import OPENAI_NAMES
-from gpt2core.model import GPT2Config, parameter_shapes
+from gpt2core.architecture import GPT2Config, parameter_shapes
 
 TEXT = "the model reads one token, then another; it learns what follows and forgets nothing. " * 40
 # config.json of openai-community/gpt2, whose sizes the fixture replaces

@@ -24,15 +24,15 @@ from gpt2core.app import cli, output_files
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
-from gpt2core.app.run_config import resume_command
+from gpt2core.app.run_directory import resume_command
 from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, duration, rarely_changing_lines, read_log, step_line
 from gpt2core.app.terminal import WordWrap
 from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
-from gpt2core.parallel.steps_in_flight import Step
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
+from gpt2core.trainer import Step
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.checkpoints import edit_json
 
@@ -250,7 +250,7 @@ def test_a_second_run_into_a_directory_is_refused_with_process_and_host_and_read
     out = tmp_path / "run"
     assert nano("--out", out).code == 0
     with RunLock(out) as lock:
-        holder = f"--out {out}: process {os.getpid()} on host {platform.node()} is writing checkpoints there"
+        holder = f"{out}: process {os.getpid()} on host {platform.node()} is writing checkpoints there"
         for flags in ((), ("--resume", out), ("--overwrite",)):
             assert_refused(nano("--out", out, *flags), holder)
         assert infer("--weights", out, "--prompt", "the model", "--max-new-tokens", 2).code == 0

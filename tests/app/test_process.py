@@ -68,8 +68,8 @@ def test_a_trainer_of_the_library_limits_a_blas_that_is_loaded_already():
 {BLAS_THREADS}
 import numpy as np
 before = blas_threads()
-from gpt2core.model import GPT2Config
-from gpt2core.trainer import Trainer
+from gpt2core.architecture import GPT2Config
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 Trainer(GPT2Config(36, 8, 1, 2, 8), [NumpyBackend()], batch_size=2, seq_len=8, micro_batches=1)
 print(*before, *blas_threads())

@@ -1,6 +1,5 @@
 """What ranks compare when they start: their cores, and both ends of a large file or corpus."""
 
-import argparse
 import os
 import platform
 import threading
@@ -10,6 +9,7 @@ import pytest
 
 from gpt2core.app import rank_agreement, resume
 from gpt2core.app.rank_agreement import agree_on_start, compare_files, file_digest
+from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 
@@ -33,7 +33,7 @@ def test_ranks_that_may_use_the_same_cores_divide_them(monkeypatch, hosts, cores
 
     def start(world):
         here.rank = world.rank
-        return agree_on_start(world, argparse.Namespace)[1]
+        return agree_on_start(world, TrainSettings)[1]
 
     assert run_ranks(len(hosts), start) == shares
 

@@ -104,7 +104,7 @@ def test_the_weights_of_the_book_are_fine_tuned_on_any_text(train, tmp_path, rng
 def test_the_preset_book_encodes_its_corpus_with_its_own_byte_pairs_unless_told_otherwise(train, tmp_path):
     (tmp_path / "my.txt").write_text("any text " * 50, encoding="utf-8")
     flags = ("--preset", "book", "--n-layer", 1, "--seq-len", 8, "--batch-size", 1, "--sample", 0, "--steps", 1)
-    assert resolve_flags(cli.train_parser().parse_args(["--preset", "book"]), {}, True)[0]["data"] == BOOK
+    assert resolve_flags(cli.train_parser().parse_args(["--preset", "book"]), {}, True)[0].data == BOOK
     assert "vocabulary 2048\n" in train(*flags, "--data", tmp_path / "my.txt").out
     run = ("--out", tmp_path / "run")
     assert "vocabulary 256\n" in train(*flags, "--data", tmp_path / "my.txt", "--tokenizer", "byte", *run).out

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
-from gpt2core.model import GPT2Config
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
