@@ -10,8 +10,8 @@ import threadpoolctl
 
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.threads import limit_blas
-from gpt2core.parallel.tuned_choices import processor
 from gpt2core.runtime import Runtime
+from gpt2core.tuned_choices import processor
 from stage0_serial import mkl
 from stage0_serial.bf16_products import Bf16Products
 
@@ -35,7 +35,7 @@ class CpuRuntime(Runtime):
         fp32 that cannot be loaded, it gives a warning and uses OpenBLAS.
         """
         if name not in LIBRARIES:
-            raise ConfigError(f"--blas {name} is unknown: choose from {', '.join(LIBRARIES)}")
+            raise ConfigError(f"`blas={name}` is unknown: choose from {', '.join(LIBRARIES)}")
         if self.bf16:
             check_bf16(name)
             name = "mkl"
@@ -97,17 +97,17 @@ def blas_libraries():
 def check_bf16(blas):
     """Raise ConfigError unless --precision bf16 is possible with this --blas on this CPU."""
     if blas == "openblas":
-        raise ConfigError("--blas openblas cannot multiply in --precision bf16: use --blas mkl or --precision fp32")
+        raise ConfigError("`blas=openblas` cannot multiply in `precision=bf16`: use `blas=mkl` or `precision=fp32`")
     if not has_amx():
         raise ConfigError(
-            f"--precision bf16 needs amx_bf16 in the flags of /proc/cpuinfo, and {processor()} does not list it: use "
-            f"--precision fp32, or a GPU stage"
+            f"`precision=bf16` needs amx_bf16 in the flags of /proc/cpuinfo, and {processor()} does not list it: use "
+            f"`precision=fp32`, or a GPU stage"
         )
     try:
         mkl.load()
     except ConfigError as error:
-        reason = str(error).removeprefix("--blas mkl: ")
-        raise ConfigError(f"--precision bf16: {reason} and --precision fp32") from None
+        reason = str(error).removeprefix("`blas=mkl`: ")
+        raise ConfigError(f"`precision=bf16`: {reason} and `precision=fp32`") from None
 
 
 def has_amx():

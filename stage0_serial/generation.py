@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from gpt2core.backend import Backend
 from gpt2core.parallel.threads import WorkerPool
+from gpt2core.plain_backend import PlainBackend
 from gpt2core.sampler import Decoder, KVCache
 from stage0_serial.row_products import RowProducts
 from stage0_serial.token_step import token_step
@@ -56,7 +56,7 @@ class BatchDecoder(Decoder):
         )
 
 
-class GenerationKernels(Backend):
+class GenerationKernels(PlainBackend):
     """The part of NumpyBackend for generation."""
 
     decoder_batch = 32  # more prompts need more memory for their caches

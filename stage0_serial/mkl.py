@@ -44,7 +44,7 @@ def load():
     """{dtype of the operands: the function cblas_?gemm for it}; ConfigError if MKL is missing or cannot be loaded."""
     path = library_path()
     if path is None:
-        raise ConfigError("--blas mkl: MKL is not installed: pip install mkl, or use --blas openblas")
+        raise ConfigError("`blas=mkl`: MKL is not installed: pip install mkl, or use `blas=openblas`")
     try:
         library = ctypes.CDLL(path)
         library.MKL_Set_Threading_Layer(SEQUENTIAL)
@@ -60,7 +60,7 @@ def load():
             function.restype = None
             functions[np.dtype(dtype)] = function
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"--blas mkl: {path} cannot be loaded ({error}): use --blas openblas") from None
+        raise ConfigError(f"`blas=mkl`: {path} cannot be loaded ({error}): use `blas=openblas`") from None
     return functions
 
 

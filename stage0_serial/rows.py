@@ -8,6 +8,11 @@ def rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
+def micro_batches(x):
+    """The number M of micro-batches in activations x: (M, B, T, C), or (B, T, C) and other shapes for one."""
+    return x.shape[0] if x.ndim == 4 else 1
+
+
 def block_rows(x):
     """The number of rows of x (N, C) in a block: the smallest number with at least BLOCK elements."""
     return -(-BLOCK // x.shape[1])  # rounded up: 512 rows of 384 elements are three blocks, not three and two rows

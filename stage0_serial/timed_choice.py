@@ -8,7 +8,7 @@ import time
 import numpy as np
 import threadpoolctl
 
-from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
+from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
 
 def stored_choice(what, names, time_ways):

@@ -7,64 +7,58 @@ lengths. A full window is computed by window.py.
 """
 
 # n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
+# residual = (x, branch, bias): the residual stream is x + branch + bias, arrays (N, C), (N, C) and (C), or only x if
+# branch and bias are None. The next LayerNorm computes the sum.
 
 import functools
 
 import numpy as np
 
+from gpt2core.architecture import forward_plan
 from gpt2core.communicator import Solo
 from gpt2core.parallel.threads import WorkerPool
-from gpt2core.sampler import next_logits
 from stage0_serial.bf16_products import MIN_ROWS
 from stage0_serial.timed_choice import fastest_way, stored_choice
 from stage0_serial.window import Window
 
-MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
 MIN_TIMED = 1 << 15  # elements of a window (T, C); a smaller one takes a few milliseconds, and BLAS computes it
 TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 
 def token_step(model):
-    """A function to use instead of sampler.next_logits, or None if ranks share the layers of the model."""
+    """A function to use instead of model.next_logits, or None if ranks share the layers of the model."""
     return TokenStep(model, model.head.backend) if isinstance(model.group, Solo) else None
 
 
 class TokenStep:
-    """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes a token or a window itself.
+    """Called as step(ids, cache) -> logits (V), like GPT2.next_logits; it computes a token or a window itself.
 
     backend: the model's backend, or one of a worker thread with the same precision.
     """
 
+    operations = "attention", "gelu"  # of the Plan
+
     def __init__(self, model, backend):
         config = model.config
         self.window = None  # made when a window is full
-        self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
+        self.model, self.backend, self.eps, self.n_head = model, backend, config.layer_norm_epsilon, config.n_head
         self.block_size = config.block_size
-        arrays = {name: tensor.data for name, tensor in model.parameters.items()}
-        self.wte, self.wpe = arrays["transformer.wte.weight"], arrays["transformer.wpe.weight"]
-        self.layers = [
-            [self.module(arrays, f"transformer.h.{layer}.{name}") for name in MODULES]
-            for layer in range(config.n_layer)
-        ]
-        self.ln_f, self.head = self.module(arrays, "transformer.ln_f"), model.head.data.T  # head (C, V)
-        widths = {weight.shape[1] for layer in self.layers for weight, _ in layer if weight.ndim == 2}
-        self.outputs = {width: np.empty((1, width), backend.dtype) for width in widths | {self.head.shape[1]}}
+        plan = forward_plan(config, model.parameters, self.operations, "NumPy's decoder")
+        self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
+        weights = [w for layer in self.layers for each in layer for w in (each.linear_in[0], each.linear_out[0])]
+        widths = {w.shape[1] for w in (*weights, self.head)}
+        self.outputs = {width: np.empty((1, width), backend.dtype) for width in widths}
 
-    @staticmethod
-    def module(arrays, name):
-        """(weight, bias) of a module."""
-        return arrays[f"{name}.weight"], arrays[f"{name}.bias"]
-
-    def __call__(self, model, ids, cache):
+    def __call__(self, ids, cache):
         if len(ids) == self.block_size > 1:
             cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
-            self.window = self.window or self.new_window(model, ids)
+            self.window = self.window or self.new_window(ids)
             return self.window.logits(ids).copy()
         if len(ids) > 1:
-            return next_logits(model, ids, cache)
+            return self.model.next_logits(ids, cache)
         return self.next_positions([ids], [cache])[0]
 
-    def new_window(self, model, ids):
+    def new_window(self, ids):
         """The faster Window for `ids`: with BLAS's threads, or with worker threads; the choice is kept in the backend.
 
         A worker has at least MIN_ROWS rows; with fewer, bf16 products would be computed in fp32.
@@ -76,19 +70,19 @@ class TokenStep:
             ways, workers = {"BLAS threads": WorkerPool([self.backend])}, min(runtime.threads, T // MIN_ROWS)
             if workers > 1 and T * C >= MIN_TIMED:
                 ways["workers"] = self.backend.new_workers(workers)
-            pools[what] = ways[self.fastest_pool(model, ids, what, ways)]
-        return self.window_of(model, pools[what])
+            pools[what] = ways[self.fastest_pool(ids, what, ways)]
+        return self.window_of(pools[what])
 
-    def fastest_pool(self, model, ids, what, ways):
+    def fastest_pool(self, ids, what, ways):
         """The name of the pool that computes the window of `ids` in the least time. ways: {name: WorkerPool}."""
         if len(ways) == 1:
             return next(iter(ways))
-        calls = {name: functools.partial(self.window_of(model, pool).logits, ids) for name, pool in ways.items()}
+        calls = {name: functools.partial(self.window_of(pool).logits, ids) for name, pool in ways.items()}
         return stored_choice(what, ways, lambda: fastest_way(calls, TIMED_SECONDS))
 
-    def window_of(self, model, pool):
+    def window_of(self, pool):
         """A Window with the backends of the pool."""
-        return Window([TokenStep(model, backend) for backend in pool.backends], pool)
+        return Window([TokenStep(self.model, backend) for backend in pool.backends], pool)
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.
@@ -104,42 +98,68 @@ class TokenStep:
         ]
         positions, ids = np.transpose(pairs)
         together = batch_cache and len(ids) == len(caches) and similar_lengths(positions + 1)
-        x = self.wte[ids] + self.wpe[positions]  # (N, C)
-        branch, branch_bias = None, None  # what the next norm adds to x
-        for layer, (ln_1, c_attn, *_) in enumerate(self.layers):
-            x, y = self.normalize(x, branch, branch_bias, *ln_1)
-            qkv = self.product(y, c_attn[0])
-            qkv += c_attn[1]
+        last = np.array(ends) - 1 if len(ids) > len(ends) else None  # only the last positions' logits are needed
+
+        def attention(y, linear, layer):
+            qkv = self.qkv(y, linear)
             if together:
-                y = self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], positions)
-            else:
-                for rows, cache in zip(parts, caches, strict=True):
-                    y[rows] = self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
-            if layer == len(self.layers) - 1 and len(x) > len(ends):
-                last = np.array(ends) - 1  # only the last position's logits are needed
-                x, y = x[last], y[last]  # (n, C)
-            x, branch, branch_bias = self.after_attention(x, y, self.layers[layer])
+                return self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], positions)
+            results = [
+                self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
+                for rows, cache in zip(parts, caches, strict=True)
+            ]
+            return results[0] if len(results) == 1 else np.concatenate(results)
+
+        residual, operations = self.embedding(ids, positions), {"attention": attention, "gelu": self.gelu}
+        for layer in range(len(self.layers) - 1):
+            residual = self.layer(residual, layer, operations)
+        residual = self.layer(residual, len(self.layers) - 1, operations, last)
         for ids, cache in zip(uncached, caches, strict=True):
             cache.length += len(ids)
-        return self.logits(x, branch, branch_bias).copy()
+        return self.logits(residual).copy()
 
-    def after_attention(self, x, y, layer):
-        """x (n, C) and attention's result y (n, C) -> (x, branch, bias), whose sum is the result of the layer."""
-        _, _, attn_proj, ln_2, c_fc, mlp_proj = layer
-        x, y = self.normalize(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2)
-        h = self.product(y, c_fc[0])
-        self.backend.gelu(h, c_fc[1], h, None)
-        return x, self.product(h, mlp_proj[0]), mlp_proj[1]
+    def embedding(self, ids, positions):
+        """The residual of N tokens at N positions."""
+        return self.wte[ids] + self.wpe[positions], None, None
 
-    def logits(self, x, branch, branch_bias):
-        """The logits (n, V) of x + branch + branch_bias, from (n, C), (n, C), (C); one row is overwritten later."""
-        return self.product(self.normalize(x, branch, branch_bias, *self.ln_f)[1], self.head)
+    def layer(self, residual, layer, operations, rows=None):
+        """The residual after layer number `layer`.
 
-    def normalize(self, x, branch, branch_bias, w, b):
-        """x (n, C) -> x + branch + branch_bias, and its LayerNorm."""
+        operations: {name: function(y, linear_in, layer)}; a function computes linear_in and the operation. rows: the
+        positions whose result is needed, or None for all; attention reads all positions.
+        """
+        for each in self.layers[layer]:
+            x, y = self.normalize(residual, each.norm)
+            y = operations[each.operation](y, each.linear_in, layer)
+            if rows is not None and len(y) > len(rows):
+                x, y = x[rows], y[rows]
+            w, bias = each.linear_out
+            residual = x, self.product(y, w), bias
+        return residual
+
+    def logits(self, residual):
+        """The logits (n, V) of a residual (n, C); one row is overwritten later."""
+        return self.product(self.normalize(residual, self.ln_f)[1], self.head)
+
+    def normalize(self, residual, norm):
+        """The sum of the residual, (n, C), and its LayerNorm; norm: (weight, bias)."""
+        (x, branch, bias), (w, b) = residual, norm
         if len(x) == 1:
-            return self.backend.layernorm_of_one_row(x, branch, branch_bias, w, b, self.eps)
-        return self.backend.residual_layernorm_forward(x, branch, branch_bias, w, b, self.eps)[:2]
+            return self.backend.layernorm_of_one_row(x, branch, bias, w, b, self.eps)
+        return self.backend.residual_layernorm_forward(x, branch, bias, w, b, self.eps)[:2]
+
+    def qkv(self, y, linear, out=None):
+        """y (n, C) -> q, k and v, y w + b; or some of them, if linear = (w, b) has only some columns of linear_in."""
+        w, b = linear
+        qkv = self.product(y, w)
+        return np.add(qkv, b, qkv if out is None else out)
+
+    def gelu(self, y, linear, layer):
+        """y (n, C) -> gelu(y w + b), (n, 4C)."""
+        w, b = linear
+        h = self.product(y, w)
+        self.backend.gelu(h, b, h, None)
+        return h
 
     def product(self, x, w):
         """x (n, C), w (C, K) -> (n, K); one row is an array that the next product of this width overwrites."""

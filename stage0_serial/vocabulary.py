@@ -4,15 +4,15 @@
 
 import numpy as np
 
-from gpt2core.backend import Backend
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_sum
-from stage0_serial.rows import rows, slices
+from gpt2core.plain_backend import PlainBackend
+from stage0_serial.rows import micro_batches, rows, slices
 
 LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows
 
 
-class VocabularyKernels(Backend):
+class VocabularyKernels(PlainBackend):
     """The part of NumpyBackend that works with token ids."""
 
     # -- embedding ---------------------------------------------------------------------------------------------------
@@ -21,48 +21,51 @@ class VocabularyKernels(Backend):
         x, ids = self.empty((*ids.shape, wte.shape[1]), wte.dtype), ids.astype(np.intp) - first
         np.take(wte, ids, axis=0, out=x, mode="clip")  # mode="raise" would copy `out`; ops.embedding checks ids
         x[(ids < 0) | (ids >= len(wte))] = 0
-        return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
+        return x if wpe is None else np.add(x, wpe[position : position + ids.shape[-1]], out=x)
 
-    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
-        def sum_of_tokens(part, dwte):  # part: a slice of sequences
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
+        count, T, V = len(ids) if ids.ndim == 3 else 1, ids.shape[-1], len(wte)
+        ids, dy = ids.reshape(-1, T), dy.reshape(-1, T, dy.shape[-1])  # the sequences of all micro-batches
+
+        def sums_of_tokens(part):  # part: a slice of sequences
             local, dy2 = ids[part].reshape(-1).astype(np.intp) - first, rows(dy[part])
             order = np.argsort(local, kind="stable")
-            order = order[slice(*np.searchsorted(local[order], (0, len(wte))))]  # rows with a token in this part of wte
+            order = order[slice(*np.searchsorted(local[order], (0, V)))]  # rows with a token in this part of wte
             starts = np.flatnonzero(np.diff(local[order], prepend=-1))  # where the rows of each token begin in `order`
-            sums = np.add.reduceat(dy2[order], starts, axis=0)
-            if accumulate:
-                dwte[local[order[starts]]] += sums
-            else:
-                dwte[...] = 0
-                dwte[local[order[starts]]] = sums
+            return local[order[starts]], np.add.reduceat(dy2[order], starts, axis=0)
 
-        def sum_of_positions(part, dwpe):
+        def write(part, dwte):
+            tokens, sums = sums_of_tokens(part)
+            dwte[...] = 0
+            dwte[tokens] = sums
+
+        def add(part, dwte):
+            tokens, sums = sums_of_tokens(part)
+            dwte[tokens] += sums
+
+        def write_positions(part, dwpe):
             dwpe[...] = 0
-            np.add.reduce(dy[part], axis=0, out=dwpe[position : position + dy.shape[1]])
+            np.add.reduce(dy[part], axis=0, out=dwpe[position : position + T])
 
-        dwte = self.sum_over_rows(sum_of_tokens, len(dy), wte, out[0])
-        return dwte, self.sum_over_rows(sum_of_positions, len(dy), wpe, out[1])
+        dwte = self.weight_gradient(write, len(dy), wte.shape, wte.dtype, count, add)
+        return dwte, self.weight_gradient(write_positions, len(dy), wpe.shape, wpe.dtype, count)
 
     # -- unembedding and cross-entropy: dlogits = scale (softmax - onehot) ---------------------------------------------
 
     def unembed_forward(self, x, w):
         return self.matmul(rows(x), w.T).reshape(*x.shape[:-1], w.shape[0])
 
-    def unembed_backward(self, dy, x, w, out=None):
-        dy, x2 = self.runtime.rounded(rows(dy)), rows(x)
-        dw = self.sum_for_head(lambda part, total: self.matmul(dy[part].T, x2[part], total), len(dy), w, out)
-        return self.matmul(dy, w).reshape(x.shape), dw
+    def unembed_backward(self, dy, x, w):
+        dy = self.runtime.rounded(rows(dy))
+        return self.matmul(dy, w).reshape(x.shape), self.head_gradient(dy, rows(x), micro_batches(x))
 
-    def sum_for_head(self, sum_of, n, w, out):
-        """sum_over_rows() for the matrix of the logits; if `out` is (micro-batches, V, C), the sums are not added.
+    def head_gradient(self, dy, x, count):
+        """dy' x (V, C) for dy (N, V) and x (N, C), as weight_gradient()."""
 
-        Then w is also the token embedding: embedding_backward adds its sum of each micro-batch, and returns the total.
-        """
-        if out is None or out.ndim == w.ndim:
-            return self.sum_over_rows(sum_of, n, w, out)
-        for part, total in zip(even_slices(n, len(out)), out, strict=True):
-            sum_of(part, total)
-        return out[0]
+        def write(part, dw):
+            self.matmul(dy[part].T, x[part], dw)
+
+        return self.weight_gradient(write, len(dy), (dy.shape[1], x.shape[1]), x.dtype, count)
 
     def cross_entropy_forward(self, logits, targets, first=0):
         maxima, target_logits = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
@@ -80,22 +83,32 @@ class VocabularyKernels(Backend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
+        count, shape, x, targets = micro_batches(x), targets.shape, rows(x), targets.reshape(-1)
         statistics, chunks = np.empty((3, len(x)), x.dtype), [slice(0, len(x))]
         if len(x) * len(w) > LOGITS:
-            chunks = [each for part in even_slices(len(x), self.micro_batches) for each in logit_chunks(part, w)]
+            chunks = [each for part in even_slices(len(x), count) for each in logit_chunks(part, w)]
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)
             *statistics[:, chunk], aux = self.cross_entropy_forward(logits, targets[chunk], first)
-        return *statistics, aux if len(chunks) == 1 else None
+        return *statistics.reshape(3, *shape), aux if len(chunks) == 1 else None
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+        count, shape = micro_batches(x), x.shape
+        x, targets, maxima, sums = rows(x), targets.reshape(-1), maxima.reshape(-1), sums.reshape(-1)
         if aux is not None:
-            dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)
-            return self.unembed_backward(dlogits, x, w, out)
-        dx = self.like(x)
+            dlogits = self.runtime.rounded(
+                self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)
+            )
+            return self.matmul(dlogits, w).reshape(shape), self.head_gradient(dlogits, x, count)
+        dx, kept = self.like(x), {}
+        left = {part.start: part for part in even_slices(len(x), count)}  # micro-batches that are not computed yet
 
-        def sum_of(part, dw):  # also writes the rows of dx
+        def write(part, dw):
+            """Write dw of a micro-batch, and its rows of dx: both come from the same chunks of logits."""
+            if kept:
+                return np.copyto(dw, kept[part.start])
+            left.pop(part.start, None)
             dw[...] = 0
             for chunk in logit_chunks(part, w):  # forward kept no logits: compute each chunk again
                 exps = self.unembed_forward(x[chunk], w)
@@ -105,12 +118,22 @@ class VocabularyKernels(Backend):
                 self.matmul(dlogits, w, dx[chunk])
                 np.add(dw, self.matmul(dlogits.T, x[chunk]), out=dw)
 
-        return dx, self.sum_for_head(sum_of, len(x), w, out)
+        def dx_of_chunks(out):
+            nonlocal x, w
+            if left:  # dw is computed later: keep it for each micro-batch, instead of w and x
+                arrays = {start: self.empty(w.shape, w.dtype) for start in left}
+                for start, part in list(left.items()):
+                    write(part, arrays[start])
+                kept.update(arrays)
+                x = w = None
+            return dx.reshape(shape)
+
+        return dx_of_chunks, self.weight_gradient(write, len(x), w.shape, w.dtype, count)
 
     def loss(self, row_maxima, sums, target_logits, scale):
         losses = np.log(sums) - (target_logits - row_maxima)
-        parts = even_slices(len(losses), self.micro_batches)
-        return np.asarray(tree_sum([losses[part].sum(dtype=np.float64) * scale for part in parts]))
+        parts = losses if losses.ndim == 2 else [losses]  # one row for each micro-batch
+        return np.asarray(tree_sum([part.sum(dtype=np.float64) * scale for part in parts]))
 
 
 def own_targets(targets, first, count):

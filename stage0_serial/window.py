@@ -36,42 +36,38 @@ class Window:
     @no_grad()
     def logits(self, ids):
         """The logits (V) after T token ids, in an array that the next call overwrites."""
-        step, (T, C), count = self.steps[0], self.x.shape, self.pool.size
+        step, count = self.steps[0], self.pool.size
         barrier = threading.Barrier(count)
         with step.backend.runtime.one_blas_thread() if count > 1 else contextlib.nullcontext():
             arguments = self.steps, [ids] * count, self.rows, self.heads, [barrier] * count
             self.pool.map(self.run_worker, *arguments, stop=barrier.abort)
-            ln_1, (w, b), *_ = step.layers[-1]
-            q = step.product(step.normalize(self.x[-1:], None, None, *ln_1)[1], w[:, :C]) + b[:C]
-            k, v = self.qkv[:, C:].reshape(T, 2, step.n_head, -1).transpose(1, 2, 0, 3)  # each (H, T, D)
-            y = step.weighted_sum(q.reshape(step.n_head, -1), k.transpose(0, 2, 1), v)
-            return step.logits(*step.after_attention(self.x[-1:], y, step.layers[-1]))[0]
+            operations = {"attention": self.attend_last, "gelu": step.gelu}
+            return step.logits(step.layer((self.x[-1:], None, None), len(step.layers) - 1, operations))[0]
 
     def run_worker(self, step, ids, rows, heads, barrier):
         """Compute some rows of x and of the q, k, v of each layer, and some heads of y, attention's result."""
+
+        def attention(y, linear, layer):
+            step.qkv(y, linear, self.qkv[rows])
+            barrier.wait()
+            self.attend(step, heads)
+            barrier.wait()
+            return self.y[rows]
+
         try:
-            self.project(step, rows, step.wte[ids[rows]] + step.wpe[rows], None, None, step.layers[0])
-            for layer, following in zip(step.layers, step.layers[1:], strict=False):
-                barrier.wait()
-                self.attend(step, heads)
-                barrier.wait()
-                self.project(step, rows, *step.after_attention(self.x[rows], self.y[rows], layer), following)
+            residual, operations = step.embedding(ids[rows], rows), {"attention": attention, "gelu": step.gelu}
+            for layer in range(len(step.layers) - 1):
+                residual = step.layer(residual, layer, operations)
+            # in the last layer only k and v; the input of the layer is kept for attend_last()
+            first, C = step.layers[-1][0], self.x.shape[1]
+            self.x[rows], y = step.normalize(residual, first.norm)
+            w, b = first.linear_in
+            step.qkv(y, (w[:, C:], b[C:]), self.qkv[rows, C:])
         except threading.BrokenBarrierError:
             pass  # another worker has raised an error, which map() raises, or map() was interrupted
         except BaseException:
             barrier.abort()
             raise
-
-    def project(self, step, rows, x, branch, bias, layer):
-        """Write x + branch + bias to these rows of self.x, and q, k, v of their LayerNorm to these rows of self.qkv.
-
-        x, branch: (n, C) for n rows; bias: (C). In the first layer, branch and bias are None. In the last layer, only k
-        and v are written.
-        """
-        ln_1, (w, b), *_ = layer
-        self.x[rows], h = step.normalize(x, branch, bias, *ln_1)
-        first = self.x.shape[1] if layer is step.layers[-1] else 0  # column
-        np.add(step.product(h, w[:, first:]), b[first:], out=self.qkv[rows, first:])
 
     def attend(self, step, heads):
         """Compute the causal attention of some heads: their columns of y."""
@@ -80,3 +76,10 @@ class Window:
             qkv = self.qkv.reshape(T, 3, step.n_head, -1)[:, :, heads].reshape(1, T, -1)
             y = step.backend.attention_forward(qkv, count)[0]
             self.y.reshape(T, step.n_head, -1)[:, heads] = y.reshape(T, count, -1)
+
+    def attend_last(self, y, linear, layer):
+        """The attention (1, C) of the last row y (1, C) of the last layer to the keys and values of all rows."""
+        step, (T, C), (w, b) = self.steps[0], self.x.shape, linear
+        q = step.qkv(y, (w[:, :C], b[:C])).reshape(step.n_head, -1)
+        k, v = self.qkv[:, C:].reshape(T, 2, step.n_head, -1).transpose(1, 2, 0, 3)  # each (H, T, D)
+        return step.weighted_sum(q, k.transpose(0, 2, 1), v)

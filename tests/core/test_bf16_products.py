@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.training_loop import read_batch
@@ -191,13 +191,13 @@ def test_without_mkl_or_amx_bf16_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "has_amx", lambda: True)
     monkeypatch.setattr(mkl, "library_path", lambda: None)
     mkl.load.cache_clear()
-    text = "^--precision bf16: MKL is not installed: pip install mkl, or use --blas openblas and --precision fp32$"
+    text = "^`precision=bf16`: MKL is not installed: pip install mkl, or use `blas=openblas` and `precision=fp32`$"
     with pytest.raises(ConfigError, match=text):
         NumpyBackend("bf16")
     monkeypatch.setattr(cpu_runtime, "has_amx", lambda: False)
     monkeypatch.setattr(cpu_runtime, "processor", lambda: "AMD EPYC 9354")
     text = (
-        "^--precision bf16 needs amx_bf16 in the flags of /proc/cpuinfo, and AMD EPYC 9354 does not list it: use --pre"
+        "^`precision=bf16` needs amx_bf16 in the flags of /proc/cpuinfo, and AMD EPYC 9354 does not list it: use `pre"
     )
     with pytest.raises(ConfigError, match=text):
         NumpyBackend("bf16")

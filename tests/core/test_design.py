@@ -119,13 +119,54 @@ def imports_below(path, *packages):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "gpt2core").glob("*.py")), ids=name_of)
-def test_of_the_top_level_only_the_trainer_and_the_loop_import_parallel(path):
-    assert path.name in ("trainer.py", "training_loop.py") or imports_below(path, "gpt2core.parallel") == []
+def test_the_top_level_computes_and_the_folders_above_make_it_fast(path):
+    """Without the folders, everything but the division over threads and ranks is there: the trainer imports that."""
+    folders = sorted({f"gpt2core.{file.parent.name}" for file in CORE if file.parent != ROOT / "gpt2core"})
+    allowed = ["gpt2core.parallel"] if path.name == "trainer.py" else []
+    assert imports_below(path, *(folder for folder in folders if folder not in allowed)) == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "gpt2core" / "parallel").glob("*.py")), ids=name_of)
-def test_parallel_imports_neither_the_trainer_nor_the_loop(path):
-    assert imports_below(path, "gpt2core.trainer", "gpt2core.training_loop") == []
+def test_parallel_imports_neither_the_trainer_nor_a_loop_nor_the_engine(path):
+    assert imports_below(path, "gpt2core.trainer", "gpt2core.training_loop", "gpt2core.engine") == []
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_no_two_files_of_the_core_import_each_other(path):
+    """Neither directly nor through others."""
+    reached, unread = set(), list(files_imported(path))
+    while unread:
+        file = unread.pop()
+        if file not in reached:
+            reached.add(file)
+            unread += files_imported(file)
+    assert path not in reached
+
+
+@functools.cache
+def files_imported(path):
+    """The files of the core that a file imports when it is imported itself."""
+    tree = ast.Module([node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    names = [name.split(".") for name in modules_imported(tree) if name.startswith("gpt2core.")]
+    files = {ROOT.joinpath(*name[:end]).with_suffix(".py") for name in names for end in range(2, len(name) + 1)}
+    return sorted(file for file in files if file.exists())
+
+
+MOST_BRANCHES = 15  # of a function; one with more does several things
+BRANCHES = ast.If | ast.For | ast.While | ast.ExceptHandler | ast.IfExp | ast.comprehension
+
+
+def branches(function):
+    """How many if, for, while, except, and, or, conditional expressions and comprehensions a function has."""
+    nodes = list(ast.walk(function))
+    operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return operators + sum(isinstance(node, BRANCHES) for node in nodes)
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_no_function_of_the_core_has_too_many_branches(path):
+    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]
+    assert {each.name: branches(each) for each in functions if branches(each) > MOST_BRANCHES} == {}
 
 
 @pytest.mark.parametrize("path", [path for path in CODE if path.parent != ROOT / "gpt2core" / "app"], ids=name_of)
@@ -153,6 +194,17 @@ def test_importing_the_core_changes_neither_the_environment_nor_the_excepthook()
     """Both belong to the command line, which is gpt2core.app."""
     done = subprocess.run([sys.executable, "-c", IMPORT_CORE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+COMMANDS = ("gpt2core/app/", "stage1_mpi/launch.py", "stage1_mpi/host_file.py")  # their users give flags
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if not name_of(path).startswith(COMMANDS)], ids=name_of)
+def test_an_error_of_the_library_names_settings_and_no_flags(path):
+    """`batch_size=15`, not --batch-size 15: a user of the library gives no flags. A command prints flags."""
+    raised = [part for node in ast.walk(tree_of(path)) if isinstance(node, ast.Raise) for part in ast.walk(node)]
+    texts = [part.value for part in raised if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    assert [text for text in texts if re.search(r"--[a-z]", text)] == []
 
 
 # -- no branch on the number of ranks or on the device ----------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import threadpoolctl
 from numpy.testing import assert_allclose, assert_array_equal
 
-from gpt2core.model import GPT2Config
+from gpt2core.architecture import GPT2Config
 from gpt2core.parallel import threads
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
@@ -178,7 +178,7 @@ def test_threads_generate_the_tokens_of_one_thread_also_after_the_window_slides(
 def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
     model, ids = models[0], rng.integers(0, 37, 40).tolist()
     step, cache, expected = token_step(model), KVCache(model.config, model.head.backend), []
-    logits = [step(model, ids[:7], cache), *(step(model, [token], cache) for token in ids[7:])]
+    logits = [step(ids[:7], cache), *(step([token], cache) for token in ids[7:])]
     for end in range(7, 41):
         expected.append(model.logits(np.array(ids[:end])[None], last_only=True).data[0, -1])
     assert cache.length == 40
@@ -190,7 +190,7 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
     for model in models:
         block = model.config.block_size
         ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.head.backend)
-        logits = token_step(model)(model, ids, cache)
+        logits = token_step(model)(ids, cache)
         assert cache.length == block  # the next token begins a new cache
         expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
@@ -315,7 +315,7 @@ def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, 
     ids = [0] * model.config.block_size
     backend.runtime.blas, backend.runtime.threads = blas, threads
     monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(calls) or fastest)
-    windows = [token_step(model).new_window(model, ids) for _ in range(2)]
+    windows = [token_step(model).new_window(ids) for _ in range(2)]
     assert {len(window.steps) for window in windows} == {workers}
     assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
     assert (windows[0].steps[0].backend is backend) == (workers == 1)

@@ -1,4 +1,4 @@
-"""Every NumPy kernel, forward and backward, against PyTorch in float64; fused kernels against composed ones."""
+"""Every kernel on the CPU, forward and backward, against PyTorch in float64; fused kernels against composed ones."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
-from gpt2core.arena import Arena
-from gpt2core.backend import Backend
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import AdamW
-from gpt2core.parallel.threads import WorkerPool
+from gpt2core.optimizer import adamw_scalars
+from gpt2core.plain_backend import PlainBackend
 from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial import numpy_backend, vocabulary
 from stage0_serial.buffer_pool import ALIGNMENT, SMALL, BufferPool, size_class
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.gradients import arrays
 
 torch = pytest.importorskip("torch")
 
@@ -31,9 +30,13 @@ pytestmark = pytest.mark.fast
 TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-12}
 
 
-@pytest.fixture(params=["fp32", "fp64"])
+BACKENDS = [(cls, precision) for cls in (NumpyBackend, PlainBackend) for precision in ("fp32", "fp64")]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda pair: f"{pair[0].name}-{pair[1]}")
 def backend(request):
-    return NumpyBackend(request.param)
+    cls, precision = request.param
+    return cls(precision)
 
 
 def near(got, want, tolerance=None, least=0.0):
@@ -65,15 +68,16 @@ def oracle(function, arrays, *dys):
 
 
 def check(backend, got, want, least=0.0):
-    for g, w in zip(got, want, strict=True):
+    """got: arrays, or gradients of a backward kernel."""
+    for g, w in zip(arrays(*got), want, strict=True):
         assert g.dtype == backend.dtype
         near(g, w, least=least)
 
 
 def repeatable(backward, *arguments):
     """The result of backward, called twice: it must not change dy, inputs or aux."""
-    first = [None if array is None else array.copy() for array in backward(*arguments)]
-    for again, array in zip(backward(*arguments), first, strict=True):
+    first = [None if array is None else array.copy() for array in arrays(*backward(*arguments))]
+    for again, array in zip(arrays(*backward(*arguments)), first, strict=True):
         assert_array_equal(again, array, strict=True)
     return first
 
@@ -261,7 +265,10 @@ def test_rows_of_an_embedding_give_what_all_rows_give_bit_for_bit(backend, rng, 
     V, edges = 30, [0, 11, 12, 25, 30]  # the vocabulary in pieces; no token is in the second
     ids = rng.choice(np.delete(np.arange(V), 11), (2, 70)).astype(kind)
     wte, wpe, dy = normal(rng, backend, V, 8), normal(rng, backend, 80, 8), normal(rng, backend, 2, 70, 8)
-    y, (dwte, dwpe) = backend.embedding_forward(ids, wte, wpe, 3), backend.embedding_backward(dy, ids, wte, wpe, 3)
+    y, (dwte, dwpe) = (
+        backend.embedding_forward(ids, wte, wpe, 3),
+        arrays(*backend.embedding_backward(dy, ids, wte, wpe, 3)),
+    )
     total = np.zeros_like(y)
     for first, end in zip(edges, edges[1:], strict=False):
         own = sealed(wte[first:end])
@@ -344,7 +351,8 @@ def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rn
     want, gradients = oracle(lambda x, w: torch_cross_entropy(x @ w.T, targets, scale), (x, w), dy)
     *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)
     loss, maxima, sums = ops.loss_of_rows(*whole, scale, ops.SOLO, backend)
-    assert (aux is None) == (chunk is not None and chunk < N)  # in chunks, no logits are kept
+    if isinstance(backend, NumpyBackend):
+        assert (aux is None) == (chunk is not None and chunk < N)  # in chunks, no logits are kept
     near(loss, want[0], TOLERANCE[backend.dtype])
     rows = targets, scale, maxima, sums, aux
     got = repeatable(lambda *a: backend.unembed_cross_entropy_backward(*a, *rows), dy, x, w)
@@ -442,7 +450,7 @@ def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
         broadcast = np.broadcast_to(normal(rng, backend, 1, T, 1), (B, T, width))
         strided = normal(rng, backend, width, T, B).transpose(2, 1, 0)
         for dy in (broadcast, strided):
-            for got, want in zip(backward(dy), backward(np.ascontiguousarray(dy)), strict=True):
+            for got, want in zip(arrays(*backward(dy)), arrays(*backward(np.ascontiguousarray(dy))), strict=True):
                 # a BLAS may add in another order for another layout; some results are sums that nearly cancel
                 assert_allclose(got, want, rtol=0, atol=200 * TOLERANCE[backend.dtype])
 
@@ -509,6 +517,12 @@ FUSED = {  # name: (fused, composed, shapes of the operands)
         lambda *p: ops.residual_layernorm(*p)[1], lambda x, a, a_bias, w, b: composed_layernorm(x + a + a_bias, w, b),
         (2, 5, 24), (2, 5, 24), (24,), (24,), (24,),
     ),
+    "residual_add": (ops.residual_add, lambda x, a, b: x + (a + b), (2, 5, 24), (2, 5, 24), (24,)),
+    "stream_layernorm": (
+        lambda *p: primitives.concatenate(ops.stream_layernorm(*p), -1),
+        lambda x, w, b: primitives.concatenate([x, composed_layernorm(x, w, b)], -1), (2, 5, 24), (24,), (24,),
+    ),
+    "mlp": (ops.mlp, lambda x, w, b, w2: composed_gelu(x @ w + b) @ w2, (2, 5, 8), (8, 12), (12,), (12, 8)),
     "linear": (ops.linear, lambda x, w, b: x @ w + b, (2, 5, 8), (8, 12), (12,)),
     "linear without bias": (ops.linear, lambda x, w: x @ w, (2, 5, 8), (8, 12)),
     "linear_gelu": (ops.linear_gelu, lambda x, w, b: composed_gelu(x @ w + b), (2, 5, 8), (8, 12), (12,)),
@@ -551,45 +565,32 @@ def test_a_fused_operation_equals_the_composed_one(backend, rng, name):
         assert error <= TOLERANCE[backend.dtype] * max(np.linalg.norm(want), size)
 
 
-def test_overridden_fused_kernels_equal_the_composed_defaults_and_plain_kernels(backend, rng):
-    x, a, ds, dy = (normal(rng, backend, 3, 5, 8) for _ in range(4))
-    a_bias, w, b, wide, wb = (normal(rng, backend, *shape) for shape in ((8,), (8,), (8,), (8, 12), (12,)))
-    d_wide, head, targets = normal(rng, backend, 3, 5, 12), normal(rng, backend, 20, 8), rng.integers(0, 20, 15)
-    x2, one = x.reshape(15, 8), np.asarray(1.0)
-    d_out, w2 = normal(rng, backend, 3, 5, 8), normal(rng, backend, 12, 8)
-    results = []
-    for cls in (Backend, NumpyBackend):
-        h, aux_gelu = cls.linear_gelu_forward(backend, x, wide, wb)
-        z, aux_mlp = cls.mlp_forward(backend, x, wide, wb, w2)
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_fused_kernels_equal_the_composed_defaults(rng, precision):
+    """NumpyBackend overrides the compositions of Backend, which PlainBackend keeps."""
+    plain = PlainBackend(precision)
+    x, a, ds, dy = (normal(rng, plain, 3, 5, 8) for _ in range(4))
+    a_bias, w, b, wide, wb, w2 = (normal(rng, plain, *shape) for shape in ((8,), (8,), (8,), (8, 12), (12,), (12, 8)))
+    d_wide, head, targets = normal(rng, plain, 3, 5, 12), normal(rng, plain, 20, 8), rng.integers(0, 20, 15)
+    x2, one, results = sealed(x.reshape(15, 8)), np.asarray(1.0), []
+    for backend in (plain, NumpyBackend(precision)):
+        h, aux_gelu = backend.linear_gelu_forward(x, wide, wb)
+        z, aux_mlp = backend.mlp_forward(x, wide, wb, w2)
+        s, y, aux_norm = backend.residual_layernorm_forward(x, a, a_bias, w, b, 1e-5)
+        maxima, sums, picked, aux_loss = backend.unembed_cross_entropy_forward(x2, head, targets, 5)
+        rows = targets, 0.1, maxima, sums, aux_loss, 5
         results.append([
-            h, z,
-            *cls.linear_gelu_backward(backend, d_wide, x, wide, aux_gelu),
-            *cls.mlp_backward(backend, d_out, x, wide, w2, aux_mlp),
+            h, z, s, y, maxima, sums, picked, backend.residual_add_forward(x, a, a_bias), backend.bias_backward(ds),
+            *backend.linear_gelu_backward(d_wide, x, wide, aux_gelu),
+            *backend.mlp_backward(dy, x, wide, w2, aux_mlp),
+            *backend.residual_layernorm_backward(ds, dy, w, aux_norm),
+            *backend.unembed_cross_entropy_backward(one, x2, head, *rows),
         ])  # fmt: skip
-    s = x + a + a_bias
-    y, aux_norm = backend.layernorm_forward(s, w, b, 1e-5)
-    dx, dw, db = backend.layernorm_backward(dy, w, aux_norm)
-    logits = backend.unembed_forward(x2, head)
-    maxima, sums, picked, aux_loss = backend.cross_entropy_forward(logits, targets, 5)
-    dlogits = backend.cross_entropy_backward(one, logits, targets, 0.1, maxima, sums, aux_loss, 5)
-    results[0] += [s, y, maxima, sums, picked, dx + ds, (dx + ds).reshape(-1, 8).sum(0), dw, db]
-    results[0] += backend.unembed_backward(dlogits, x2, head)
-    s, y, aux_norm = backend.residual_layernorm_forward(x, a, a_bias, w, b, 1e-5)
-    maxima, sums, picked, aux_loss = backend.unembed_cross_entropy_forward(x2, head, targets, 5)
-    rows = targets, 0.1, maxima, sums, aux_loss, 5
-    results[1] += [s, y, maxima, sums, picked, *backend.residual_layernorm_backward(ds, dy, w, aux_norm)]
-    results[1] += backend.unembed_cross_entropy_backward(one, x2, head, *rows)
-    assert backend.residual_layernorm_backward(None, dy, w, aux_norm)[0].shape == x.shape
-    check(backend, results[1], results[0])
+        assert backend.residual_layernorm_backward(None, dy, w, aux_norm)[0].shape == x.shape
+    check(plain, results[1], arrays(*results[0]))
 
 
 # -- flat buffers --------------------------------------------------------------------------------------------
-
-
-def hyperparameters(backend, step, lr, betas, eps, weight_decay):
-    """The numbers of one AdamW step that the trainer would pass to the kernel."""
-    options = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
-    return AdamW(Arena({}), np.zeros(0, backend.dtype), WorkerPool([backend]), **options).hyperparameters(step, lr)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -606,8 +607,8 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        hyper = hyperparameters(backend, step, **options)
-        backend.adamw_step(p, m, v, None, g, hyper, clip_scale, decays, options["betas"])
+        scalars = adamw_scalars(step, options["lr"], *options["betas"], options["eps"], weight_decay)
+        backend.adamw_step(p, m, v, g, scalars, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
@@ -616,33 +617,49 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
     n, betas = 69 * 1024, (0.9, 0.999)
-    hyper, decays = hyperparameters(backend, 3, 1e-3, betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    scalars, decays = adamw_scalars(3, 1e-3, *betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
     decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]
     parts = [array.copy() for array in whole]
-    backend.adamw_step(*whole, None, g, hyper, 0.5, decays, betas)
+    backend.adamw_step(*whole, g, scalars, 0.5, decays, betas)
     for edges in ((0, 1), (1, 4), (4, 50), (50, 69)):
         part, own_decays = slice(edges[0] * 1024, edges[1] * 1024), decays[slice(*edges)]
         own = [array[part] for array in parts]
-        backend.adamw_step(*own, None, g[part], hyper, 0.5, own_decays, betas, part.start)
+        backend.adamw_step(*own, g[part], scalars, 0.5, own_decays, betas)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
 
 
-def test_sum_of_squares(backend, rng):
-    flat = normal(rng, backend, 16 * 3 * 1024, scale=1e-3)
-    got = backend.sum_of_squares(flat, 16)
-    assert got.dtype == np.float64 and got.shape == (16,)
-    want = (flat.astype(np.float64) ** 2).reshape(16, -1).sum(1)
-    near(got, want, TOLERANCE[backend.dtype])
-    for segments in (1, 2, 8):  # the bits of a segment do not depend on the number of segments in a call
-        parts = np.split(flat, 16 // segments)
-        assert_array_equal(np.concatenate([backend.sum_of_squares(part, segments) for part in parts]), got)
+def test_page_sums(backend, rng):
+    flat = normal(rng, backend, 48 * 1024, scale=1e-3)
+    got = backend.page_sums(flat)
+    assert got.dtype == backend.dtype and got.shape == (48,)
+    near(got, (flat.astype(np.float64) ** 2).reshape(48, -1).sum(1))
+    for part in (slice(0, 1), slice(7, 19), slice(48, 48)):  # the bits of a sum depend only on its block
+        assert_array_equal(backend.page_sums(flat[part.start * 1024 : part.stop * 1024]), got[part], strict=True)
 
 
-def test_sum_of_squares_of_no_elements_is_zero(backend):
-    assert backend.sum_of_squares(np.empty(0, backend.dtype), 0).shape == (0,)  # a 65th thread owns no segment
+def test_page_sums_of_large_elements_are_infinite_above_the_documented_bound(backend):
+    """sqrt(largest float32 / 1024) = 5.76e17; the second page is below it, the first above."""
+    flat = backend.asarray(np.repeat(np.float32([5.8e17, 5.7e17]), 1024))
+    with np.errstate(over="ignore"):
+        sums = backend.to_host(backend.page_sums(flat))
+    assert np.isinf(sums[0]) and np.isfinite(sums[1])
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.25, 1e3])
+def test_clip(backend, rng, bound):
+    sums = np.square(normal(rng, backend, 192))
+    norm, factor = backend.clip(sums, bound)
+    want = np.sqrt(sums.sum(dtype=np.float64))
+    assert norm == pytest.approx(want, rel=1e-12)
+    assert factor == pytest.approx(min(1, bound / (want + 1e-6)) if bound else 1, rel=1e-12)
+    for number in (np.inf, np.nan):
+        broken = np.array(sums)
+        broken[rng.integers(192)] = number
+        norm, factor = backend.clip(broken, bound)
+        assert not np.isfinite(norm) and np.isnan(factor)
 
 
 # -- arrays --------------------------------------------------------------------------------------------------
@@ -656,7 +673,7 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
     assert backend.runtime.peak_flops(backend.precision) is None
     assert backend.precision in ("fp32", "fp64")
     for precision in ("fp16", "tf32", "float32"):
-        with pytest.raises(ConfigError, match=f"--precision {precision}"):
+        with pytest.raises(ConfigError, match=f"`precision={precision}`"):
             NumpyBackend(precision)
 
 
@@ -665,9 +682,9 @@ def test_the_host_calls_a_step_directly_and_tunes_nothing():
     batch, step = [(np.arange(3), np.arange(3))], runtime.compile_step(lambda *args: list(args))
     assert step(batch, "constant").wait()[0] is batch and not step.can_overlap
     assert runtime.compile_step(list)().wait() == []
-    with pytest.raises(ConfigError, match="--autotune: numpy tunes nothing; omit the flag"):
+    with pytest.raises(ConfigError, match="`autotune`: numpy tunes nothing; omit the flag"):
         runtime.retune()
-    with pytest.raises(ConfigError, match="--nvtx: numpy has no profiler timeline; omit the flag"):
+    with pytest.raises(ConfigError, match="`nvtx`: numpy has no profiler timeline; omit the flag"):
         runtime.annotate(None)
     assert runtime.tuned == {} and runtime.load_tuned({"kernel": "choice"}) is None and runtime.tuned == {}
 

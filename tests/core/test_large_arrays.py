@@ -14,7 +14,8 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
+from gpt2core.optimizer import adamw_scalars
+from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
 from stage2_cuda.decoding import cached_attention, gather  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
@@ -133,11 +134,11 @@ def test_adamw(rng, large, random):
         same_end(got, want, k)
 
 
-def test_sum_of_squares(rng, large):
+def test_page_sums(rng, large):
     n, end = MORE, normal(rng, 2 * adamw.BLOCK)
-    squares, partials = empty(64, dtype="float64"), device(np.zeros(n // adamw.BLOCK, np.float32))
-    adamw.sum_of_squares(squares, partials, filled(large(n), end))
-    near(squares[-1:], np.square(host(end), dtype=np.float64).sum(keepdims=True))
+    sums = device(np.zeros(n // adamw.BLOCK, np.float32))
+    adamw.page_sums(sums, filled(large(n), end))
+    near(sums[-2:], np.square(host(end), dtype=np.float64).reshape(2, -1).sum(1))
 
 
 def test_cast_and_scale(rng, large):
@@ -224,7 +225,8 @@ def test_embedding(rng, large):
     runs = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, V)))
     filled(y[0], dy)
     dwte, dwpe, pieces = empty(V, C), wpe, large(*embedding.chunk_sums_shape(T, C))
-    embedding.embedding_backward(dwte, dwpe, pieces, runs, y)
+    embedding.token_gradient(dwte, pieces, runs, y)
+    embedding.position_gradient(dwpe, y)
     near(dwte[V - 1 :], (host(dy[-2:-1]) + host(dy[-1:])))
     same_end(dwpe, dy, 2)
 

@@ -57,10 +57,10 @@ def test_without_mkl_auto_is_openblas_and_mkl_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "processor", lambda: "Intel(R) Xeon(R)")
     assert CpuRuntime().blas == "openblas"
     with pytest.raises(
-        ConfigError, match="^--blas mkl: MKL is not installed: pip install mkl, or use --blas openblas$"
+        ConfigError, match="^`blas=mkl`: MKL is not installed: pip install mkl, or use `blas=openblas`$"
     ):
         CpuRuntime().use_blas("mkl")
-    with pytest.raises(ConfigError, match="^--blas atlas is unknown: choose from auto, openblas, mkl$"):
+    with pytest.raises(ConfigError, match="^`blas=atlas` is unknown: choose from auto, openblas, mkl$"):
         CpuRuntime().use_blas("atlas")
 
 
@@ -69,7 +69,7 @@ def test_a_library_that_cannot_be_loaded_is_an_error(monkeypatch, tmp_path):
     broken.write_text("not a library")
     monkeypatch.setattr(mkl, "library_path", lambda: str(broken))
     mkl.load.cache_clear()
-    with pytest.raises(ConfigError, match=r"libmkl_rt.so.3 cannot be loaded \(.*\): use --blas openblas$"):
+    with pytest.raises(ConfigError, match=r"libmkl_rt.so.3 cannot be loaded \(.*\): use `blas=openblas`$"):
         CpuRuntime().use_blas("mkl")
     monkeypatch.setattr(cpu_runtime, "processor", lambda: "Intel(R) Xeon(R)")
     with pytest.warns(UserWarning, match="cannot be loaded"):  # auto: the advice --blas openblas must work

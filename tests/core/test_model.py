@@ -14,8 +14,9 @@ from gpt2core import ops
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
+from gpt2core.architecture import GPT2Config, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, parameter_count, parameter_shapes
+from gpt2core.model import GPT2
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad

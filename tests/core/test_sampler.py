@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, parameter_shapes
+from gpt2core.model import GPT2
 from gpt2core.sampler import Decoder, Greedy, Sampling, chooser, generate, generate_batch
 from gpt2core.tensor import Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
@@ -291,15 +292,15 @@ def test_chooser_returns_the_rule_for_the_options():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(temperature=0), "--temperature 0"),
-        (dict(temperature=-1.0), "--temperature -1"),
-        (dict(temperature=math.nan), "--temperature nan"),
-        (dict(temperature=math.inf), "--temperature inf"),
-        (dict(top_k=-1), "--top-k -1"),
-        (dict(top_p=0), "--top-p 0"),
-        (dict(top_p=1.1), "--top-p 1.1"),
-        (dict(top_p=-0.5), "--top-p -0.5"),
-        (dict(top_p=math.nan), "--top-p nan"),
+        (dict(temperature=0), "`temperature=0"),
+        (dict(temperature=-1.0), "`temperature=-1"),
+        (dict(temperature=math.nan), "`temperature=nan"),
+        (dict(temperature=math.inf), "`temperature=inf"),
+        (dict(top_k=-1), "`top_k=-1`"),
+        (dict(top_p=0), "`top_p=0"),
+        (dict(top_p=1.1), "`top_p=1.1"),
+        (dict(top_p=-0.5), "`top_p=-0.5"),
+        (dict(top_p=math.nan), "`top_p=nan"),
     ],
 )
 def test_options_outside_their_range_are_refused_by_flag(options, words):

@@ -7,20 +7,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import ours
 from gpt2core.app.stop_signals import StopSignals
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
+from gpt2core.engine import fast_trainer, steps_in_flight
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.engine.run import read_batch, run
 from gpt2core.errors import Diverged
-from gpt2core.model import GPT2Config
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel import steps_in_flight
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.runtime import Compiled, Results
-from gpt2core.trainer import Trainer
-from gpt2core.training_loop import read_batch, run
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -31,7 +32,7 @@ SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each ste
 class Replayed(Compiled):
     """Behaves like a captured step: from the third call two steps may overlap, and results are valid for two calls."""
 
-    calls, unread, most_ahead, buffers = 0, 0, 0, ()
+    calls, unread, most_ahead, buffers, replays = 0, 0, 0, (), True
 
     @property
     def can_overlap(self):
@@ -158,7 +159,7 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
         trainer.accumulator.backward = spoilt
         pending = trainer.begin(read_batch(trainer, windows), 0.5)
         trainer.begin(read_batch(trainer, windows, ahead=1), 0.25)
-        with pytest.raises(Diverged, match=r"step 3: .*(nan|inf).*--lr \(now 0.5\).*those after 3 steps"):
+        with pytest.raises(Diverged, match=r"step 3: .*(nan|inf).*`lr` \(now 0.5\).*those after 3 steps"):
             pending.result()
         assert spoil == [] and trainer.in_flight == []  # both were computed
         assert trainer.parameters.tobytes() == plain.parameters.tobytes()
@@ -171,6 +172,34 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
         return True
 
     assert all(run_ranks(ranks, steps))
+
+
+class CapturingBackend(ReplayingBackend):
+    """From the third call of clip, its further arguments are those of the second, in which a device captures a step."""
+
+    calls, captured = 0, None
+
+    def clip(self, sums, bound, **state):
+        self.calls += 1
+        self.captured = state if self.calls <= 2 else self.captured
+        return super().clip(sums, bound, **self.captured)
+
+
+def test_a_captured_step_changes_nothing_after_a_norm_that_is_not_finite():
+    """A replay repeats what Python decided when the step was captured: it must contain the array `stop`."""
+    trainer = trainer_of(CapturingBackend())
+    windows = windows_of(0)
+    for _ in range(3):
+        trainer.begin(read_batch(trainer, windows), 1e-3).result()
+    before = trainer.parameters.copy()
+    one, trainer.loss_scale.factor = trainer.loss_scale.factor, np.array(np.inf)
+    first = trainer.begin(read_batch(trainer, windows), 1e-3)
+    trainer.loss_scale.factor = one
+    trainer.begin(read_batch(trainer, windows, ahead=1), 1e-3)  # finite again, and in flight
+    with pytest.raises(Diverged):
+        first.result()
+    assert_array_equal(trainer.parameters, before)
+    assert trainer.in_flight == [] and trainer.steps == 3
 
 
 def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
@@ -189,7 +218,8 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
 def test_the_seconds_of_steps_are_the_elapsed_time_of_which_no_part_counts_twice(rng, monkeypatch):
     """A step counts from its beginning or, if it began before the previous result was read, from that moment."""
     windows, trainer, now = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend()), [100.0]
-    monkeypatch.setattr(steps_in_flight, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (steps_in_flight, fast_trainer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def begin(at, ahead=0):
         now[0] = at

@@ -1,4 +1,4 @@
-"""Autograd: every primitive against PyTorch in float64; gradients accumulate, are reported to hooks and are freed."""
+"""Autograd: every primitive against PyTorch in float64; gradients accumulate, marks report them, graphs are freed."""
 
 import gc
 import threading
@@ -325,58 +325,81 @@ def test_a_gradient_of_none_ends_its_path_and_no_other(backend, rng):
     assert silent.grad is None
 
 
-# -- the hook of a leaf --------------------------------------------------------------------------------------
+# -- marks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_leaf_s_hook_is_called_once_with_the_complete_gradient_latest_leaves_first(backend, rng):
-    names = ["early", "middle", "late"]
-    leaves = {name: leaf(rng.standard_normal((3, 3)), backend) for name in names}
-    called = []
-    for name, tensor in leaves.items():
-        tensor.on_gradient = lambda gradient, name=name: called.append((name, gradient.copy()))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_front_of_it(backend, rng, deferred):
+    """Also with a weight that is used on both sides, and with operations that were made after the mark beside it."""
+    x, w1, w2, w3, shared = (leaf(rng.standard_normal((3, 3)), backend) for _ in range(5))
+    leaves = dict(w1=w1, w2=w2, w3=w3, shared=shared)
+    reports = []
 
-    def forward(early, middle, late, tanh):
-        y = tanh(early @ middle)
-        y = tanh(y @ middle + middle)  # three uses
-        return tanh(y @ late) @ late
+    def report():
+        reports.append({name: None if each.grad is None else each.grad.copy() for name, each in leaves.items()})
 
-    y = forward(*leaves.values(), primitives.tanh)
-    dy = rng.standard_normal(y.shape)
-    y.backward(dy)
-    # the first product completes both its operands, in their order
-    assert [name for name, _ in called] == ["late", "early", "middle"]
-    torchs = [torch.tensor(tensor.data, requires_grad=True) for tensor in leaves.values()]
-    forward(*torchs, torch.tanh).backward(torch.tensor(dy))
-    for name, gradient in called:
-        close(gradient, torchs[names.index(name)].grad)
-        assert leaves[name].grad is None  # the hook replaces the default
+    y = primitives.tanh(x @ w1 @ shared)
+    marked, passed = ops.mark((y, y * 2), report)
+    beside = primitives.tanh(x @ w2)  # made after the mark: it is differentiated before the mark is reached
+    z = (marked @ w3 + beside) @ shared + passed
+    later = [] if deferred else None
+    z.backward(rng.standard_normal((3, 3)), later=later)
+    for function in later or ():
+        function()
+    (seen,) = reports
+    assert seen["w1"] is None  # in front of the mark
+    assert_array_equal(seen["w2"], w2.grad)
+    assert_array_equal(seen["w3"], w3.grad)
+    assert seen["shared"] is not None and (seen["shared"] != shared.grad).any()  # its use behind the mark only
+    assert w1.grad is not None
 
 
-def test_a_hook_is_called_as_soon_as_its_gradient_is_complete(backend, rng):
-    """A leaf of a late layer is reported before an earlier layer is differentiated, so that its all-reduce overlaps."""
+def test_a_mark_is_the_identity_and_reports_again_when_a_kept_graph_runs_again(backend, rng):
+    a, reports = rng.standard_normal(4), []
+    x = leaf(a, backend)
+    (marked,) = ops.mark((x * 3,), lambda: reports.append(x.grad is None))
+    y = marked * marked
+    assert np.shares_memory(marked.data, ops.mark((marked,), print)[0].data)
+    y.backward(np.ones(4), retain_graph=True)
+    close(x.grad, 18 * a)
+    y.backward(np.ones(4))
+    close(x.grad, 36 * a)
+    assert reports == [True, False]
+
+
+def test_a_mark_of_which_one_tensor_is_not_used_gives_the_gradients_of_the_others(backend, rng):
+    x, w, reports = leaf(rng.standard_normal(4), backend), leaf(rng.standard_normal(4), backend), []
+    used, _ = ops.mark((x * 2, w * 2), lambda: reports.append("used"))
+    used.backward(np.ones(4))
+    assert_array_equal(x.grad, np.full(4, 2.0))
+    assert w.grad is None and reports == ["used"]
+    with no_grad():
+        assert not ops.mark((x * 2,), lambda: reports.append("never"))[0].requires_grad
+
+
+def test_a_gradient_is_computed_as_soon_as_its_operation_is_differentiated(backend, rng):
+    """Gradients of a late layer are computed before an earlier layer is differentiated, to overlap their all-reduce."""
     events, weights = [], [leaf(rng.standard_normal(3), backend) for _ in range(5)]
     y = leaf(rng.standard_normal(3), backend)
     for i, w in enumerate(weights):
-        w.on_gradient = lambda gradient, i=i: events.append(f"leaf {i}")
 
         def backward(dy, i=i, y=y, w=w):
-            events.append(f"layer {i}")
-            return dy * w.data, dy * y.data
+            def dw(out):
+                events.append(f"weight {i}")
+                return dy * y.data
+
+            def dx(out):
+                events.append(f"layer {i}")
+                return dy * w.data
+
+            return dx, dw
 
         y = Tensor.from_op(y.data * w.data, (y, w), backward)
     y.backward(np.ones(3))
-    assert events == [f"{what} {i}" for i in range(4, -1, -1) for what in ("layer", "leaf")]
-
-
-def test_a_leaf_at_both_ends_is_complete_last(backend, rng):
-    """A tied embedding: its gradient is not ready when the unembedding has been differentiated."""
-    order = []
-    wte, wpe, w = (leaf(rng.standard_normal(shape), backend) for shape in ((5, 4), (3, 4), (4, 4)))
-    for name, tensor in {"wte": wte, "wpe": wpe, "w": w}.items():
-        tensor.on_gradient = lambda gradient, name=name: order.append(name)
-    ids = rng.integers(0, 5, (2, 3))
-    ops.unembed_cross_entropy(ops.linear(ops.embedding(ids, wte, wpe), w), wte, ids).backward()
-    assert order == ["w", "wte", "wpe"]
+    # a leaf first: its kernels run on another stream of a GPU at the same time as those of the next layer; the input
+    # of layer 0 is a leaf too
+    last = [f"{what} {i}" for i in range(4, 0, -1) for what in ("weight", "layer")]
+    assert events == [*last, "layer 0", "weight 0"]
 
 
 # -- freeing -------------------------------------------------------------------------------------------------
@@ -632,42 +655,7 @@ def test_no_grad_applies_to_its_own_thread_only(backend):
     assert seen == [True]
 
 
-# -- checkpoint ----------------------------------------------------------------------------------------------
-
-
-def test_a_recomputed_function_has_the_same_gradients(backend, rng):
-    arrays = [rng.standard_normal(shape) for shape in ((5, 4), (4, 4), (4, 4))]
-
-    def gradients(apply):
-        x, w1, w2 = (leaf(array, backend) for array in arrays)
-
-        def block(x):
-            return primitives.tanh(primitives.softmax(x @ w1) @ w2) + x
-
-        y = apply(block, apply(block, x * 2)).sum()
-        y.backward()
-        return [y.data, x.grad, w1.grad, w2.grad]
-
-    plain, checkpointed = gradients(lambda f, x: f(x)), gradients(ops.recompute)
-    for got, want in zip(checkpointed, plain, strict=True):
-        close(got, want)  # a weight used in two blocks receives its two gradients in the other order of addition
-
-
-def test_a_recomputed_function_keeps_no_activations(backend, rng):
-    kept = []
-
-    def block(x):
-        y = primitives.tanh(x)
-        kept.append(weakref.ref(y.data))
-        return y * y
-
-    x = leaf(rng.standard_normal(1000), backend)
-    y = ops.recompute(block, x)
-    assert [array() for array in kept] == [None]
-    y.sum().backward()
-    assert len(kept) == 2 and kept[1]() is None  # computed again, and gone again
-    t = np.tanh(x.data)
-    close(x.grad, 2 * t * (1 - t * t))
+# -- more primitives and operations --------------------------------------------------------------------------
 
 
 def test_a_constant_power_has_slope_zero_at_zero_too():
@@ -682,11 +670,6 @@ def test_an_array_on_the_left_of_a_tensor_multiplies_as_a_matrix():
     y = a @ x
     y.sum().backward()
     assert np.allclose(y.data, a @ b) and np.allclose(x.grad, a.T @ np.ones((3, 3)))
-
-
-def test_recompute_of_a_tensor_without_gradient_is_refused():
-    with pytest.raises(AutogradError, match="requires no gradient"):
-        ops.recompute(lambda x: x * 2, Tensor(np.ones(3), NumpyBackend()))
 
 
 @pytest.mark.parametrize("target", [-1, 7])
