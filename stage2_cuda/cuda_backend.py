@@ -2,13 +2,12 @@
 
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows; out: see gpt2core/backend.py
 
-import contextlib
 import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.arena import BLOCK as ARENA_BLOCK
+from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from stage2_cuda.decoding.batched import MAX_BATCH, tiling_for
@@ -21,6 +20,7 @@ from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, 
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.codecs import FusedCodec
+from stage2_cuda.kernels.segment_sum import segment_sum
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_runtime import make_runtime
 from stage2_cuda.tuning import attention_tiles
@@ -62,10 +62,10 @@ class CudaBackend(FusedHead, Backend):
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
-            raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
+            raise ConfigError(f"`precision={precision}` is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_launch.interpreted() and precision not in INTERPRETER_PRECISIONS:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
-            raise ConfigError(f"--precision {precision} cannot be used in Triton's interpreter{why}: use fp32 or fp16")
+            raise ConfigError(f"`precision={precision}` cannot be used in Triton's interpreter{why}: use fp32 or fp16")
         self.runtime = make_runtime(precision, deterministic)  # first: without a GPU the error is about the GPU
         compute, self.dot_precision = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
@@ -136,41 +136,82 @@ class CudaBackend(FusedHead, Backend):
         self.products.multiply(out, a, b, **options)
         return out
 
-    def gradients(self, out, shape, compute, *operands):
-        """Return one float32 gradient of `shape` for each entry of `out`; compute(*gradients) writes them.
+    def gradient(self, shape, compute, *operands, add=None):
+        """The float32 gradient of `shape` that compute(array) writes, as a function of its Destination.
 
-        An entry is the array to write to, or None for a new array. If no entry is None, the kernels run on the side
-        stream, and the gradients are complete after runtime.join(). operands: the arrays that compute() reads.
+        With a Destination the kernels run on the side stream, and the gradient is complete after runtime.join().
+        operands: the arrays that compute() reads. add(array), if given, adds the gradient, faster than by a new array.
         """
-        all_given = all(array is not None for array in out)
-        gradients = [self.floats(*shape) if array is None else array for array in out]
-        with self.runtime.on_side_stream(*operands) if all_given else contextlib.nullcontext():
-            compute(*gradients)
-        return gradients
 
-    def weight_gradient(self, out, x, dy):
-        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K). out: an array to write to, or None."""
+        def gradient(out):
+            if out is None:
+                compute(array := self.floats(*shape))
+                return array
+            with self.runtime.on_side_stream(*operands):
+                if out.accumulate and add:
+                    add(out.array)
+                elif out.accumulate:
+                    compute(array := self.floats(*shape))
+                    self.xp.add(out.array, array, out=out.array)
+                else:
+                    compute(out.array)
+            return out.array
+
+        return gradient
+
+    def put(self, gradient, out):
+        with self.runtime.on_side_stream(gradient):  # where other kernels read and write gradients
+            super().put(gradient, out)
+
+    def weight_gradient(self, x, dy):
+        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K)."""
         shape = x.shape[1], dy.shape[1]
-        return self.gradients([out], shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)[0]
+        return self.gradient(shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)
 
-    def bias_gradient(self, out, dy):
-        """The gradient (K) of a bias: the sum of the rows of dy (N, K). out: an array to write to, or None."""
+    def bias_gradient(self, dy):
+        """The gradient (K) of a bias: the sum of the rows of dy (N, K)."""
 
         def compute(db):
             column_sums.column_sums(db, self.floats(*column_sums.partials_shape(*dy.shape)), dy)
 
-        return self.gradients([out], dy.shape[1:], compute, dy)[0]
+        return self.gradient(dy.shape[1:], compute, dy)
+
+    def sums_of_partials(self, partials):
+        """partials (n, P, K), float32 -> n gradients (K) of parameters, the sums over P. One launch writes those that
+        autograd calls for in order, the first, the second, ...; therefore it is postponed.
+        """
+        written = {}  # {index of a gradient: the array of its Destination}, of the gradients that are not launched yet
+
+        def launch():
+            arrays = [written.pop(i) for i in sorted(written)]
+            with self.runtime.on_side_stream(partials):
+                column_sums.add_partials(partials, *arrays)
+
+        def gradient(i, out):
+            if out is None or out.accumulate or i != len(written):
+                add = functools.partial(column_sums.add_partials, partials[i])
+                return self.gradient(partials.shape[2:], add, partials)(out)
+            if not written:
+                self.runtime.side.postpone(launch)
+            written[i] = out.array
+            return out.array
+
+        return [functools.partial(gradient, i) for i in range(len(partials))]
 
     # -- linear ------------------------------------------------------------------------------------------------------
 
     def linear_forward(self, x, w, b=None):
         return self.product(rows(x), w, bias=b).reshape(*x.shape[:-1], w.shape[1])
 
-    def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
+    def linear_backward(self, dy, x, w, bias=True):
+        """dx is a function too, so that autograd launches the other gradients first, on the side stream."""
         operand = self.products.operand(rows(dy))  # both products of dy use it
-        dw = self.weight_gradient(out[0], rows(x), operand)
-        db = self.bias_gradient(out[1], rows(dy)) if bias else None
-        return self.product(operand, w, trans_b=True).reshape(x.shape), dw, db
+        db = self.bias_gradient(rows(dy)) if bias else None
+
+        def dx(out):
+            return self.product(operand, w, trans_b=True).reshape(x.shape)
+
+        return dx, self.weight_gradient(rows(x), operand), db
 
     # -- gelu --------------------------------------------------------------------------------------------------------
 
@@ -181,7 +222,7 @@ class CudaBackend(FusedHead, Backend):
 
     def gelu_backward(self, dy, x):
         dx = self.like(x)
-        gelu.gelu_backward(rows(dx), rows(self.xp.ascontiguousarray(dy)), rows(x))
+        gelu.gelu_backward(rows(dx), rows(dy), rows(x))
         return dx
 
     def linear_gelu_forward(self, x, w, b):
@@ -190,14 +231,13 @@ class CudaBackend(FusedHead, Backend):
         gelu.bias_gelu_forward(y, h, b)
         return y.reshape(*x.shape[:-1], w.shape[1]), (h, b)
 
-    def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
+    def linear_gelu_backward(self, dy, x, w, aux):
         h, b = aux
         dh = self.like(h)
         partials = self.floats(*gelu.gelu_partials_shape(*h.shape))
         gelu.bias_gelu_backward(dh, partials, rows(dy), h, b)
-        (db,) = self.gradients([out[1]], b.shape, lambda db: column_sums.add_partials(partials, db), partials)
-        dx, dw, _ = self.linear_backward(dh, x, w, bias=False, out=out)
-        return dx, dw, db
+        dx, dw, _ = self.linear_backward(dh, x, w, bias=False)
+        return dx, dw, *self.sums_of_partials(partials[None])
 
     def mlp_forward(self, x, w, b, w2):
         shape = x.size // x.shape[-1], w.shape[1]
@@ -207,18 +247,18 @@ class CudaBackend(FusedHead, Backend):
         self.products.gelu_product(y, h, rows(x), w, b)
         return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y)
 
-    def mlp_backward(self, dy, x, w, w2, aux, out=(None, None, None)):
+    def mlp_backward(self, dy, x, w, w2, aux):
         if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
-            return super().mlp_backward(dy, x, w, w2, aux, out)
+            (h, aux), operand = aux, self.products.operand(rows(dy))
+            dh = self.product(operand, w2, trans_b=True)
+            return *self.linear_gelu_backward(dh, x, w, aux), self.weight_gradient(rows(h), operand)
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)
         partials = self.products.gelu_backward_product(dh, dy, w2, h)
-        dw2 = self.weight_gradient(out[2], y, dy)
-        if partials is None:
-            return *self.linear_backward(dh, x, w, out=out[:2]), dw2
-        db = self.gradients([out[1]], w.shape[1:], lambda db: column_sums.add_partials(partials, db), partials)[0]
-        dx, dw, _ = self.linear_backward(dh, x, w, bias=False, out=out[:2])
-        return dx, dw, db, dw2
+        dx, dw, db = self.linear_backward(dh, x, w, bias=partials is None)
+        if partials is not None:
+            (db,) = self.sums_of_partials(partials[None])
+        return dx, dw, db, self.weight_gradient(y, dy)
 
     # -- layernorm ---------------------------------------------------------------------------------------------------
 
@@ -226,29 +266,41 @@ class CudaBackend(FusedHead, Backend):
         _, y, aux = self.residual_layernorm_forward(x, None, None, w, b, eps)
         return y, aux
 
-    def layernorm_backward(self, dy, w, aux, out=(None, None)):
-        dx, _, dw, db = self.residual_layernorm_backward(None, dy, w, aux, (None, *out))
+    def layernorm_backward(self, dy, w, aux):
+        dx, _, dw, db = self.residual_layernorm_backward(None, dy, w, aux)
         return dx, dw, db
 
+    def residual_add_forward(self, x, a, a_bias):
+        x_rows, a_rows = rows(x), rows(a)
+        s = self.like(x_rows)
+        layernorm.residual_add(s, x_rows, a_rows, a_bias)
+        return s.reshape(x.shape)
+
+    def bias_backward(self, dy):
+        ds = rows(dy)
+
+        def compute(da_bias):
+            shape = layernorm.layernorm_partials_shape(*ds.shape, ds.dtype)[1:]
+            layernorm.residual_bias_gradient(da_bias, self.floats(*shape), ds)
+
+        return self.gradient(ds.shape[1:], compute, ds)
+
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        x_rows = rows(self.xp.ascontiguousarray(x))
+        x_rows = rows(x)
         y, mean, rstd = self.like(x_rows), self.floats(len(x_rows)), self.floats(len(x_rows))
-        a_rows = None if a is None else rows(self.xp.ascontiguousarray(a))
+        a_rows = None if a is None else rows(a)
         s = None if a is None else self.like(x_rows)  # without a, s is x
         layernorm.residual_layernorm_forward(s, y, mean, rstd, x_rows, a_rows, a_bias, w, b, eps)
         s = x_rows if s is None else s
-        return s.reshape(x.shape), y.reshape(x.shape), (s, mean, rstd, a_bias is not None)
+        return s.reshape(x.shape), y.reshape(x.shape), (s, mean, rstd)
 
-    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
-        s, mean, rstd, has_bias = aux
+    def residual_layernorm_backward(self, ds, dy, w, aux):
+        s, mean, rstd = aux
         dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape, s.dtype))
-        ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
+        ds = None if ds is None else rows(ds)
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
-        given = [out[1], out[2], *out[:has_bias]]  # the entries for dw, db, and da_bias if a_bias was given
-        dw, db, *da_bias = self.gradients(
-            given, w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
-        )
-        return dx.reshape(dy.shape), da_bias[0] if da_bias else None, dw, db
+        dw, db, da_bias = self.sums_of_partials(partials)
+        return dx.reshape(dy.shape), da_bias, dw, db
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -284,30 +336,33 @@ class CudaBackend(FusedHead, Backend):
     # -- embedding ---------------------------------------------------------------------------------------------------
 
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
-        ids = ids.ids if isinstance(ids, PreparedTokens) else self.asarray(ids, np.int32)
+        ids = self.asarray(ids.ids if isinstance(ids, PreparedTokens) else ids, np.int32)
         y = self.xp.empty((*ids.shape, wte.shape[1]), wte.dtype)
         embedding.embedding_forward(y, ids, wte, wpe, position, first)
         return y
 
-    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
         if not isinstance(ids, PreparedTokens):
             ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
-        sorted_tokens, dy = embedding.SortedTokens(*map(self.asarray, ids.sorted_tokens)), self.xp.ascontiguousarray(dy)
-        dwte = self.floats(*wte.shape) if out[0] is None else out[0]
-        dwpe = self.floats(*wpe.shape) if out[1] is None else out[1]
-        chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], wte.shape[1]))
-        embedding.embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position, accumulate)
-        return dwte, dwpe
+        tokens, dy = embedding.SortedTokens(*map(self.asarray, ids.sorted_tokens)), self.xp.ascontiguousarray(dy)
+
+        def compute(dwte, accumulate=False):
+            chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], dy.shape[-1]))
+            embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
+
+        dwte = self.gradient(wte.shape, compute, tokens, dy, add=functools.partial(compute, accumulate=True))
+        return dwte, self.gradient(wpe.shape, lambda dwpe: embedding.position_gradient(dwpe, dy, position), dy)
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
-    def sum_of_squares(self, flat, segments):
-        out = self.xp.empty(segments, np.float64)
-        adamw.sum_of_squares(out, self.floats(flat.size // ARENA_BLOCK), flat)
-        return out
+    def page_sums(self, flat):
+        sums = self.floats(flat.size // PAGE)
+        adamw.page_sums(sums, flat)
+        return sums
 
-    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        norm, grad_scale = self.floats(1), self.floats(1)
+    def clip(self, sums, bound, loss_scale=None, interval=0, stop=None):
+        squares, norm, grad_scale = self.xp.empty(SEGMENTS, np.float64), self.floats(1), self.floats(1)
+        segment_sum(squares, sums)
         if stop is None and loss_scale is None:  # the norm of the parameters, for a checkpoint
             # A stop of 0 does not change the result. With it the kernel is the variant that training steps use; without
             # it the first checkpoint would wait until another variant is compiled.
@@ -315,11 +370,11 @@ class CudaBackend(FusedHead, Backend):
         adamw.clip_scale(grad_scale, norm, squares, bound, loss_scale, interval, stop)
         return norm, grad_scale
 
-    def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
-        scalars, rounding_arguments = self.asarray(hyper.scalars), ()
-        if hyper.key is not None:  # stochastic rounding
-            compute_copy, rounding_arguments = compute_copy.view(np.uint16), (self.asarray(hyper.key), offset)
-        adamw.adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decays, *betas, *rounding_arguments)
+    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
+        array, rounding_arguments = None if copy is None else copy.array, ()
+        if copy is not None and copy.key is not None:  # stochastic rounding
+            array, rounding_arguments = array.view(np.uint16), (self.asarray(copy.key), copy.offset)
+        adamw.adamw_step(p, m, v, array, g, self.asarray(scalars), grad_scale, decays, *betas, *rounding_arguments)
 
 
 def dtype_of(name):

@@ -14,13 +14,11 @@ class FusedHead:
     """The methods of CudaBackend for lm_head and the loss. The docstrings of the public ones are in Backend."""
 
     def unembed_forward(self, x, w):
-        return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
+        return self.product(rows(x), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
 
-    def unembed_backward(self, dy, x, w, out=None):
-        dy, x2 = rows(dy), rows(self.xp.ascontiguousarray(x))
-        dw = self.floats(*w.shape) if out is None else out
-        self.products.multiply(dw, dy, x2, trans_a=True)
-        return self.product(dy, w).reshape(x.shape), dw
+    def unembed_backward(self, dy, x, w):
+        dy, x2 = rows(dy), rows(x)
+        return lambda out: self.product(dy, w).reshape(x.shape), self.weight_gradient(dy, x2)
 
     def cross_entropy_forward(self, logits, targets, first=0):
         maxima, sums, target_logits = (self.floats(len(logits)) for _ in range(3))
@@ -36,10 +34,11 @@ class FusedHead:
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        targets, V = self.asarray(targets, np.int32), len(w)
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
+        targets, V, x = self.asarray(targets, np.int32), len(w), rows(x)
         statistics = self.floats(3, len(x))  # maxima, sums, target_logits
-        dx, dw = (None, None) if scale is None else (self.like(x), self.empty_head_gradient(w, out))
+        if scale is not None:
+            dx, dw = self.like(x), self.empty_head_gradient(w)
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
@@ -51,35 +50,31 @@ class FusedHead:
                 del logits  # frees the memory before the logits of the next chunk are allocated
         return *statistics, None if scale is None else (dx, dw, dloss is not None)
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
-        if aux is not None:  # forward has computed the gradients
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+        if aux is not None:  # forward has computed the gradients, for dy if it was known, otherwise for dy = 1
             dx, dw, includes_dy = aux
-            return (dx, dw) if includes_dy else self.multiply_by_dy(dx, dw, dy, out)
+            dx, dw = (dx, dw) if includes_dy else (self.times(dx, dy), self.times(dw, dy))
+            return dx.reshape(x.shape), dw
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-        dx, dw = self.like(x), self.empty_head_gradient(w, out)
+        shape, x = x.shape, rows(x)
+        dx, dw = self.like(x), self.empty_head_gradient(w)
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)  # again, because forward did not keep them
             arguments = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
             cross_entropy.cross_entropy_backward(logits, logits, *arguments)
             self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
             del logits
-        return dx, dw
+        return dx.reshape(shape), dw
 
-    def multiply_by_dy(self, dx, dw, dy, out):
-        """(dy dx, dy dw), where forward computed the gradients dx and dw for dy = 1. dy: an array of one element.
+    def times(self, gradient, dy):
+        """gradient * dy as a new array: a second backward through the same graph needs `gradient` again."""
+        product = gradient.copy()
+        scale_in_place(product, self.asarray(dy, np.float32).reshape(1))
+        return product
 
-        The results are new arrays, because a second backward through the same graph needs dx and dw again. Only a dw
-        that is stored in `out` is multiplied in place.
-        """
-        factor = self.asarray(dy, np.float32).reshape(1)
-        dx, dw = dx.copy(), dw.copy() if out is None else dw
-        for gradient in (dx, dw):
-            scale_in_place(gradient, factor)
-        return dx, dw
-
-    def empty_head_gradient(self, w, out):
-        """The array for dw (V, C): `out`, or a part of a new array, so that with_padding_rows() can extend it."""
-        return self.floats(len(self.with_padding_rows(w)), w.shape[1])[: len(w)] if out is None else out
+    def empty_head_gradient(self, w):
+        """An array for dw (V, C), float32: a part of a larger flat one, so that with_padding_rows() can extend it."""
+        return self.floats(len(self.with_padding_rows(w)) * w.shape[1])[: w.size].reshape(w.shape)
 
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
         rescaled = self.floats(2, len(sums))
@@ -116,11 +111,12 @@ class FusedHead:
 
         With an odd V the rows of the logits are not aligned, and a product takes five times as long for V = 50257. The
         logits of the additional rows are padding: they do not count in the loss, and their gradient is 0. If w is a
-        gradient, the additional rows are padding too, or gradients that backward writes later. If w is not part of an
-        array that has memory for the additional rows, w itself is returned.
+        gradient, the additional rows are padding too. w itself is returned if it is not contiguous, or not part of a
+        flat buffer, as in an arena, with memory for the additional rows. Other arrays may have NaN there, and 0 * NaN
+        is not 0.
         """
         padded_rows, base = round_up(len(w), LOGITS_ALIGNMENT), w.base
-        if isinstance(w, np.ndarray) or base is None:
+        if isinstance(w, np.ndarray) or base is None or base.ndim > 1 or not w.flags.c_contiguous:
             return w
         if w.data.ptr + padded_rows * w.strides[0] > base.data.ptr + base.nbytes:
             return w
@@ -128,7 +124,8 @@ class FusedHead:
 
 
 def rows(x):
-    """A view of x (..., C) as a matrix (N, C)."""
+    """x (..., C) as a contiguous matrix (N, C): a view, or a copy of an array that is not contiguous."""
+    x = x if x.flags.c_contiguous else x.copy()
     return x.reshape(-1, x.shape[-1])
 
 

@@ -9,9 +9,9 @@ benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driv
 import math
 from dataclasses import replace
 
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.errors import counted
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
@@ -38,11 +38,11 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), config.n_layer
     rows = -(-batch_size // micro_batches) * seq_len
     activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
-    # with only one micro-batch, backward writes its gradients directly to the arena: they need no memory of their own
+    # the gradient of lm_head is computed in forward, in an array of its own; kernels write the others to the arena, or
+    # add them: every second micro-batch needs a temporary array for each
     accumulates = micro_batches > 1
-    head_gradient = FP32 * V * C * accumulates
-    # alive in the backward pass of an MLP: the gradient of lm_head if it is tied, and the gradient of one MLP weight
-    layer_gradients = head_gradient * config.tied + 4 * FP32 * C * C // tp * accumulates
+    head_gradient = FP32 * V * C
+    layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
@@ -60,7 +60,8 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "parameters": FP32 * size,
         "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
         # the canonical sum needs one arena per level of its tree over the micro-batches
-        "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()),
+        # a tied embedding needs an array of its own for the sum of its two gradients of one micro-batch
+        "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()) + head_gradient * config.tied * accumulates,
         "moments": 2 * FP32 * size // owners,
         # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
         # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2. Of these, qkv, attention and the
@@ -75,12 +76,12 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
             (1 + (tp > 1)) * activation
             + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
             + partial_sums
-            + layer_gradients,
+            + head_gradient,  # which the side stream has not yet added to the arena
         ),
         # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the fp16 operands of the
         # product that computes the gradient of an MLP weight. The operands that SideStream keeps need less memory than
         # backward has freed by then
-        "side stream": splits_operands * (activation + 4 * activation // tp) * (not accumulates),
+        "side stream": splits_operands * (activation + 4 * activation // tp) + layer_gradients,
         # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
         # the residuals (error feedback) of the gradients and of their sums, and the buffers for codes

@@ -10,25 +10,40 @@ on the GPUs and for the models that it supports.
 
 from stage2_cuda.decoding import batched, cluster_step, single_row
 
+OPERATIONS = "attention", "gelu"  # of a Plan, for each of which a DecodeStep has a method of this name
+
 
 class DecodeStep:
     """Computes h (B, C) or the logits at the newest position of every sequence.
 
-    sequences: a sampling.Sequences; sequences.x has the embeddings of the newest tokens. cache: an array (B, block, 2C)
-    for each layer. logits (B, V) float32. tiling: a batched.DecodeTiling. empty(shape, dtype) allocates an array.
+    config: a GPT2Config; plan: an architecture.Plan. sequences: a sampling.Sequences; sequences.x has the embeddings of
+    the newest tokens. cache: an array (B, block, 2C) for each layer. logits (B, V) float32. tiling: a
+    batched.DecodeTiling. precision: how tl.dot multiplies float32. empty(shape, dtype) allocates an array.
 
-    A subclass defines allocate() and run(). run() returns None, and the decoder computes the logits from h. Or run()
-    stores `logits` and returns (maxima, indices), as GpuDecoder.unembed() does.
+    A subclass defines allocate(), and a method for each of OPERATIONS, which launches the kernels of a Sublayer: (the
+    residual before it, the Sublayer, the cache of its layer) -> the residual after it. self.layers has the Sublayers of
+    each layer; allocate() may replace them by TransposedSublayers.
     """
 
     prepare = None  # a method to call before the first run() of each generation, or None
 
-    def __init__(self, model, sequences, cache, h, logits, tiling, empty):
-        self.model, self.config = model, model.config
+    def __init__(self, config, plan, sequences, cache, h, logits, tiling, precision, empty):
+        self.config, self.plan, self.layers, self.precision = config, plan, plan.layers, precision
         self.sequences, self.cache, self.h, self.logits, self.tiling = sequences, cache, h, logits, tiling
-        self.layers = [LayerWeights(model.parameters, f"transformer.h.{i}.") for i in range(self.config.n_layer)]
-        self.ln_f = weight_and_bias(model.parameters, "transformer.ln_f")
+        self.eps = config.layer_norm_epsilon
         self.allocate(h.dtype, empty)
+
+    def run(self):
+        """Launch the kernels of a step. Returns the result of finish()."""
+        residual = self.sequences.x, None, None
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            for each in layer:
+                residual = getattr(self, each.operation)(residual, each, cache)
+        return self.finish(residual)
+
+    def finish(self, residual):
+        """Compute h and return None. Or store `logits` and return (maxima, indices), as GpuDecoder.unembed() does."""
+        batched.layernorm(self.h, None, residual, *self.plan.norm, self.eps, self.tiling)
 
 
 class BatchedStep(DecodeStep):
@@ -39,26 +54,32 @@ class BatchedStep(DecodeStep):
         parts = [batched.split_k(K, self.tiling).parts for K in (C, 4 * C)]
         self.attention_partials, self.mlp_partials = (empty((count, B, C), "float32") for count in parts)
 
-    def run(self):
-        lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot_precision
-        block, n_head, residual = self.config.block_size, self.config.n_head, (self.sequences.x, None, None)
-        for layer, cache in zip(self.layers, self.cache, strict=True):
-            x = self.add_and_normalize(residual, layer.ln_1)
-            batched.linear(self.q, cache, self.h, *layer.qkv, lengths, block, tiling, precision)
-            batched.attention(self.y, self.q, cache, lengths, n_head, tiling)
-            batched.split_k_product(self.attention_partials, self.y, layer.proj[0], tiling, precision)
-            x = self.add_and_normalize((x, self.attention_partials, layer.proj[1]), layer.ln_2)
-            batched.linear(self.g, None, self.h, *layer.fc, lengths, block, tiling, precision)
-            batched.split_k_product(self.mlp_partials, self.g, layer.fc_proj[0], tiling, precision)
-            residual = x, self.mlp_partials, layer.fc_proj[1]
-        batched.layernorm(self.h, None, residual, *self.ln_f, self.config.layer_norm_epsilon, tiling)
+    def attention(self, residual, sublayer, cache):
+        x = self.add_and_normalize(residual, sublayer.norm)
+        self.linear(self.q, cache, sublayer.linear_in)
+        batched.attention(self.y, self.q, cache, self.sequences.lengths, self.config.n_head, self.tiling)
+        return self.product(x, self.attention_partials, self.y, sublayer.linear_out)
 
-    def add_and_normalize(self, residual, ln):
+    def gelu(self, residual, sublayer, cache):
+        x = self.add_and_normalize(residual, sublayer.norm)
+        self.linear(self.g, None, sublayer.linear_in)
+        return self.product(x, self.mlp_partials, self.g, sublayer.linear_out)
+
+    def add_and_normalize(self, residual, norm):
         """h = LN(sum of residual); returns the array of the sum: x itself if there are no partial sums, else self.s."""
         x, partials, _ = residual
         s = x if partials is None else self.s
-        batched.layernorm(self.h, s, residual, *ln, self.config.layer_norm_epsilon, self.tiling)
+        batched.layernorm(self.h, s, residual, *norm, self.eps, self.tiling)
         return s
+
+    def linear(self, y, cache, linear):
+        lengths, block = self.sequences.lengths, self.config.block_size
+        batched.linear(y, cache, self.h, *linear, lengths, block, self.tiling, self.precision)
+
+    def product(self, x, partials, y, linear):
+        """partials = partial sums of y w, for linear = (w, bias); returns the residual with x."""
+        batched.split_k_product(partials, y, linear[0], self.tiling, self.precision)
+        return x, partials, linear[1]
 
 
 class SingleRowStep(DecodeStep):
@@ -71,26 +92,32 @@ class SingleRowStep(DecodeStep):
         splits = single_row.key_splits(self.config.block_size, self.tiling)
         self.splits = empty((H, splits, D), "float32"), empty((H, splits), "float32"), empty((H, splits), "float32")
         self.attention_partials = empty((single_row.split_heads(H, D, self.tiling)[0], 1, C), "float32")
-        self.transposed = [TransposedWeights(layer, dtype, empty) for layer in self.layers]
+        self.layers = [
+            [TransposedSublayer(each, dtype, empty, each.operation == "gelu") for each in layer]
+            for layer in self.plan.layers
+        ]
 
     def prepare(self):
-        for weights in self.transposed:
-            weights.update()
+        for layer in self.layers:
+            update(layer)
 
-    def run(self):
-        lengths, tiling, x = self.sequences.lengths, self.tiling, self.sequences.x
-        block, n_head, eps = self.config.block_size, self.config.n_head, self.config.layer_norm_epsilon
-        common = lengths, block, eps, tiling  # the last arguments of both calls of layernorm_linear
-        for layer, t, cache in zip(self.layers, self.transposed, self.cache, strict=True):
-            residual = x, None, None
-            single_row.layernorm_linear(self.q, cache, None, residual, layer.ln_1[0], t.qkv, *t.qkv_ln, *common)
-            single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling)
-            single_row.combine_product(self.attention_partials, *self.splits, lengths, layer.proj[0], block, tiling)
-            residual = x, self.attention_partials, layer.proj[1]
-            single_row.layernorm_linear(self.g, None, self.s, residual, layer.ln_2[0], t.fc, *t.fc_ln, *common)
-            x = self.x
-            single_row.linear_residual(x, self.s, self.g, t.fc_proj, layer.fc_proj[1], tiling)
-        batched.layernorm(self.h, None, (x, None, None), *self.ln_f, eps, tiling)
+    def attention(self, residual, sublayer, cache):
+        lengths, n_head, tiling = self.sequences.lengths, self.config.n_head, self.tiling
+        product = sublayer.w_out, self.config.block_size, tiling
+        self.layernorm_linear(self.q, cache, None, residual, sublayer)
+        single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling)
+        single_row.combine_product(self.attention_partials, *self.splits, lengths, *product)
+        return residual[0], self.attention_partials, sublayer.bias
+
+    def gelu(self, residual, sublayer, cache):
+        self.layernorm_linear(self.g, None, self.s, residual, sublayer)
+        single_row.linear_residual(self.x, self.s, self.g, sublayer.w_out, sublayer.bias, self.tiling)
+        return self.x, None, None
+
+    def layernorm_linear(self, y, cache, s, residual, sublayer):
+        weights = sublayer.ln_w, sublayer.w_in, *sublayer.folded
+        common = self.sequences.lengths, self.config.block_size, self.eps, self.tiling
+        single_row.layernorm_linear(y, cache, s, residual, *weights, *common)
 
 
 class ClusterStep(DecodeStep):
@@ -103,75 +130,59 @@ class ClusterStep(DecodeStep):
         self.mlp_partials = empty((cluster_step.mlp_clusters(C), C), "float32")
         count = cluster_step.logit_maxima()
         self.maxima, self.indices = empty((1, count), "float32"), empty((1, count), "int32")
-        self.transposed = [TransposedWeights(layer, dtype, empty, projection=True) for layer in self.layers]
+        self.layers = [[TransposedSublayer(each, dtype, empty) for each in layer] for layer in self.plan.layers]
+        sublayers = [each for layer in self.layers for each in layer]
+        weights = [(each.w_in, each.w_out) for each in sublayers]
+        self.first_weights = *weights[0], *weights[1]
+        # of each kernel: the weights of the kernel after the next one
+        ahead = [*weights[2:], *cluster_step.parts_of_head(self.plan.head)]
+        self.ahead = dict(zip(sublayers, ahead, strict=True))
 
-    def prepare(self):
-        for weights in self.transposed:
-            weights.update()
+    prepare = SingleRowStep.prepare
 
-    def run(self):
-        lengths, eps, residual = self.sequences.lengths, self.config.layer_norm_epsilon, (self.sequences.x, None, None)
-        for number, (layer, t, cache) in enumerate(zip(self.layers, self.transposed, self.cache, strict=True)):
-            ahead_attention, ahead_mlp = self.ahead(number + 1)
-            # The first kernel may not start before the previous step has ended, because it loads k, v and the length.
-            weights, overlap = (layer.ln_1[0], t.qkv, t.qkv_ln, t.proj), number > 0
-            cluster_step.attention_block(
-                self.attention_partials, self.s, cache, residual, *weights, lengths, ahead_attention, eps, overlap
-            )
-            residual = self.s, self.attention_partials, layer.proj[1]
-            weights = layer.ln_2[0], t.fc, t.fc_ln, t.fc_proj
-            cluster_step.mlp_block(self.mlp_partials, self.x, residual, *weights, ahead_mlp, eps)
-            residual = self.x, self.mlp_partials, layer.fc_proj[1]
-        t = self.transposed[0]
-        first_weights = t.qkv, t.proj, t.fc, t.fc_proj
-        outputs = self.logits[0], self.maxima[0], self.indices[0], self.s
-        cluster_step.logits(*outputs, residual, self.ln_f, self.model.head.data, first_weights, eps)
+    def attention(self, residual, sublayer, cache):
+        weights = sublayer.ln_w, sublayer.w_in, sublayer.folded, sublayer.w_out
+        lengths, ahead = self.sequences.lengths, self.ahead[sublayer]
+        # The first kernel may not start before the previous step has ended, because it loads k, v and the length.
+        overlap = sublayer is not self.layers[0][0]
+        cluster_step.attention_block(
+            self.attention_partials, self.s, cache, residual, *weights, lengths, ahead, self.eps, overlap
+        )
+        return self.s, self.attention_partials, sublayer.bias
+
+    def gelu(self, residual, sublayer, cache):
+        weights = sublayer.ln_w, sublayer.w_in, sublayer.folded, sublayer.w_out
+        cluster_step.mlp_block(self.mlp_partials, self.x, residual, *weights, self.ahead[sublayer], self.eps)
+        return self.x, self.mlp_partials, sublayer.bias
+
+    def finish(self, residual):
+        outputs, weights = (self.logits[0], self.maxima[0], self.indices[0], self.s), (self.plan.norm, self.plan.head)
+        cluster_step.logits(*outputs, residual, *weights, self.first_weights, self.eps)
         return self.maxima, self.indices
 
-    def ahead(self, number):
-        """The weights of the attention kernel and of the MLP kernel of layer `number`, as cluster_step.py expects."""
-        if number == len(self.transposed):
-            return cluster_step.parts_of_head(self.model.head.data)
-        t = self.transposed[number]
-        return [(t.qkv, t.proj), (t.fc, t.fc_proj)]
 
+class TransposedSublayer:
+    """A Sublayer for a step with one sequence, with copies of its weights that update() computes.
 
-class LayerWeights:
-    """The [weight, bias] arrays of one layer, whose parameter names start with `prefix`, such as "transformer.h.0."."""
-
-    def __init__(self, parameters, prefix):
-        self.ln_1, self.ln_2 = (weight_and_bias(parameters, f"{prefix}{part}") for part in ("ln_1", "ln_2"))
-        self.qkv = weight_and_bias(parameters, f"{prefix}attn.c_attn")
-        self.proj = weight_and_bias(parameters, f"{prefix}attn.c_proj")
-        self.fc, self.fc_proj = (weight_and_bias(parameters, f"{prefix}mlp.{part}") for part in ("c_fc", "c_proj"))
-
-
-class TransposedWeights:
-    """Copies of the weights of one layer for a step with one sequence: the transposed weights qkv, fc and fc_proj.
-
-    qkv_ln, fc_ln: [gamma_w, beta_w] of single_row.fold_layernorm, for the LayerNorm before qkv and before fc.
-    projection: whether there is also a copy of proj.
+    ln_w (C): the weight of the norm. w_in (N, C): the weight of linear_in, transposed. folded: [gamma_w, beta_w] (N) of
+    single_row.fold_layernorm. w_out, bias: of linear_out; w_out is a transposed copy if `transpose_out`.
     """
 
-    def __init__(self, layer, dtype, empty, projection=False):
-        self.layer = layer
-        weights = layer.qkv[0], layer.fc[0], layer.fc_proj[0]
-        self.qkv, self.fc, self.fc_proj = (empty(weight.shape[::-1], dtype) for weight in weights)
-        self.proj = empty(layer.proj[0].shape[::-1], dtype) if projection else None
-        self.qkv_ln, self.fc_ln = ([empty((len(w),), "float32") for _ in range(2)] for w in (self.qkv, self.fc))
-
-    def update(self):
-        """Compute the copies from the current weights: training may have changed these in place."""
-        layer = self.layer
-        pairs = [(self.qkv, layer.qkv[0]), (self.fc, layer.fc[0]), (self.fc_proj, layer.fc_proj[0])]
-        if self.proj is not None:
-            pairs.append((self.proj, layer.proj[0]))
-        single_row.transpose(pairs)
-        single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])
-        # This launch is the last one: the first kernel of run() loads qkv before it waits for the previous kernel
-        # (pdl), so the previous kernel must not write qkv.
-        single_row.fold_layernorm(*self.fc_ln, self.fc, *layer.ln_2, layer.fc[1])
+    def __init__(self, sublayer, dtype, empty, transpose_out=True):
+        self.sublayer, self.operation, self.ln_w = sublayer, sublayer.operation, sublayer.norm[0]
+        (w_in, _), (w_out, self.bias) = sublayer.linear_in, sublayer.linear_out
+        self.w_in, self.w_out = empty(w_in.shape[::-1], dtype), w_out
+        self.transposed = [(self.w_in, w_in)]  # pairs (copy, weight)
+        if transpose_out:
+            self.w_out = empty(w_out.shape[::-1], dtype)
+            self.transposed.append((self.w_out, w_out))
+        self.folded = [empty(self.w_in.shape[:1], "float32") for _ in range(2)]
 
 
-def weight_and_bias(parameters, name):
-    return [parameters[f"{name}.{kind}"].data for kind in ("weight", "bias")]
+def update(layer):
+    """Compute the copies of a layer's TransposedSublayers from the current weights: training may have changed these."""
+    single_row.transpose([pair for each in layer for pair in each.transposed])
+    # These launches are the last ones: the first kernel of run() loads the copies of the first sublayer before it waits
+    # for the previous kernel (pdl), so the previous kernel, which is that of the last sublayer, must not write them.
+    for each in layer:
+        single_row.fold_layernorm(*each.folded, each.w_in, *each.sublayer.norm, each.sublayer.linear_in[1])

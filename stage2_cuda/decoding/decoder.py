@@ -24,12 +24,13 @@ from collections import deque
 
 import numpy as np
 
+from gpt2core.architecture import forward_plan
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
-from gpt2core.tensor import Tensor, no_grad
+from gpt2core.tensor import no_grad
 from gpt2core.text.only_tokens import OnlyTokens
 from stage2_cuda.decoding import batched, cluster_step, gather, sampling
-from stage2_cuda.decoding.decode_step import BatchedStep, ClusterStep, SingleRowStep
+from stage2_cuda.decoding.decode_step import OPERATIONS, BatchedStep, ClusterStep, SingleRowStep
 
 # The largest B*T of a captured prefill. The kernels of a larger prefill take longer to run than to launch, so a graph
 # would not make it faster.
@@ -56,15 +57,17 @@ class GpuDecoder:
 
     def allocate(self, config, empty):
         B, C, V, block = self.batch, config.n_embd, config.vocab_size, config.block_size
-        wte, wpe = (self.model.parameters[f"transformer.{name}.weight"].data for name in ("wte", "wpe"))
+        self.plan = forward_plan(config, self.model.parameters, OPERATIONS, "the decoder of the GPU")
+        wte = self.plan.wte
         readback, self.readback = self.stream.mapped_array((B, sampling.READBACK), "int32")
-        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, readback)
+        self.sequences = sampling.Sequences(empty, B, C, block, wte, self.plan.wpe, readback)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
-        self.prefill_cache, self.h = PrefillCache(self.cache), empty((B, C), wte.dtype)
+        self.prefill_cache, self.h = PrefillCache(self.cache, self.backend), empty((B, C), wte.dtype)
         self.logits = empty((B, V), "float32")
         clusters = B == 1 and cluster_step.supports(config, wte.dtype, self.tiling)
         step_class = ClusterStep if clusters else SingleRowStep if B == 1 else BatchedStep
-        self.decode_step = step_class(self.model, self.sequences, self.cache, self.h, self.logits, self.tiling, empty)
+        buffers = self.sequences, self.cache, self.h, self.logits
+        self.decode_step = step_class(config, self.plan, *buffers, self.tiling, self.backend.dot_precision, empty)
         tiles = batched.vocab_tiles(V, self.tiling)
         self.maxima, self.indices = empty((B, tiles), "float32"), empty((B, tiles), "int32")
         self.window = empty((B, block), "int32")
@@ -270,8 +273,8 @@ class GpuDecoder:
 
     def unembed(self):
         """Compute the logits from h. Returns (maxima, indices): the largest logits of parts of the vocabulary."""
-        head = self.model.head.data
-        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot_precision)
+        results = self.logits, self.maxima, self.indices
+        batched.unembed(*results, self.h, self.plan.head, self.tiling, self.backend.dot_precision)
         return self.maxima, self.indices
 
     def decode_position(self):
@@ -287,14 +290,13 @@ class PrefillCache:
 
     length = 0  # number of cached positions before the prompts
 
-    def __init__(self, cache):
-        self.cache = cache
+    def __init__(self, cache, backend):
+        self.cache, self.backend = cache, backend
 
     def attend(self, qkv, layer, n_head):
         _, T, columns = qkv.shape
-        self.cache[layer][:, :T] = qkv.data[:, :, columns // 3 :]
-        y, _ = qkv.backend.attention_forward(qkv.data, n_head)
-        return Tensor(y, qkv.backend)
+        self.cache[layer][:, :T] = qkv[:, :, columns // 3 :]
+        return self.backend.attention_forward(qkv, n_head)[0]
 
 
 def supports(model, batch):

@@ -9,7 +9,7 @@ import importlib
 
 import numpy as np
 
-from gpt2core.parallel.tuned_choices import cache_directory
+from gpt2core.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
 from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.memory_model import MIN_FUSED_GELU, WORKSPACE

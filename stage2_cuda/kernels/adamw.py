@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 
 from stage2_cuda.kernels.rounding import stochastic_bf16
-from stage2_cuda.kernels.segment_sum import segment_sum
 from stage2_cuda.runtime.triton_launch import launch
 
-BLOCK = 1024  # elements per program: one block of the arena; weight decay applies to all elements of a block or to none
-BLOCKS_PER_PROGRAM = 2  # blocks whose squares one program of squares_kernel adds
+BLOCK = 1024  # elements per program: one page of the arena; weight decay applies to all elements of a page or to none
+PAGES_PER_PROGRAM = 2  # pages whose squares one program of squares_kernel adds
 
 
 def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
@@ -38,32 +37,28 @@ def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1
     launch(adamw_kernel, grid, *arguments, *betas, philox_key, offset, BLOCK=BLOCK, num_warps=4)
 
 
-def sum_of_squares(out, partials, flat):
-    """out (S) float64 = the sum of squares of each of the S equal segments of flat (n), any float dtype.
+def page_sums(out, flat):
+    """out (n / 1024) float32 = the sum of squares of each page of 1024 elements of flat (n), any float dtype.
 
-    partials: float32 scratch (n / 1024) for the sum of each block of 1024 elements. A segment's sum has the same bits
-    whatever the other segments contain. Raises ValueError unless each segment is a whole number of blocks.
+    Raises ValueError unless flat consists of whole pages.
     """
-    segments, blocks = out.size, flat.size // BLOCK
-    if not segments:
-        return
-    if flat.size != blocks * BLOCK or blocks % segments:
-        raise ValueError(f"{flat.size} elements are not {segments} equal segments of whole blocks of {BLOCK}")
-    grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
-    options = dict(BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, BLOCK=BLOCK, num_warps=4)
-    launch(squares_kernel, grid, partials, flat, blocks, **options)
-    segment_sum(out, partials)
+    if flat.size != out.size * BLOCK:
+        raise ValueError(f"{flat.size} elements are not {out.size} pages of {BLOCK}")
+    if out.size:
+        grid = (triton.cdiv(out.size, PAGES_PER_PROGRAM),)
+        options = dict(PAGES_PER_PROGRAM=PAGES_PER_PROGRAM, BLOCK=BLOCK, num_warps=4)
+        launch(squares_kernel, grid, out, flat, out.size, **options)
 
 
 def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_interval=0, stop=None):
     """norm (1) float32 = sqrt(the sum of `squares`); grad_scale (1) float32 = min(1, max_norm / (norm + 1e-6)).
 
-    squares (S) float64: from sum_of_squares(). max_norm 0: no clipping, grad_scale is 1. If the norm is infinity or
-    NaN, grad_scale is NaN, and adamw_step() then changes nothing.
+    squares (S) float64: the sums of equal segments of page_sums() (segment_sum.py). max_norm 0: no clipping,
+    grad_scale is 1. If the norm is infinity or NaN, grad_scale is NaN, and adamw_step() then changes nothing.
     loss_scale (2) float32 [scale, finite_steps], or None without dynamic loss scaling. The gradients are `scale` times
     too large, so norm and grad_scale are divided by `scale`. This function also updates the array: `scale` is halved if
-    the norm is not finite, and doubled after `growth_interval` finite norms in a row, which `finite_steps` counts.
-    stop (1) float32, at first 0, or None. A norm that is not finite sets `stop` to NaN. Each later call adds `stop` to
+    the norm is not finite, and doubled after `growth_interval` finite norms in a row, which `finite_steps` counts. stop
+    (1) float32, at first 0, or None. A norm that is not finite sets `stop` to NaN. Each later call adds `stop` to
     grad_scale, so all later steps change nothing, also those that the host started before it read the norm.
     """
     arguments = grad_scale, norm, squares, loss_scale, stop, squares.size, float(max_norm), float(growth_interval)
@@ -102,10 +97,10 @@ def adamw_kernel(
 
 
 @triton.jit
-def squares_kernel(partials_ptr, flat_ptr, n_blocks, BLOCKS_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (n_blocks / BLOCKS_PER_PROGRAM): partials[i] float32 = the sum of squares of block i of flat."""
-    blocks = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
-    mask = blocks < n_blocks
+def squares_kernel(partials_ptr, flat_ptr, n_pages, PAGES_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (n_pages / PAGES_PER_PROGRAM): partials[i] float32 = the sum of squares of page i of flat."""
+    blocks = tl.program_id(0) * PAGES_PER_PROGRAM + tl.arange(0, PAGES_PER_PROGRAM)
+    mask = blocks < n_pages
     offs = blocks.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(flat_ptr + offs, mask[:, None], 0).to(tl.float32)
     tl.store(partials_ptr + blocks, tl.sum(x * x, 1), mask)

@@ -121,10 +121,11 @@ def array_and_head():
 
 @triton.jit
 def row_norms(x):
-    """The norms of the rows of x; NaN if a row contains infinity or NaN."""
-    largest = tl.max(tl.abs(x), 1)  # dividing by it avoids squares that are too large or too small for float32
-    x = x / tl.where(largest > 0, largest, 1.0)[:, None]
-    return tl.where(largest > 0, largest, 1.0) * tl.sqrt(tl.sum(x * x, 1))
+    """The norms of the rows of x; infinite or NaN if a row contains infinity or NaN."""
+    # without this power of two, squares could be too large or too small for float32
+    exponent = exponent_of(tl.max(tl.abs(x), 1))
+    x *= scale_of(exponent)[:, None]
+    return tl.sqrt(tl.sum(x * x, 1)) * UNIT * size_of(exponent)
 
 
 @triton.jit
@@ -165,7 +166,9 @@ def split_rows(desc, halves, norms, sizes, T, stride, D, H, HEAD_DIM: tl.constex
         smallest = tl.minimum(smallest, tl.min(tl.load(at, mask=offs < tiles, other=float("inf"))))
     uneven = largest > smallest * EVEN_RATIO
     x = load_tile(desc, tl.program_id(0) // H, tl.program_id(0) % H, start, ROWS, HEAD_DIM)
-    exponent = exponent_of(tl.where(uneven, row_norms(x), largest))
+    exponent = exponent_of(tl.full([ROWS], largest, tl.float32))
+    if uneven:
+        exponent = exponent_of(row_norms(x))
     high, low = split(x * scale_of(exponent)[:, None])
     rows, cols = start + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
     sizes += array_and_head() * (1 + stride)

@@ -49,7 +49,7 @@ def sort_tokens(ids, count, first=0):
 
 
 def chunk_sums_shape(n, channels):
-    """The shape of the float32 scratch of embedding_backward() for n rows."""
+    """The shape of the float32 scratch of token_gradient() for n rows."""
     return max(1, n // CHUNK), channels
 
 
@@ -65,15 +65,13 @@ def embedding_forward(y, ids, wte, wpe, position=0, first=0):
     launch(forward_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=4)
 
 
-def embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position=0, accumulate=False):
-    """Compute dwte (V, C) and dwpe (block_size, C), float32, from dy (B, T, C) and the SortedTokens of the batch.
+def token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate=False):
+    """Compute dwte (V, C) float32 from dy (B, T, C) and the SortedTokens of the batch.
 
-    dwpe may be None. chunk_sums: float32 scratch of chunk_sums_shape(N, C). accumulate: add to the contents of dwte
-    instead of overwriting them. This is for tied weights, where dwte already holds the gradient of lm_head. dwpe is
-    overwritten in any case.
+    chunk_sums: float32 scratch of chunk_sums_shape(N, C). accumulate: add to the contents of dwte instead of
+    overwriting them: in a tied model, dwte already holds the gradient of lm_head.
     """
-    (batch, time, channels), count = dy.shape, dwte.shape[0]
-    chunks = sorted_tokens.chunk_tokens.shape[0]
+    channels, count, chunks = dy.shape[-1], dwte.shape[0], sorted_tokens.chunk_tokens.shape[0]
     options = dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, CHUNK=CHUNK, num_warps=4)
     if chunks:
         grid = (chunks, triton.cdiv(channels, BLOCK_COLS))
@@ -83,10 +81,14 @@ def embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position=0, ac
     options = dict(BLOCK_ROWS=4 * TOKEN_COLS // width, BLOCK_COLS=width, CHUNK=CHUNK, num_warps=4)
     arguments = dwte, chunk_sums, *sorted_tokens[:3], dy, channels
     launch(tokens_kernel, grid, *arguments, ACCUMULATE=accumulate, **options)
-    if dwpe is not None:
-        grid = (dwpe.shape[0], triton.cdiv(channels, POSITION_COLS))
-        arguments = dwpe, dy, batch, time, channels, position
-        launch(positions_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=POSITION_COLS, num_warps=1)
+
+
+def position_gradient(dwpe, dy, position=0):
+    """Compute dwpe (block_size, C) float32 from dy (B, T, C): the sums over the sequences, 0 for other positions."""
+    batch, time, channels = dy.shape
+    grid = (dwpe.shape[0], triton.cdiv(channels, POSITION_COLS))
+    arguments = dwpe, dy, batch, time, channels, position
+    launch(positions_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=POSITION_COLS, num_warps=1)
 
 
 @triton.jit

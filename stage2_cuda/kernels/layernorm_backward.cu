@@ -15,7 +15,7 @@ DEVICE void load_part(Part& part, const u16* row) {
   for (int j = 0; j < VECTORS; j++) part[j] = load_stream(row + 256 * j + thread_number() % 32 * 8);
 }
 
-// dx, ds, dy, s (N, C); w (C); mean, rstd (N); partials (blocks, 3C). ds may be null.
+// dx, ds, dy, s (N, C); w (C); mean, rstd (N); partials (3, blocks, C). ds may be null.
 KERNEL layernorm_backward(u16* dx, float* partials, const u16* ds, const u16* dy, const u16* s, const u16* w,
                           const float* mean, const float* rstd, int n) {
   Sums& sums = shared_memory<Sums>();
@@ -61,9 +61,12 @@ KERNEL layernorm_backward(u16* dx, float* partials, const u16* ds, const u16* dy
       for (int e = 0; e < 8; e++) {
         h[e] = (h[e] - row_mean) * row_rstd, g[e] *= y[e];
         d[e] += (g[e] - mean_g - h[e] * mean_gh) * row_rstd;
-        da_bias[j][e] += d[e];
       }
-      store_stream(dx + (size_t)row * C + 256 * j + 8 * lane, packed(d));
+      const uint4 rounded = packed(d);  // da_bias is the sum of dx as it is stored: see residual_bias_gradient()
+      store_stream(dx + (size_t)row * C + 256 * j + 8 * lane, rounded);
+      unpack(d, rounded);
+#pragma unroll
+      for (int e = 0; e < 8; e++) da_bias[j][e] += d[e];
     }
   }
 
@@ -81,7 +84,7 @@ KERNEL layernorm_backward(u16* dx, float* partials, const u16* ds, const u16* dy
     block_barrier();
   }
   for (int i = thread_number(); i < C; i += BLOCK_THREADS) {
-    float* own = partials + (size_t)block_number() * 3 * C + i;
-    own[0] = sums.dw[i], own[C] = sums.db[i], own[2 * C] = sums.da_bias[i];
+    const size_t own = block_number() * C + i, size = block_count() * C;
+    partials[own] = sums.dw[i], partials[own + size] = sums.db[i], partials[own + 2 * size] = sums.da_bias[i];
   }
 }

@@ -52,7 +52,7 @@ class CapturedStep(Compiled):
         import cupy
 
         super().__init__(function)
-        self.cupy, self.uses_graph, self.graph, self.inputs = cupy, capture, None, None
+        self.cupy, self.replays, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.graph_memory, self.calls, self.held_before = graph_memory or GraphMemory(cupy), 0, 0
         self.compiled_ahead = False
@@ -65,7 +65,7 @@ class CapturedStep(Compiled):
     def __call__(self, *args):
         if self.inputs is None:
             self.inputs = StaticInputs(self.cupy, args)
-        if self.calls == 0 or not self.uses_graph:
+        if self.calls == 0 or not self.replays:
             self.inputs.upload(args)
             self.compile_ahead()
             results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])

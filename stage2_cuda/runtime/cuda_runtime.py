@@ -4,8 +4,8 @@ import weakref
 
 import numpy as np
 
+from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError
-from gpt2core.model import parameter_count
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
@@ -24,7 +24,21 @@ def make_runtime(precision, deterministic):
     return InterpreterRuntime() if triton_launch.interpreted() else CudaRuntime(precision, deterministic)
 
 
-class CudaRuntime(Runtime):
+class SideStreamRuntime(Runtime):
+    """A Runtime with `side`, a SideStream or a NoStream, which may postpone launches until a method here is called."""
+
+    def on_side_stream(self, *operands):
+        """A context whose kernels run on the side stream. operands: the arrays that these kernels read."""
+        return self.side.run(*operands)
+
+    def join(self):
+        self.side.join()
+
+    def after(self):
+        return self.side.after()
+
+
+class CudaRuntime(SideStreamRuntime):
     """The Runtime of CuPy's current device. gpt2core/runtime.py documents the methods.
 
     deterministic: time nothing, and use the default tiles and algorithms.
@@ -64,7 +78,7 @@ class CudaRuntime(Runtime):
 
     def retune(self):
         if self.tuned_for is None:
-            raise ConfigError("--autotune and --deterministic exclude each other: --deterministic times nothing")
+            raise ConfigError("`autotune` and `deterministic` exclude each other: `deterministic` times nothing")
         self.tuner.retune()
 
     # -- a step, and its streams -------------------------------------------------------------------------------------
@@ -72,16 +86,6 @@ class CudaRuntime(Runtime):
     def compile_step(self, function, capture=True):
         self.compiled.append(CapturedStep(function, capture and self.uses_graphs))
         return self.compiled[-1]
-
-    def on_side_stream(self, *operands):
-        """A context whose kernels run on the side stream. operands: the arrays that these kernels read."""
-        return self.side.run(*operands)
-
-    def join(self):
-        self.side.join()
-
-    def after(self):
-        return self.side.after()
 
     def synchronize(self):
         """Block the host until the device has completed all work."""
@@ -128,14 +132,14 @@ class CudaRuntime(Runtime):
         try:
             cupti.open_cupti(self.xp.cuda.runtime.getDevice())
         except ConfigError as error:
-            raise ConfigError(f"--trace: {error}") from error
+            raise ConfigError(f"`trace`: {error}") from error
         return lambda: cupti.KernelRecorder(self.synchronize)
 
     def peak_flops(self, precision):
         return peak_flops(self.name, precision)
 
 
-class InterpreterRuntime(Runtime):
+class InterpreterRuntime(SideStreamRuntime):
     """The Runtime for Triton's interpreter: NumPy arrays and products; a launch returns when the kernel is done."""
 
     name = "the Triton interpreter"
@@ -146,16 +150,13 @@ class InterpreterRuntime(Runtime):
         self.xp, self.side, self.compiled = np, NoStream(), []
         self.gemm, self.tuner = NumpyGemm(), Tuner(np)
 
-    def on_side_stream(self, *operands):
-        return self.side.run(*operands)
-
     def synchronize(self):
         pass
 
     def check_training(self, config):
         if (count := parameter_count(config)) > LIMIT_INTERPRETED:
             raise ConfigError(
-                f"Triton's interpreter is far too slow to train a model of {count:,} parameters: use --preset nano, or "
+                f"Triton's interpreter is far too slow to train a model of {count:,} parameters: use `preset=nano`, or "
                 f"a machine with a GPU"
             )
 

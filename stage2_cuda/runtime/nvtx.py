@@ -5,7 +5,7 @@ annotate() adds the names. The replay of a CUDA graph runs no Python code, so it
 
 import contextlib
 
-from gpt2core.tracing.hooks import Hooks
+from gpt2core.tracing.hooks import Hooks, around_gradients
 
 
 def annotate(backend, nvtx):
@@ -20,8 +20,11 @@ def annotate(backend, nvtx):
             nvtx.RangePop()
 
     def in_range(name, kernel, arguments, options):
-        with named_range(name):
-            return kernel(*arguments, **options)
+        def call(function, *arguments, **options):
+            with named_range(name):
+                return function(*arguments, **options)
+
+        return around_gradients(call(kernel, *arguments, **options), call)
 
     backend.runtime.range = named_range
     Hooks().around_kernels(backend, in_range)

@@ -10,10 +10,38 @@ from collections import deque
 DEPTH = 4  # largest number of run() contexts whose operands are kept, because their work may not be done yet
 
 
-class SideStream:
+class NoStream:
+    """The methods of SideStream for only one stream: for the interpreter, and for benchmarks that compare both."""
+
+    def __init__(self):
+        self.postponed = None  # a function that launches work, or None
+
+    def postpone(self, launch):
+        """Call launch() before other work on the side stream, or before a stream waits for it."""
+        self.flush()
+        self.postponed = launch
+
+    def flush(self):
+        launch, self.postponed = self.postponed, None
+        if launch:
+            launch()
+
+    def run(self, *operands):
+        return self.after()
+
+    def after(self):
+        self.flush()
+        return contextlib.nullcontext()
+
+    def join(self):
+        self.flush()
+
+
+class SideStream(NoStream):
     """Runs work on the side stream in the order of the calls, and keeps its operands allocated until it is done."""
 
     def __init__(self, cupy):
+        super().__init__()
         self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
         self.in_flight = deque()  # (event after the work, its operands) of the latest run() contexts
         self.needs_join = False  # whether there is work for which no other stream has waited
@@ -38,6 +66,7 @@ class SideStream:
 
         Work inside starts after all earlier work on the side stream and on the stream of the caller.
         """
+        self.flush()
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
         self.needs_join = True
         with self.stream:
@@ -45,6 +74,7 @@ class SideStream:
 
     def join(self):
         """Make later work on the current stream wait for all work on the side stream so far."""
+        self.flush()
         if self.needs_join:
             self.cupy.cuda.get_current_stream().wait_event(self.stream.record(self.event()))
             self.in_flight.clear()
@@ -52,16 +82,3 @@ class SideStream:
 
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
-
-
-class NoStream:
-    """The methods of SideStream for only one stream: for the interpreter, and for benchmarks that compare both."""
-
-    def run(self, *operands):
-        return contextlib.nullcontext()
-
-    def after(self):
-        return contextlib.nullcontext()
-
-    def join(self):
-        pass

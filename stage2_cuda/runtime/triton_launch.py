@@ -114,6 +114,7 @@ class InterpreterLauncher:
     only_compiles = False
 
     def __init__(self):
+        check_interpreter(import_module("triton", "Triton", "pip install triton").__version__, np.__version__)
         # one kernel at a time, because the interpreter keeps the index of the current program in a global variable
         self.lock = threading.Lock()
         faster_interpreter.install()
@@ -404,6 +405,15 @@ def import_module(module, name, remedy):
         return importlib.import_module(module)
     except Exception as error:  # not only ImportError: a CuPy for another CUDA version raises other errors
         raise ConfigError(f"{name} is needed but cannot be imported ({first_line(error)}): {remedy}") from error
+
+
+def check_interpreter(triton, numpy):
+    """Raise ConfigError for versions of Triton and NumPy with which the interpreter fails: at a loop over a tensor."""
+    if np.lib.NumpyVersion(numpy) >= "2.5.0" and tuple(map(int, triton.split(".")[:2])) < (3, 9):
+        raise ConfigError(
+            f"the interpreter of Triton {triton} does not work with NumPy {numpy}: "
+            'pip install "numpy<2.5", or Triton 3.9'
+        )
 
 
 def does_not_fit(kernel, error):

@@ -14,7 +14,7 @@ import warnings
 
 import numpy as np
 
-from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
+from gpt2core.tuned_choices import cache_file, read_choices, write_choices
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 

@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core.model import GPT2Config
+from gpt2core.architecture import GPT2Config
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
-from gpt2core.sampler import Greedy, generate_batch
+from gpt2core.sampler import Greedy, generate, generate_batch
+from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.decoding import cluster_step
+from stage2_cuda.decoding import batched, cluster_step
 from stage2_cuda.decoding.decode_step import ClusterStep
 from stage2_cuda.kernels.gelu import U1, U3
 from stage2_cuda.runtime import cuda_launch, triton_launch
@@ -169,6 +170,58 @@ def test_the_logits_equal_float64_in_the_emulator(emulated, C, name, V):
     assert ((0 <= indices) & (indices < V)).all()
     parts = [logits[start : start + rows] for start in range(0, V, rows)]
     assert (maxima[: len(parts)] == [part.max() for part in parts]).all()
+
+
+class InNumpy:
+    """The three launches of cluster_step.py in NumPy."""
+
+    def total(self, s, residual):
+        x, partials, bias = residual
+        s[:] = x.reshape(-1) if partials is None else x + partials.sum(0) + bias
+        return s
+
+    def folded_product(self, s, ln_w, w, ln, eps):
+        """LN(s) w' + b, as in single_row.py."""
+        return (w @ (s * ln_w) - s.mean() * ln[0]) / np.sqrt(s.var() + eps) + ln[1]
+
+    def attention_block(self, partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, ahead, eps, overlap):
+        assert overlap == (residual[1] is not None) and [a.size for a in ahead] == [qkv.size, proj.size]
+        (H, C), n = partials.shape, lengths[0]
+        qkv = self.folded_product(self.total(s, residual), ln_w, qkv, qkv_ln, eps)
+        cache[0, n - 1] = qkv[C:]
+        q, (k, v) = qkv[:C].reshape(H, -1), cache[0, :n].reshape(n, 2, H, -1).transpose(1, 2, 0, 3)  # (H, n, D)
+        p = np.exp(np.einsum("hd,hnd->hn", q, k) / math.sqrt(C // H))
+        y = np.einsum("hn,hnd->hd", p / p.sum(1, keepdims=True), v)
+        partials[:] = np.einsum("hd,chd->hc", y, proj.reshape(C, H, -1))
+
+    def mlp_block(self, partials, s, residual, ln_w, fc, fc_ln, fc_proj, ahead, eps):
+        assert [a.size for a in ahead] == [fc.size, fc_proj.size]
+        g = self.folded_product(self.total(s, residual), ln_w, fc, fc_ln, eps)
+        partials[:] = 0
+        partials[0] = fc_proj @ (g / (1 + np.exp2(g * (U1.value + U3.value * g * g))))
+
+    def logits(self, logits, maxima, indices, s, residual, ln, head, ahead, eps):
+        self.total(s, residual)
+        logits[:] = head @ ((s - s.mean()) / np.sqrt(s.var() + eps) * ln[0] + ln[1])
+        maxima[:], indices[:] = logits.max(), logits.argmax()
+
+
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="on a GPU the kernels themselves are tested, below")
+def test_the_launches_of_a_step_give_stage_0_s_tokens(rng, monkeypatch):
+    """Which arrays each launch gets, and in which order, without the kernels."""
+    for name in ("attention_block", "mlp_block", "logits"):
+        monkeypatch.setattr(cluster_step, name, getattr(InNumpy(), name))
+    monkeypatch.setattr(cluster_step, "supports", lambda *_: True)
+    tiling = batched.SINGLE._replace(block_vocab=1024)  # in the interpreter each program takes 10 ms
+    monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch: tiling))
+    config, decoders = GPT2Config(3100, 12, 3, 4, 256, tied=False), {}
+    parameters = {
+        name: array + 0.1 * rng.standard_normal(array.shape, np.float32)
+        for name, array in initial_parameters(config, 0)
+    }
+    ours, stage0 = (load_model(config, parameters, backend) for backend in (CudaBackend(), NumpyBackend()))
+    assert list(generate(ours, [1, 2, 3], 8, decoders=decoders)) == list(generate(stage0, [1, 2, 3], 8))
+    assert isinstance(decoders[1][0].decode_step, ClusterStep)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """The kernels in CUDA C of layernorm.py and cross_entropy.py: in the emulator and on a GPU; the oracle is float64."""
 
 import ctypes
+import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
@@ -40,20 +42,35 @@ class LayerNorm:
         self.rstd = (1 / np.sqrt(s.var(1) + EPS)).astype(np.float32)
 
     def expected(self):
-        """dx, dw, db, da_bias"""
+        """dx, dw, db"""
         h = (float64(self.s) - float64(self.mean)[:, None]) * float64(self.rstd)[:, None]
         g = float64(self.dy) * float64(self.w)
         mean, mean_h = g.mean(1, keepdims=True), (g * h).mean(1, keepdims=True)
         dx = (g - mean - h * mean_h) * float64(self.rstd)[:, None]
         if self.ds is not None:
             dx = dx + float64(self.ds)
-        return dx, (float64(self.dy) * h).sum(0), float64(self.dy).sum(0), dx.sum(0)
+        return dx, (float64(self.dy) * h).sum(0), float64(self.dy).sum(0)
 
     def check(self, name, dx, *sums):
+        """sums: dw, db, da_bias; the last one is the sum of the rows of dx as they are stored."""
         want = self.expected()
         assert_close(dx, want[0], ROUNDING[name])
-        for got, sum_of_rows in zip(sums, want[1:], strict=True):
+        for got, sum_of_rows in zip(sums, (*want[1:], float64(dx).sum(0)), strict=True):
             assert_close(got, sum_of_rows, 1e-5)
+        error = float64(sums[2]) - want[0].sum(0)  # that of the rounding of each row, which is random
+        assert np.linalg.norm(error) <= ROUNDING[name] * np.linalg.norm(want[0].sum(0))
+
+
+def sums_of_blocks(dx, blocks):
+    """The float32 sums (blocks, C) of the rows of dx, in the order of layernorm_backward.cu.
+
+    Warp w of block b adds the rows 4 b + w, 4 (b + blocks) + w, ...; then the warps' sums are added in their order.
+    """
+    rows = np.zeros((-(-len(dx) // (4 * blocks)) * 4 * blocks, dx.shape[1]), np.float32)
+    rows[: len(dx)] = dx
+    rows = rows.reshape(-1, blocks, 4, dx.shape[1])
+    first, second, third, fourth = np.moveaxis(functools.reduce(np.add, rows, np.zeros_like(rows[0])), 1, 0)
+    return ((first + second) + third) + fourth
 
 
 class CrossEntropy:
@@ -83,6 +100,12 @@ class CrossEntropy:
         assert (float64(dlogits)[:, self.vocab :] == 0).all()
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """Imagine an H200."""
+    monkeypatch.setattr(cuda_launch, "gpu_model", lambda: ((9, 0), "NVIDIA H200"))
+
+
 # -- in the emulator ---------------------------------------------------------------------------------------------------
 
 
@@ -99,13 +122,25 @@ def cross_entropy_macros(name):
 )
 def test_layernorm_backward_in_the_emulator(rng, tmp_path, n, C, name, residual):
     case, blocks = LayerNorm(rng, n, C, name, residual), 8
-    dx, partials = np.full((n, C), np.nan, DTYPES[name]), np.full((blocks, 3 * C), np.nan, np.float32)
+    dx, partials = np.full((n, C), np.nan, DTYPES[name]), np.full((3, blocks, C), np.nan, np.float32)
     arrays = [
         None if array is None else aligned(array)
         for array in (dx, partials, case.ds, case.dy, case.s, case.w, case.mean, case.rstd)
     ]
     on_cpu("rows_on_cpu.cpp", layernorm_macros(C, name), tmp_path / "rows.so").run(blocks, pointers(*arrays), n)
-    case.check(name, arrays[0], *float64(arrays[1]).sum(0).reshape(3, C))
+    case.check(name, arrays[0], *float64(arrays[1]).sum(1))
+    assert_array_equal(arrays[1][2], sums_of_blocks(arrays[0], blocks))
+
+
+@pytest.mark.parametrize("n, C", [(301, 768), (75, 512), (8, 256), (3, 256)])
+def test_residual_bias_gradient_adds_in_the_order_of_the_kernel_in_cuda_c(rng, hopper, n, C):
+    xp = triton_launch.array_module()
+    ds = rng.standard_normal((n, C)).astype(np.float16)
+    shape = layernorm.layernorm_partials_shape(n, C, ds.dtype)[1:]
+    da_bias, partials = xp.empty(C, np.float32), xp.full(shape, np.nan, np.float32)
+    layernorm.residual_bias_gradient(da_bias, partials, xp.asarray(ds))
+    assert_array_equal(partials if xp is np else partials.get(), sums_of_blocks(ds, len(partials)))
+    assert_close(da_bias, float64(ds).sum(0), 1e-5)
 
 
 @pytest.mark.parametrize("vocab, width, name", [(1003, 1024, "bf16"), (20000, 20000, "fp16"), (50257, 50304, "bf16")])
@@ -136,10 +171,9 @@ def test_the_kernels_compile_without_spills(tmp_path, name):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, hopper):
     """On an imagined H200: the names of the kernels in CUDA C, and "Triton", in the order of the launches."""
     names = []
-    monkeypatch.setattr(cuda_launch, "gpu_model", lambda: ((9, 0), "NVIDIA H200"))
     monkeypatch.setattr(cuda_launch, "launch", lambda source, name, *rest, **options: names.append(name))
     for module in (layernorm, cross_entropy):
         monkeypatch.setattr(module, "launch", lambda *rest, **options: names.append("Triton"))
@@ -156,12 +190,12 @@ def test_layernorm_backward_uses_cuda_c_for_some_sizes(launched, C, dtype, expec
     partials = np.zeros(layernorm.layernorm_partials_shape(n, C, dtype), np.float32)
     layernorm.residual_layernorm_backward(x, partials, None, x, x, w, vector, vector)
     assert launched == [expected]
-    assert len(partials) == (264 if expected == "layernorm_backward" else 512)
+    assert partials.shape[1] == (264 if expected == "layernorm_backward" else 512)
 
 
 def test_layernorm_backward_of_arrays_that_are_not_aligned(launched):
     x, w = aligned(np.zeros((9, 768), np.float16)), aligned(np.zeros(769, np.float16))[1:]
-    partials, vector = np.zeros((2, 3 * 768), np.float32), np.zeros(9, np.float32)
+    partials, vector = np.zeros((3, 2, 768), np.float32), np.zeros(9, np.float32)
     layernorm.residual_layernorm_backward(x, partials, x, x, x, w, vector, vector)
     assert launched == ["Triton"]
 
@@ -208,9 +242,13 @@ def test_layernorm_backward_equals_float64(cupy, rng, n, C, name, residual):
     for _ in range(2):
         dx, shape = cupy.empty((n, C), case.dtype), layernorm.layernorm_partials_shape(n, C, case.dtype)
         partials, sums = cupy.full(shape, np.nan, np.float32), cupy.empty((3, C), np.float32)
+        apart = cupy.empty(C, np.float32)
         layernorm.residual_layernorm_backward(dx, partials, *inputs)
-        column_sums.add_partials(partials, *sums)
+        for each in zip(partials, sums, strict=True):
+            column_sums.add_partials(*each)
         results.append((dx, sums))
+        layernorm.residual_bias_gradient(apart, cupy.empty(shape[1:], np.float32), dx)
+        assert (apart.get() == sums[2].get()).all()  # equal bits
     case.check(name, dx, *sums)
     for first, second in zip(*results, strict=True):
         assert (first.get() == second.get()).all()  # equal bits

@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gpt2core import architecture
 from gpt2core.app import checkpoint_directory as checkpoint
 from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config
 from gpt2core.parallel.group_sampler import GroupSampler
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
@@ -213,9 +214,17 @@ def test_a_large_batch_and_a_sharded_model_use_the_core_s_decoder():
     model, _ = models(UNTIED)
     backend = model.head.backend
     assert backend.decoder(model, backend.decoder_batch + 1) is None
-    model.parameters["lm_head.weight"] = type(model.head)(model.head.data[:10], backend)
+    model.output.w = type(model.head)(model.head.data[:10], backend)
     assert backend.decoder(model, 1) is None
     assert Decoder(model).steps_ahead == 0
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_an_operation_without_kernels_is_refused(monkeypatch, B):
+    first, second = architecture.SUBLAYERS
+    monkeypatch.setattr(architecture, "SUBLAYERS", (first, second._replace(operation="silu")))
+    with pytest.raises(ConfigError, match="the decoder of the GPU does not implement the operation 'silu'"):
+        next(generate_batch(models()[0], [[1]] * B, 1, [Greedy()] * B))
 
 
 def test_an_empty_prompt_is_refused():

@@ -18,14 +18,15 @@ from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_config import RunConfig
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import DeviceMemoryError
-from gpt2core.model import GPT2Config, parameter_shapes
+from gpt2core.parallel import setup
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
@@ -253,7 +254,7 @@ SHARED = [
 def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
     mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=EqualRanks(parallel.tp) if parallel.tp > 1 else Solo())
-    monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
+    monkeypatch.setattr(setup, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)

@@ -18,9 +18,11 @@ pytest.importorskip("triton")
 
 from gpt2core import ops
 from gpt2core.app import cli
-from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
+from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.app.settings import recipe
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
-from gpt2core.model import GPT2Config
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, initial_parameters, load, parameter_hash
@@ -28,12 +30,12 @@ from gpt2core.sampler import Greedy, generate
 from gpt2core.tensor import AutogradError, Tensor
 from gpt2core.text.only_tokens import OnlyTokens
 from gpt2core.text.token_file import load_tokens
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
+from tests.support.gradients import arrays
 from tests.tools.sanitize import all_kernels, call_all_launches, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,11 +160,11 @@ def test_the_head_computes_the_logits_in_chunks_of_rows(rng, monkeypatch, in_for
     x, w = rng.standard_normal((8, 16), np.float32), rng.standard_normal((11, 16), np.float32)
     targets, scale, found = rng.integers(0, 11, 8), 1 / 8, []
     for backend in (CudaBackend(), NumpyBackend("fp64")):
-        arrays = [backend.asarray(array.astype(backend.dtype)) for array in (x, w)]
-        *rows, aux = backend.unembed_cross_entropy_forward(*arrays, targets, scale=scale if in_forward else None)
+        operands = [backend.asarray(array.astype(backend.dtype)) for array in (x, w)]
+        *rows, aux = backend.unembed_cross_entropy_forward(*operands, targets, scale=scale if in_forward else None)
         dy = backend.asarray(np.array(1.5))
-        gradients = backend.unembed_cross_entropy_backward(dy, *arrays, targets, scale, *rows[:2], aux)
-        found.append([backend.to_host(array).copy() for array in (*rows, *gradients)])
+        gradients = backend.unembed_cross_entropy_backward(dy, *operands, targets, scale, *rows[:2], aux)
+        found.append([backend.to_host(array).copy() for array in (*rows, *arrays(*gradients))])
     for name, got, want in zip(("maxima", "sums", "target logits", "dx", "dw"), *found, strict=True):
         assert_near(got, want, 1e-5, name)
 
@@ -502,13 +504,13 @@ def paper_run(precision, steps=6, captured=True):
     """(losses, hash of the parameters) of preset paper's first steps; in fp16 the first ones overflow."""
     backend = CudaBackend(precision, deterministic=True)
     tokens, _ = load_tokens(CORPUS, None)
-    recipe, config = RECIPES["paper"], PRESETS["paper"]
-    sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_batches=1)
+    values, config = recipe("paper"), PRESETS["paper"]
+    sizes = dict(batch_size=values["batch_size"], seq_len=config.block_size, micro_batches=1)
     sizes |= dict(optimizer=ADAMW, capture=captured, loss_scale=dict(factor=2.0**30, interval=2))
     trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
     # a changing learning rate, which every replay must read
     return [
-        trainer.step(read_batch(trainer, windows), recipe["lr"] / (1 + i)).loss for i in range(steps)
+        trainer.step(read_batch(trainer, windows), values["lr"] / (1 + i)).loss for i in range(steps)
     ], parameter_hash(trainer)
 
 

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from gpt2core.app import train_command
 from gpt2core.app.backend_setup import check_graph
 from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import GPT2Config
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config
-from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime import nvtx, triton_launch
 
@@ -167,10 +167,10 @@ def test_a_profiler_shows_the_phases_of_a_step_and_their_ops(monkeypatch):
         trainer.compiled(batch, hyper)
     assert ranges.open == []
     phases = [path for path in ranges.paths if "/" not in path]
-    assert phases == ["forward", "backward"] * 2 + ["optimizer"]
+    assert phases == ["forward", "backward"] * 2 + ["optimizer"] * 2  # the norm, the update
     ops = "embedding linear attention residual_layernorm mlp unembed_cross_entropy"
     for op in ops.split():
         assert f"forward/{op}_forward" in ranges.paths and f"backward/{op}_backward" in ranges.paths
-    assert {"optimizer/sum_of_squares", "optimizer/clip", "optimizer/adamw_step"} <= set(ranges.paths)
+    assert {"optimizer/page_sums", "optimizer/clip", "optimizer/adamw_step"} <= set(ranges.paths)
     assert CudaBackend.linear_forward is vars(CudaBackend)["linear_forward"]  # no other backend is touched
     assert "range" not in vars(CudaBackend().runtime)

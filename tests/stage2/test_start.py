@@ -6,15 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
-
 from benchmarks.gpu.start import breakdown
 from benchmarks.harness import start_trace
+from tests.support.interpreter import interpreter_works
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_NEEDED = "torch", "cupyx", "transformers", "matplotlib", "scipy", "pandas", "hypothesis", "pytest"
@@ -40,11 +38,10 @@ def imported(stage, script, arguments, **environment):
     return set(result.stdout.splitlines()[-1].split()[1:])
 
 
-OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
 WITH_INTERPRETER = pytest.param(
     "stage2_cuda",
     {"TRITON_INTERPRET": "1"},
-    marks=pytest.mark.skipif(OLD, reason="the interpreter of Triton before 3.9 fails with NumPy 2.5"),
+    marks=pytest.mark.skipif(not interpreter_works(), reason="the interpreter fails with this NumPy"),
 )
 
 

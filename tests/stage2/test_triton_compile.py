@@ -72,6 +72,21 @@ def test_the_suite_compiles_every_kernel_of_the_repository(compiled):
     assert {row["kernel"] for row in compiled["rows"] if row["gpu"] == "h200"} == set(all_kernels())
 
 
+@pytest.mark.parametrize("kind", ["*fp32", "*bf16"])
+def test_the_separate_gradient_of_a_bias_adds_rows_in_the_order_of_the_fused_layernorm(compiled, kind):
+    """Tiles of four rows, those of C = 384. The order of several rows is that of their layout, which Triton chooses."""
+    layouts = {"layernorm.backward_kernel": [], "column_sums.column_sums_kernel": []}
+    for row in compiled["rows"]:
+        constants = row["constants"]
+        tile = constants.get("BLOCK_ROWS"), constants.get("BLOCK_COLS")
+        own_kind = next((each for each in row["types"] if each in ("*bf16", "*fp16")), "*fp32")
+        if row["kernel"] in layouts and tile == (4, 512) and own_kind == kind and row["gpu"] == "h200":
+            layouts[row["kernel"]].append(row["row_sums"])
+    assert all(layouts.values())
+    fused, separate = layouts.values()
+    assert len(separate[0]) == 1 and all(each == separate[0] for each in fused + separate)
+
+
 def test_the_sanitizer_launches_every_kernel(compiled):
     assert compiled["unsanitized"] == []
 

@@ -10,11 +10,12 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from gpt2core.arena import BLOCK  # noqa: E402
-from gpt2core.optimizer import Hyperparameters, adamw_scalars  # noqa: E402
+from gpt2core.arena import PAGE  # noqa: E402
+from gpt2core.optimizer import adamw_scalars  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
+from tests.support.gradients import arrays  # noqa: E402
 
 gpu = pytest.mark.gpu
 pytestmark = [] if interpreted() else [gpu]  # with a GPU every test needs it
@@ -82,6 +83,15 @@ def near(got, want, tolerance=None, least=0.0):
     assert error <= (tolerance or TOLERANCE[got.dtype.name]) * max(np.linalg.norm(want), least)
 
 
+def sum_of_rows(partials):
+    return run(lambda out: column_sums.add_partials(device(partials), out), [(partials.shape[1:], FP32)])[0]
+
+
+def assert_equal_bits(got, want):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert got.tobytes() == want.tobytes()
+
+
 # fewer rows than a tile, more than one tile, rows that are no multiple of a tile; the widths of GPT-2
 ROWS = [(1, 8), (5, 384), (9, 172), (37, 96), (3, 768), (2, 1600)]
 ROWS += [pytest.param(*shape, marks=gpu) for shape in [(4099, 768), (1031, 1600), (65536, 384)]]
@@ -126,18 +136,45 @@ def test_layernorm_backward_equals_float64(rng, oracle, dtype, n, channels, fuse
     w, w64 = normal(rng, dtype, channels)
     mean, var = s64.mean(1), s64.var(1)
     statistics = [device(array.astype(np.float32)) for array in (mean, 1 / np.sqrt(var + 1e-5))]
-    vector = (channels,), FP32
     partials = layernorm.layernorm_partials_shape(n, channels, s.dtype), FP32
     outputs = ((n, channels), dtype), partials
     dx, partials = run(layernorm.residual_layernorm_backward, outputs, ds if fused else None, dy, s, w, *statistics)
-    dw, db, da_bias = run(lambda *sums: column_sums.add_partials(device(partials), *sums), [vector] * 3)
+    dw, db, da_bias = (sum_of_rows(part) for part in partials)
     aux = oracle.layernorm_forward(s64, w64, w64, 1e-5)[1]
-    want = oracle.residual_layernorm_backward(ds64 if fused else None, dy64, w64, aux)
+    want = arrays(*oracle.residual_layernorm_backward(ds64 if fused else None, dy64, w64, aux))
     near(dx, want[0])
     near(dw, want[2])
     near(db, want[3])
     if fused:
-        near(da_bias, want[1])
+        near(da_bias, dx.astype(np.float64).sum(0))  # the sum of dx as it is stored
+        near(da_bias, want[1], TOLERANCE[dtype.name])
+
+
+# fewer rows than a tile, programs with several tiles, rows that are no multiple of a tile
+CUT_ROWS = [(1, 8), (5, 384), (61, 64), (70, 384), (37, 768), (131, 48), (9, 172), (19, 2050)]
+CUT_ROWS += [pytest.param(*shape, marks=gpu) for shape in [(64 << 10, 768), (8191, 768), (4099, 384), (1031, 1600)]]
+CUT_ROWS += [pytest.param(*shape, marks=gpu) for shape in [(8191, 256), (8191, 64), (4099, 172), (4099, 1024)]]
+
+
+@pytest.mark.parametrize("n, channels", CUT_ROWS)
+def test_a_residual_addition_apart_from_its_layernorm_has_the_bits_of_the_fused_kernel(rng, dtype, n, channels):
+    (x, _), (a, _), (ds, _), (dy, _) = (normal(rng, dtype, n, channels) for _ in range(4))
+    (a_bias, _), (w, _), (b, _) = (normal(rng, dtype, channels) for _ in range(3))
+    matrix, vector, statistics = ((n, channels), dtype), ((channels,), FP32), ((n,), FP32)
+    forward = [matrix, statistics, statistics]
+    s, *fused = run(layernorm.residual_layernorm_forward, [matrix, *forward], x, a, a_bias, w, b, 1e-5)
+    (stored,) = run(layernorm.residual_add, [matrix], x, a, a_bias)
+    assert_equal_bits(stored, s)
+    s = device(s)
+    apart = run(lambda *out: layernorm.residual_layernorm_forward(None, *out, s, None, None, w, b, 1e-5), forward)
+    for got, want in zip(apart, fused, strict=True):
+        assert_equal_bits(got, want)
+
+    mean, rstd = map(device, fused[1:])
+    shape = layernorm.layernorm_partials_shape(n, channels, dtype)
+    dx, partials = run(layernorm.residual_layernorm_backward, [matrix, (shape, FP32)], ds, dy, s, w, mean, rstd)
+    da_bias, _ = run(layernorm.residual_bias_gradient, [vector, (shape[1:], FP32)], device(dx))
+    assert_equal_bits(da_bias, sum_of_rows(partials[2]))
 
 
 # -- gelu ----------------------------------------------------------------------------------------------------
@@ -182,15 +219,9 @@ def test_column_sums_equal_float64(rng, dtype, n, channels):
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 300])  # of partial sums; a tile has 128
-@pytest.mark.parametrize("outputs", [1, 2, 3])
-def test_any_number_of_partial_sums_is_added(rng, n, outputs):
-    partials, wide = normal(rng, FP32, n, outputs * 20)
-    for got, want in zip(
-        run(lambda *sums: column_sums.add_partials(partials, *sums), [((20,), FP32)] * outputs),
-        np.split(wide.sum(0), outputs),
-        strict=True,
-    ):
-        near(got, want)
+def test_any_number_of_partial_sums_is_added(rng, n):
+    partials, wide = normal(rng, FP32, n, 20)
+    near(run(lambda out: column_sums.add_partials(partials, out), [((20,), FP32)])[0], wide.sum(0))
 
 
 # -- embedding -----------------------------------------------------------------------------------------------
@@ -228,13 +259,14 @@ def test_embedding_backward_equals_float64(rng, oracle, dtype, batch, time, chan
     wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
     sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab, first)))
     outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.chunk_sums_shape(ids.size, channels), FP32)
-    dwte, dwpe, _ = run(embedding.embedding_backward, outputs, sorted_tokens, dy, position)
-    want_wte, want_wpe = oracle.embedding_backward(dy64, ids, wte, wpe, position, first)
+    dwte, _ = run(embedding.token_gradient, outputs[::2], sorted_tokens, dy)
+    (dwpe,) = run(embedding.position_gradient, outputs[1:2], dy, position)
+    want_wte, want_wpe = arrays(*oracle.embedding_backward(dy64, ids, wte, wpe, position, first))
     near(dwte, want_wte)
     near(dwpe, want_wpe)
     assert_array_equal(dwte[~np.isin(np.arange(vocab) + first, ids)], 0)
     other, other64 = normal(rng, FP32, vocab, channels)
-    embedding.embedding_backward(other, None, poisoned(*outputs[2]), sorted_tokens, dy, accumulate=True)
+    embedding.token_gradient(other, poisoned(*outputs[2]), sorted_tokens, dy, accumulate=True)
     near(host(other), other64 + want_wte)
 
 
@@ -356,7 +388,7 @@ def test_cross_entropy_of_extreme_logits_equals_float64(rng, oracle, vocab):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
+@pytest.mark.parametrize("n", [1, 1000, 3 * PAGE, pytest.param(300 * PAGE + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
 def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
     lr, beta1, beta2, eps, decay = 3e-3, 0.9, 0.95, 1e-6, 0.1
@@ -364,15 +396,15 @@ def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
     p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
     p64, m64, v64 = start.astype(np.float64), np.zeros(n), np.zeros(n)
     scale = None if grad_scale is None else device(np.array([grad_scale], np.float32))
-    decays = (np.arange(-(-n // BLOCK)) % 2 == 0).astype(np.int8)
+    decays = (np.arange(-(-n // PAGE)) % 2 == 0).astype(np.int8)
     flags = device(decays)
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
         scalars = device(adamw_scalars(step, lr, beta1, beta2, eps, decay))
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
-        hyper = Hyperparameters(adamw_scalars(step, lr, beta1, beta2, eps, decay), None)
-        oracle.adamw_step(p64, m64, v64, None, g64, hyper, grad_scale or 1.0, decays, (beta1, beta2))
+        exact = adamw_scalars(step, lr, beta1, beta2, eps, decay)
+        oracle.adamw_step(p64, m64, v64, g64, exact, grad_scale or 1.0, decays, (beta1, beta2))
         near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
         # the update p - start: the rounding of p is relative to start, and 0.02 / 0.003 larger relative to the update;
@@ -400,7 +432,7 @@ def test_adamw_equals_pytorch(rng):
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
-    n = 2 * BLOCK + 3
+    n = 2 * PAGE + 3
     lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
     exact = adamw_scalars(step, lr, beta1, beta2, eps, decay)
     start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
@@ -414,30 +446,28 @@ def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
-    n, scalars = 5 * BLOCK, device(adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    n, scalars = 5 * PAGE, device(adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
     whole = [device(rng.random(n).astype(np.float32)) for _ in range(3)]
     parts = [array.copy() for array in whole]
     adamw.adamw_step(*whole, None, g, scalars, scale, None, 0.9, 0.999)
-    for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK), slice(3 * BLOCK, n)):
+    for part in (slice(0, 2 * PAGE), slice(2 * PAGE, 3 * PAGE), slice(3 * PAGE, n)):
         adamw.adamw_step(*(array[part] for array in parts), None, g[part], scalars, scale, None, 0.9, 0.999)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(host(got), host(want))
 
 
-def test_sums_of_squares_equal_float64_and_do_not_depend_on_the_other_segments(rng):
-    flat, flat64 = normal(rng, FP32, 16 * 3 * BLOCK, scale=1e-3)
-    scratch = (48,), FP32
-    got, _ = run(adamw.sum_of_squares, [((16,), np.float64), scratch], flat)
-    near(got, (flat64**2).reshape(16, -1).sum(1))
-    for segments in (1, 2, 8):  # a segment's bits do not depend on how many segments one call sums
-        each = flat.size * segments // 16
-        outputs = ((segments,), np.float64), ((each // BLOCK,), FP32)
-        parts = [run(adamw.sum_of_squares, outputs, flat[at : at + each])[0] for at in range(0, flat.size, each)]
-        assert_array_equal(np.concatenate(parts), got)
-    adamw.sum_of_squares(poisoned((0,), np.float64), poisoned((0,), FP32), flat[:0])
-    with pytest.raises(ValueError, match="4096 elements are not 3 equal segments"):
-        adamw.sum_of_squares(poisoned((3,), np.float64), poisoned(*scratch), flat[: 4 * BLOCK])
+def test_the_sums_of_pages_equal_float64_and_do_not_depend_on_the_other_pages(rng):
+    flat, flat64 = normal(rng, FP32, 48 * PAGE, scale=1e-3)
+    (got,) = run(adamw.page_sums, [((48,), FP32)], flat)
+    near(got, (flat64**2).reshape(48, -1).sum(1))
+    for each in (1, 5, 16):
+        parts = [flat[at : at + each * PAGE] for at in range(0, flat.size, each * PAGE)]
+        sums = [run(adamw.page_sums, [((part.size // PAGE,), FP32)], part)[0] for part in parts]
+        assert_array_equal(np.concatenate(sums), got)
+    adamw.page_sums(poisoned((0,), FP32), flat[:0])
+    with pytest.raises(ValueError, match="4096 elements are not 3 pages of 1024"):
+        adamw.page_sums(poisoned((3,), FP32), flat[: 4 * PAGE])
 
 
 @pytest.mark.parametrize("segments", [1, 3, 64])

@@ -435,6 +435,23 @@ def test_without_triton_the_error_is_one_line(monkeypatch):
             make_launcher()
 
 
+@pytest.mark.parametrize("versions", [("3.6.0", "2.5.0"), ("3.8.1", "2.5.2"), ("3.6.0+git1", "3.0.0")])
+def test_versions_with_which_the_interpreter_fails_are_one_line(monkeypatch, versions):
+    monkeypatch.setattr(triton, "__version__", versions[0])
+    monkeypatch.setattr(np, "__version__", versions[1])
+    with pytest.raises(ConfigError) as error:
+        InterpreterLauncher()
+    assert str(error.value) == (
+        f"the interpreter of Triton {versions[0]} does not work with NumPy {versions[1]}: "
+        'pip install "numpy<2.5", or Triton 3.9'
+    )
+
+
+@pytest.mark.parametrize("versions", [("3.6.0", "2.4.6"), ("3.9.0", "2.5.0"), ("3.10.1", "3.0.0"), ("4.0.0", "2.5.1")])
+def test_other_versions_may_use_the_interpreter(versions):
+    triton_launch.check_interpreter(*versions)
+
+
 @pytest.mark.skipif(not interpreted(), reason="a GPU was found, so the interpreter is not used")
 def test_the_interpreter_replaces_functions_of_triton_language_only_during_a_launch():
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -503,6 +520,10 @@ class Array:
         self.itemsize = next(size for size in (1, 2, 4, 8) if dtype.endswith(str(8 * size)))
     def data_ptr(self):
         return 256
+    def reshape(self, *shape):
+        return self
+    def __getitem__(self, part):
+        return self
 
 class Compiler:
     def gpu_model(self):
@@ -516,6 +537,7 @@ class Compiler:
 triton.runtime.driver.set_active(Driver())
 triton_launch.launcher = Compiler
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding
+from stage2_cuda.kernels.segment_sum import segment_sum
 f, N, C, V, W = Array, 4096, 768, 50257, 50304
 for dtype in ("bfloat16", "float16", "float32"):
     h = lambda *shape: Array(*shape, dtype=dtype)
@@ -524,6 +546,8 @@ for dtype in ("bfloat16", "float16", "float32"):
     layernorm.residual_layernorm_forward(x, x, r, r, x, x, b, b, b, 1e-5)
     partials = f(*layernorm.layernorm_partials_shape(N, C, x.dtype))
     layernorm.residual_layernorm_backward(x, partials, x, x, x, b, r, r)
+    layernorm.residual_add(x, x, x, b)
+    layernorm.residual_bias_gradient(d, f(*partials.shape[1:]), x)
     gelu.bias_gelu_forward(x, x, b)
     partials = f(*gelu.gelu_partials_shape(N, C))
     gelu.bias_gelu_backward(x, partials, x, x, b)
@@ -533,7 +557,8 @@ for dtype in ("bfloat16", "float16", "float32"):
     sorted_tokens = embedding.SortedTokens(i(N), i(V + 1), i(V + 1), i(N // 64))
     for accumulate in (False, True):
         chunk_sums, dy = f(N // 64, C), h(4, 1024, C)
-        embedding.embedding_backward(f(V, C), f(1024, C), chunk_sums, sorted_tokens, dy, accumulate=accumulate)
+        embedding.token_gradient(f(V, C), chunk_sums, sorted_tokens, dy, accumulate)
+    embedding.position_gradient(f(1024, C), dy)
     logits = h(N, W)
     cross_entropy.cross_entropy_forward(r, r, r, logits, i(N), V)
     cross_entropy.cross_entropy_backward(logits, logits, i(N), r, r, 0.1, V, dy=Array(1, dtype="float64"))
@@ -543,7 +568,8 @@ for dtype in ("bfloat16", "float16", "float32"):
     bits, key = Array(1 << 20, dtype="uint16"), Array(1, dtype="int64")
     adamw.adamw_step(p, p, p, bits, p, f(3), f(1), Array(1024, dtype="int8"), 0.9, 0.95, key, 1 << 32)
     rounding.round_to_bf16(bits, p, key)
-    adamw.sum_of_squares(Array(64, dtype="float64"), f(1024), p)
+    adamw.page_sums(f(1024), p)
+    segment_sum(Array(64, dtype="float64"), f(1024))
     adamw.clip_scale(f(1), f(1), Array(64, dtype="float64"), 1.0, f(1))
     cast.cast(h(1 << 20), p)
     cast.scale_in_place(h(1 << 20), f(1))

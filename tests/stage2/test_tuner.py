@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gpt2core import tuned_choices  # noqa: E402
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.parallel import tuned_choices  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -505,7 +505,7 @@ def test_the_interpreter_refuses_the_flag(train2, corpus):
 
 def test_deterministic_mode_refuses_the_flag():
     runtime = CudaBackend(deterministic=True).runtime
-    with pytest.raises(ConfigError, match="--autotune and --deterministic exclude each other"):
+    with pytest.raises(ConfigError, match="`autotune` and `deterministic` exclude each other"):
         CudaRuntime.retune(runtime)  # also in the interpreter
 
 

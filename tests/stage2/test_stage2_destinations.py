@@ -1,0 +1,176 @@
+"""Any graph has the right gradients on the kernels of stage 2, in buffers, in new arrays and computed later."""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+pytest.importorskip("triton")
+
+from gpt2core import ops
+from gpt2core.arena import round_up
+from gpt2core.tensor import Destination, ShapeError, Tensor, no_grad
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import fused_head
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.runtime import triton_launch
+from tests.support.gradients import GRAPHS, B, Leaves, T, V, check_that_parameters_are_freed, gradients
+
+pytestmark = [] if triton_launch.interpreted() else [pytest.mark.gpu]  # on a machine with a GPU every test uses it
+
+
+@functools.cache
+def float64_gradients(graph):
+    return gradients(graph, NumpyBackend("fp64"))
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return CudaBackend("fp32")
+
+
+def check(backend, graph):
+    """Two passes, the second through the kept graph: the first writes the gradients, the second adds them."""
+    new, buffered = (gradients(graph, backend, buffered, times=2) for buffered in (False, True))
+    deferred, want = gradients(graph, backend, True, times=2, deferred=True), float64_gradients(graph)
+    assert new.keys() == buffered.keys() == deferred.keys() == want.keys()
+    for name in want:
+        assert_array_equal(deferred[name], buffered[name], strict=True, err_msg=name)
+        for got in (new, buffered):  # fp32: a few roundings of 6e-8 of the terms of a sum, which may cancel
+            assert np.abs(got[name] - 2 * want[name]).max() <= 3e-5 * max(1, np.abs(want[name]).max()), name
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_graph_has_the_right_gradients_in_new_arrays_in_buffers_and_later(backend, graph):
+    check(backend, graph)
+
+
+@pytest.mark.parametrize("graph", [name for name in GRAPHS if "head" in name])
+def test_a_head_in_chunks_of_logits_has_the_right_gradients(backend, graph, monkeypatch):
+    monkeypatch.setattr(fused_head, "CHUNK_LOGITS", 16 * V)
+    check(backend, graph)
+
+
+def test_several_micro_batches_are_refused(backend):
+    """The kernel of the embedding reads T from the second axis: positions would be wrong without an error."""
+    leaves = Leaves(backend)
+    with no_grad(), pytest.raises(ShapeError, match=r"embedding: .* one micro-batch .*\(2, 2, 9\)"):
+        ops.embedding(leaves.ids.reshape(2, B // 2, T), leaves.wte, leaves.wpe)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradients_that_are_computed_later_keep_no_parameter_alive(backend, tied):
+    check_that_parameters_are_freed(backend, tied)
+
+
+# -- views with padding rows ---------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """What with_padding_rows() reads of a CuPy array: here of a NumPy array."""
+
+    def __init__(self, array, base=None):
+        self.array, self.base, self.data = array, base, SimpleNamespace(ptr=array.ctypes.data)
+        self.shape, self.strides, self.dtype, self.ndim = array.shape, array.strides, array.dtype, array.ndim
+        self.nbytes, self.flags = array.nbytes, array.flags
+
+    def __len__(self):
+        return len(self.array)
+
+
+def test_only_a_contiguous_part_of_a_flat_buffer_is_extended_by_padding_rows():
+    """Rows with gaps have other strides; the memory after a part of another array may hold NaN."""
+    rows, columns, padded = 20, 4, round_up(20, fused_head.LOGITS_ALIGNMENT)
+    head = fused_head.FusedHead()
+    head.xp = SimpleNamespace(ndarray=lambda shape, dtype, memory: (shape, memory.ptr))
+    flat, wide, tall = (np.zeros(shape, np.float32) for shape in (1000 + padded * columns, (padded, 9), (padded, 4)))
+    short = flat[: rows * columns + 1]
+
+    def result(view, base):
+        w = OnDevice(view, OnDevice(base))
+        extended = head.with_padding_rows(w)
+        return None if extended is w else extended
+
+    view = flat[100 : 100 + rows * columns].reshape(rows, columns)
+    assert result(view, flat) == ((padded, columns), view.ctypes.data)
+    assert result(wide[:rows, :columns], wide) is None
+    assert result(tall[:rows], tall) is None
+    assert result(short[: rows * columns].reshape(rows, columns), short) is None
+    assert result(flat[: 9 * rows].reshape(rows, 9)[:, :columns], flat) is None
+
+
+# -- the sums of a LayerNorm, which one launch writes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("buffered", [(), (0,), (0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2), (1,), (0, 1), (2,), (1, 2)], ids=str)
+def test_sums_of_partials_are_right_in_any_order_and_number(backend, rng, order, buffered, times):
+    """In new arrays, written to and added to destinations, some of them never; again with the destinations filled."""
+    partials = rng.standard_normal((3, 5, 24)).astype(np.float32)
+    arrays = [backend.asarray(np.full(24, np.nan, np.float32)) for _ in range(3)]
+    found = {}
+    for number in range(times):
+        functions = backend.sums_of_partials(backend.asarray(partials))
+        for i in order:
+            out = Destination(arrays[i], accumulate=number > 0) if i in buffered else None
+            found[i] = functions[i](out)
+            assert out is None or found[i] is arrays[i]
+    backend.runtime.join()
+    for i in order:  # a few roundings of 6e-8
+        np.testing.assert_allclose(
+            backend.to_host(found[i]), partials[i].sum(0) * (times if i in buffered else 1), rtol=0, atol=1e-5
+        )
+    for i in set(range(3)) - set(order):
+        assert np.isnan(backend.to_host(arrays[i])).all()
+
+
+def test_a_sum_is_written_to_each_of_two_destinations(backend, rng):
+    partials = rng.standard_normal((3, 5, 24)).astype(np.float32)
+    arrays = [backend.asarray(np.full(24, np.nan, np.float32)) for _ in range(2)]
+    function = backend.sums_of_partials(backend.asarray(partials))[0]
+    for array in arrays:
+        function(Destination(array, accumulate=False))
+    backend.runtime.join()
+    for array in arrays:
+        np.testing.assert_allclose(backend.to_host(array), partials[0].sum(0), rtol=0, atol=1e-5)
+
+
+def test_a_postponed_launch_runs_before_the_gradient_is_read_added_to_or_joined(backend, rng):
+    """Two LayerNorms one after another, the second adds to the destinations of the first: all sums are there."""
+    first, second = (rng.standard_normal((3, 5, 24)).astype(np.float32) for _ in range(2))
+    arrays = [backend.asarray(np.full(24, np.nan, np.float32)) for _ in range(3)]
+    for function, array in zip(backend.sums_of_partials(backend.asarray(first)), arrays, strict=True):
+        function(Destination(array, accumulate=False))
+    functions = backend.sums_of_partials(backend.asarray(second))
+    functions[1](Destination(arrays[1], accumulate=True))
+    backend.put(backend.asarray(second[0].sum(0)), Destination(arrays[0], accumulate=True))
+    with backend.runtime.after():
+        found = [np.array(backend.to_host(array)) for array in arrays]
+    for got, want in zip(found, (first[0] + second[0], first[1] + second[1], first[2]), strict=True):
+        np.testing.assert_allclose(got, want.sum(0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("without", [None, "bias", "scale", "a_bias"])
+def test_a_layernorm_has_its_gradients_whichever_are_asked_for_through_a_kept_graph(backend, rng, without, deferred):
+    values = {name: rng.standard_normal(16) for name in ("a_bias", "scale", "bias")}
+    x, branch, ds, dy = rng.standard_normal((4, B, T, 16))
+    found = []
+    for each in (backend, NumpyBackend("fp64")):
+        leaves = {name: Tensor(each.asarray(v.astype(each.dtype)), each, name != without) for name, v in values.items()}
+        for leaf in leaves.values():
+            leaf.buffer = each.empty((16,), each.dtype)
+        fixed = (Tensor(each.asarray(v.astype(each.dtype)), each) for v in (x, branch))
+        s, y = ops.residual_layernorm(*fixed, *leaves.values())
+        roots, later = ((s, ds), (y, dy)), [] if deferred else None
+        for root, gradient in roots + roots[1:]:  # the graph of y twice, so its gradients are added
+            root.backward(each.asarray(gradient.astype(each.dtype)), retain_graph=True, later=later)
+        for function in later or []:
+            function()
+        each.runtime.join()
+        found.append({name: each.to_host(leaf.grad) for name, leaf in leaves.items() if leaf.requires_grad})
+    for name, want in found[1].items():  # fp32: a few roundings of 6e-8 of the terms of a sum, which may cancel
+        np.testing.assert_allclose(found[0][name], want, rtol=0, atol=3e-5 * max(1, np.abs(want).max()))
