@@ -94,7 +94,7 @@ class MpiCommunicator(Communicator):
     def use_collectives(self, name):
         choices = [NATIVE, *collectives.ALL_REDUCE]
         if name not in choices:
-            raise ConfigError(f"--collectives {name}: unknown algorithm; choose one of {', '.join(choices)}")
+            raise ConfigError(f"`collectives={name}`: unknown algorithm; choose one of {', '.join(choices)}")
         self._algorithm = name
 
     def abort(self, code):
@@ -215,7 +215,7 @@ class MpiCommunicator(Communicator):
         """The MPI operation for `op`; raises ConfigError if "mpi" is selected and MPI cannot reduce the dtype."""
         check_op(op)
         if self._algorithm == NATIVE and (dtype.kind not in "iuf" or dtype == np.float16):
-            raise ConfigError(f"--collectives {NATIVE}: cannot reduce {dtype}; use canonical")
+            raise ConfigError(f"`collectives={NATIVE}`: cannot reduce {dtype}; use canonical")
         return {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}[op]
 
     # The caller's thread and the background thread

@@ -59,7 +59,7 @@ class NcclCollectives(Communicator):
         except self._nccl.NcclError as error:
             raise ConfigError(
                 f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
-                f"cause, or use --transport mpi"
+                f"cause, or use `transport=mpi`"
             ) from error
         # This reference is never released, so NCCL's destructor never runs. It would wait until every CUDA graph that
         # contains a call of this communicator is destroyed. Python destroys objects at exit in an undefined order, so

@@ -50,10 +50,10 @@ class NcclCommunicator(Communicator):
 
     def use_transport(self, name):
         if name not in (None, *TRANSPORTS):
-            raise ConfigError(f"--transport {name}: unknown transport; choose from {', '.join(TRANSPORTS)}")
+            raise ConfigError(f"`transport={name}`: unknown transport; choose from {', '.join(TRANSPORTS)}")
         if triton_launch.interpreted():
             if name == "nccl":
-                raise ConfigError("--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag")
+                raise ConfigError("`transport=nccl`: needs GPUs, and Triton's interpreter uses none; omit the flag")
             self.transport, self.gpu = "mpi", GpuBinding()
         else:
             self.gpu = all_or_raise(self.mpi_group, lambda: bind_gpu(self.local_rank))
@@ -81,8 +81,8 @@ class NcclCommunicator(Communicator):
             return name or "nccl"
         found = f"{self.size} ranks have {counted(gpu_count, 'GPU')}"
         if name == "nccl":
-            advice = f"start {counted(gpu_count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
-            raise shared_error(ConfigError(f"--transport nccl: needs a GPU for each rank, but {found}; {advice}"))
+            advice = f"start {counted(gpu_count, 'rank')}, or use `transport=mpi`, where ranks can share a GPU"
+            raise shared_error(ConfigError(f"`transport=nccl`: needs a GPU for each rank, but {found}; {advice}"))
         if self.is_root:
             reason = "so ranks share GPUs, which NCCL does not support"
             print(f"note: {found}, {reason}: using --transport mpi", file=sys.stderr)
@@ -122,13 +122,13 @@ class NcclCommunicator(Communicator):
         if self.transport == "mpi":
             if name == NATIVE:
                 raise ConfigError(
-                    f"--collectives {name}: needs --transport nccl, which needs a GPU for each rank, but the transport "
-                    "is mpi: omit the flag, or use --collectives mpi"
+                    f"`collectives={name}`: needs `transport=nccl`, which needs a GPU for each rank, but the transport "
+                    "is mpi: omit the flag, or use `collectives=mpi`"
                 )
             self.mpi_group.use_collectives(name)
         elif name not in ("canonical", NATIVE):
             raise ConfigError(
-                f"--collectives {name}: not available with NCCL; use canonical, {NATIVE} or --transport mpi"
+                f"`collectives={name}`: not available with NCCL; use canonical, {NATIVE} or `transport=mpi`"
             )
         self._algorithm = name
         if self._device_communicator:
@@ -230,5 +230,5 @@ def import_nccl(cupy):
     if not nccl.available:
         reason = f" ({str(caught[-1].message).strip().splitlines()[0]})" if caught else ""
         wheel = f"nvidia-nccl-cu{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
-        raise ConfigError(f"CuPy finds no NCCL{reason}; pip install {wheel}, or use --transport mpi")
+        raise ConfigError(f"CuPy finds no NCCL{reason}; pip install {wheel}, or use `transport=mpi`")
     return nccl

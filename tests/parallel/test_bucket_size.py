@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
-from gpt2core.model import GPT2Config
 from gpt2core.parallel.bucket_size import WARM_UP, BucketSize, best_bucket, measured_bucket, time_all_reduce
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
@@ -81,7 +81,7 @@ def test_the_rounds_of_the_warm_up_do_not_count():
 
 
 def test_the_header_names_the_measured_values():
-    words = "--bucket-mb 40: 14.7 us per message and 4.56 ps per byte were measured"
+    words = "`bucket_mb=40`: 14.7 us per message and 4.56 ps per byte were measured"
     assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
 
 

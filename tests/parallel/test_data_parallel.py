@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.codecs import CODECS, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.whole_parameters import load, verify
+from gpt2core.parallel.whole_parameters import load, parameter_hash, verify
 from gpt2core.training_loop import read_batch
 from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
@@ -111,17 +111,42 @@ def test_buckets_reach_their_size_last_parameters_first():
 
 
 def test_messages_are_sent_in_the_same_order_on_every_rank_and_thread(tokens):
-    """Overlap with two workers a rank: the order in which parameters complete depends only on the graph."""
+    """Overlap with two workers a rank: the order in which units complete depends only on the graph."""
 
     def order(comm):
-        trainer, names = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
+        trainer, units = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
         original = trainer.accumulator.on_complete
-        trainer.accumulator.on_complete = lambda name: (names.append(name), original(name))
+        trainer.accumulator.on_complete = lambda unit: (units.append(unit), original(unit))
         trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
-        return names
+        return units
 
     first, second = run_ranks(2, order)
-    assert first == second and sorted(first) == sorted(dict(parameter_shapes(CONFIG)))
+    assert first == second == ["head", *(f"h.{layer}" for layer in reversed(range(CONFIG.n_layer))), "embedding"]
+
+
+@pytest.mark.parametrize("options", [{}, dict(zero=1, zero_gather="forward")], ids=["zero 0", "zero 1"])
+@pytest.mark.parametrize("dp", STRATEGIES)
+def test_the_steps_after_a_pass_that_has_failed_on_all_ranks_are_right(tokens, dp, options):
+    """With overlap and bucket, the pass that fails has sent most gradients already."""
+    parallel = ParallelConfig(dp=dp, bucket_mb=BUCKET_MB, **options)
+
+    def run(comm, fails):
+        trainer, windows = make_trainer(comm, parallel, threads=2), Windows(tokens, 16)
+        trainer.step(read_batch(trainer, windows), 1e-3)
+        if fails:
+            backend = trainer.pool.backends[1]
+            backend.embedding_backward, compute = fail, backend.embedding_backward
+            with pytest.raises(MemoryError):
+                trainer.step(read_batch(trainer, windows), 1e-3)
+            backend.embedding_backward = compute
+        steps = [trainer.step(read_batch(trainer, windows), 1e-3) for _ in range(2)]
+        return [(step.loss, step.grad_norm) for step in steps], parameter_hash(trainer)
+
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    want, got = (run_ranks(2, lambda comm, fails=fails: run(comm, fails)) for fails in (False, True))
+    assert got == want
 
 
 def test_a_strategy_moves_the_textbook_volume(tokens):
@@ -342,9 +367,9 @@ def test_local_windows_resume_anywhere():
 @pytest.mark.parametrize(
     "parallel, words",
     [
-        (ParallelConfig(dp="ring"), "--dp ring is unknown: choose from naive, flat, overlap, bucket"),
-        (ParallelConfig(bucket_mb=0), "--bucket-mb 0 must be above 0"),
-        (ParallelConfig(compress="zip"), "--compress zip is unknown: choose from none, fp16, bf16, int8"),
+        (ParallelConfig(dp="ring"), "`dp=ring` is unknown: choose from naive, flat, overlap, bucket"),
+        (ParallelConfig(bucket_mb=0), "`bucket_mb=0` must be above 0"),
+        (ParallelConfig(compress="zip"), "`compress=zip` is unknown: choose from none, fp16, bf16, int8"),
     ],
 )
 def test_unknown_choices_name_those_that_exist(parallel, words):

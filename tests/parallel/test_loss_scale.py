@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.engine.loss_scale import LossScale
 from gpt2core.errors import ConfigError, Diverged
-from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.loss_scale import LossScale
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import named_parameters, parameter_hash
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.checkpoints import edit_json
@@ -84,7 +84,7 @@ def test_a_precision_with_the_range_of_fp32_has_no_scale():
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_compression_is_refused_with_a_loss_scale(codec):
-    with pytest.raises(ConfigError, match=f"--compress {codec} would keep an overflow of fp16 .*use --precision bf16"):
+    with pytest.raises(ConfigError, match=f"`compress={codec}` would keep an overflow of fp16 .*use `precision=bf16`"):
         Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_batches=1, parallel=ParallelConfig(compress=codec))
 
 
@@ -92,7 +92,7 @@ def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():
     trainer = trainer_of(Narrow(), loss_scale=dict(factor=8.0))
     trainer.step(read_batch(trainer, windows()), 1e-3)
     trainer.backend.largest, before = 0, parameter_hash(trainer)
-    with pytest.raises(Diverged, match=r"step 1: .* been reduced to 0.5, .*bf16, or lower --lr \(now 0.5"):
+    with pytest.raises(Diverged, match=r"step 1: .* been reduced to 0.5, .*bf16`, or lower `lr` \(now 0.5"):
         trainer.step(read_batch(trainer, windows()), 0.5)
     assert parameter_hash(trainer) == before and (trainer.steps, trainer.position) == (1, 4)
 

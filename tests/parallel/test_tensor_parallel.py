@@ -14,9 +14,10 @@ from numpy.testing import assert_array_equal
 
 from gpt2core import ops
 from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, parameter_shapes
+from gpt2core.model import GPT2
 from gpt2core.parallel.tensor_parallel import (
     check_tensor_parallel,
     gather,
@@ -315,10 +316,10 @@ def test_the_parameters_that_every_rank_holds_whole():
 @pytest.mark.parametrize(
     "config, parts, words",
     [
-        (PRESETS["paper"], 4, "n_head 6 is not divisible by --tp 4: use --tp 1 or 2:"),
-        (PRESETS["gpt2"], 2, "the vocabulary of 50257 is not divisible by --tp 2: use --tp 1:"),
-        (PRESETS["small"], 8, "n_head 12 is not divisible by --tp 8: use --tp 1, 2 or 4:"),
-        (PRESETS["tiny"], 0, "n_head 4 is not divisible by --tp 0: use --tp 1, 2 or 4:"),
+        (PRESETS["paper"], 4, "n_head 6 is not divisible by `tp` 4: use `tp` 1 or 2:"),
+        (PRESETS["gpt2"], 2, "the vocabulary of 50257 is not divisible by `tp` 2: use `tp` 1:"),
+        (PRESETS["small"], 8, "n_head 12 is not divisible by `tp` 8: use `tp` 1, 2 or 4:"),
+        (PRESETS["tiny"], 0, "n_head 4 is not divisible by `tp` 0: use `tp` 1, 2 or 4:"),
     ],
 )
 def test_a_group_that_does_not_divide_the_model_is_refused_with_what_works(config, parts, words):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.evaluation import evaluate
@@ -70,9 +70,10 @@ class Copied(NumpyBackend):
         super().__init__(precision)
         self.compute_dtype = Copied.compute_dtype
 
-    def adamw_step(self, p, m, v, copy, *how):
-        super().adamw_step(p, m, v, None, *how)
-        copy[...] = p
+    def adamw_step(self, p, *arguments):
+        *arguments, copy = arguments
+        super().adamw_step(p, *arguments)
+        copy.array[...] = p
 
 
 @pytest.mark.parametrize("dp, when", [("flat", "end"), ("flat", "forward"), ("bucket", "forward")])
@@ -195,18 +196,17 @@ def test_each_owner_sends_its_elements_once_in_the_order_of_forward(size, mb):
         with gather:
             assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(views)[-1]).stop])
             for x, root in owners.sent:
-                own = arena.part(root, size)
+                own = arena.share(root, size)
                 assert own.start <= x[0] and x[-1] < own.stop
             assert not owners.waited
-            for name in views:
-                gather.wait_on_read(name.rpartition(".")[0])
-                view = views[name].ravel()
+            for unit, names in arena.units.items():
+                gather.wait_for_unit(unit)
                 arrived = np.concatenate([x for x, _ in owners.waited])
-                assert view[0] >= arrived[0] and view[-1] <= arrived[-1], name
-                assert mb == 1.0 or name == list(views)[-1] or len(arrived) < len(flat)  # not all pieces are waited for
+                assert arrived[0] <= views[names[0]].ravel()[0] and views[names[-1]].ravel()[-1] <= arrived[-1], unit
+                assert mb == 1.0 or unit == "head" or len(arrived) < len(flat)  # not all pieces are waited for
         assert owners.waited == owners.sent
         owners.waited.clear()
-        gather.wait_on_read("transformer.wte")
+        gather.wait_for_unit("embedding")
         assert not owners.waited  # no piece is pending outside the context
 
 
@@ -221,10 +221,10 @@ def test_after_a_failure_no_piece_is_waited_for():
 @pytest.mark.parametrize(
     "parallel, words",
     [
-        (ParallelConfig(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
+        (ParallelConfig(zero=1, zero_gather="later"), "`zero_gather=later` is unknown: choose from end, forward"),
         (
             ParallelConfig(zero_gather="forward"),
-            "--zero-gather forward needs --zero 1, and this is --zero 0: add --zero 1",
+            "`zero_gather=forward` needs `zero=1`, and this is `zero=0`: add `zero=1`",
         ),
     ],
 )

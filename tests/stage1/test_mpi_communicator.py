@@ -199,12 +199,12 @@ def mistakes(comm):
         (lambda: comm.broadcast(x, root=comm.size), "is not a rank of a group"),
         (lambda: comm.send(x, me), "is rank . itself"),
         (lambda: comm.recv(x, -1), "source -1 is not a rank"),
-        (lambda: comm.use_collectives("rings"), "rings: unknown algorithm; choose one of mpi, root, ring, "),
+        (lambda: comm.use_collectives("rings"), "`collectives=rings`: unknown algorithm; choose one of mpi, root, ring, "),
     ):
         with pytest.raises(ConfigError, match=message):
             call()
     comm.use_collectives("mpi")
-    with pytest.raises(ConfigError, match="mpi: cannot reduce float16; use canonical"):
+    with pytest.raises(ConfigError, match="`collectives=mpi`: cannot reduce float16; use canonical"):
         comm.all_reduce(x.astype(np.float16))
     comm.use_collectives("canonical")
     assert_same(comm.all_reduce(x.astype(np.float16)), (x * comm.size).astype(np.float16))

@@ -27,7 +27,7 @@ import os, signal, sys
 from gpt2core.app import safetensors_file
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
@@ -134,14 +134,14 @@ def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
 def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
         from gpt2core.parallel.micro_batches import Worker
-        original = Worker.collect
+        original = Worker.add_unit
 
-        def collect(worker, name, gradient):
-            if rank == 1 and name == "transformer.h.0.attn.c_attn.bias" and worker.done == worker.count - 1:
+        def add_unit(worker, number, unit):
+            if rank == 1 and unit == "h.0" and number == worker.sums.count - 1:
                 raise ZeroDivisionError("an injected fault")
-            original(worker, name, gradient)
+            original(worker, number, unit)
 
-        Worker.collect = collect
+        Worker.add_unit = add_unit
     """
     done = faulty(fault, *run, "--threads", 2, "--batch-size", 8, "--dp", "overlap", ranks=2)
     assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: an injected fault", code=1)

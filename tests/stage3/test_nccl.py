@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime.cuda_graph import CapturedStep
@@ -385,7 +385,7 @@ FAULTY = """
 import os, signal
 import cupy
 from gpt2core.app.cli import train
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 

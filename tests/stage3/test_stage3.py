@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, UserError
-from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import parameter_hash
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import watchdog
@@ -198,7 +198,7 @@ def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine
             [(H200, "0"), (H200, "0")],
             "nccl",
             (),
-            "nccl: needs a GPU for each rank, but 2 ranks have 1 GPU; start 1 rank, or",
+            "`transport=nccl`: needs a GPU for each rank, but 2 ranks have 1 GPU; start 1 rank, or",
         ),
         ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
         ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
@@ -225,7 +225,7 @@ def test_a_missing_nccl_names_the_package_for_the_cuda_version(monkeypatch, vers
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     words = (
-        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use --transport"
+        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use `transport"
     )
     with pytest.raises(ConfigError, match=re.escape(words)):
         nccl_communicator.import_nccl(cupy)
@@ -452,7 +452,7 @@ def test_the_watchdog_aborts_even_if_stderr_is_closed(monkeypatch):
 
 FULL = """
 from gpt2core.app.cli import train
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime.cuda_runtime import InterpreterRuntime
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
@@ -479,7 +479,7 @@ def test_a_rank_out_of_gpu_memory_ends_the_job_and_is_named(mpi_is_here, corpus)
 STUCK = """
 import ctypes, os, signal
 from gpt2core.app.cli import train
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage1_mpi import watchdog
 from stage3_mpi_cuda import watchdog as gpu_watchdog
