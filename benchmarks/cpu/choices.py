@@ -1,7 +1,8 @@
 """What does each choice in the NumPy backend gain?
 
-A choice replaces naive NumPy code by faster code that computes the same values. This script times the naive code and
-this project's code alternately, on arrays of the sizes in preset `paper`.
+First, choices that concern all kernels: memory, and which library multiplies. Then, each kernel that NumpyBackend
+overrides, beside its formula in PlainBackend: both compute the same values. This script times the two alternately, on
+arrays of the sizes in preset `paper`.
 """
 
 import statistics
@@ -12,18 +13,21 @@ import numpy as np
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
+from gpt2core.optimizer import adamw_scalars
 from gpt2core.parallel.threads import limit_blas
+from gpt2core.plain_backend import PlainBackend
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 
-ROWS = 512  # a micro-batch: 2 sequences of 256 tokens
+B, T = 2, 256  # a micro-batch: 2 sequences of 256 tokens
+BLOCKS = 2048  # of the flat arrays of AdamW and of the norm: 2048 x 1024 elements
 
 
 def choices():
     """Yield (name, naive, ours) of each choice; naive() and ours() compute the same values."""
     config, rng, backend = PRESETS["paper"], np.random.default_rng(), NumpyBackend()
     C = config.n_embd
-    wide = rng.standard_normal((ROWS, 4 * C), np.float32)  # the widest activations of a layer, those of the MLP
+    wide = rng.standard_normal((B * T, 4 * C), np.float32)  # the widest activations of a layer, those of the MLP
     out, pool = np.empty_like(wide), BufferPool()
     activations = range(24)  # 24 arrays of 3 MB are allocated, then all are freed
     yield "cube: x**3 -> x*x*x", lambda: wide**3, lambda: np.multiply(np.multiply(wide, wide, out=out), wide, out=out)
@@ -32,10 +36,6 @@ def choices():
         lambda: [np.add(wide, 1, out=np.empty_like(wide)) for _ in activations],
         lambda: [np.add(wide, 1, out=pool.empty(wide.shape, wide.dtype)) for _ in activations],
     )
-    slope = np.empty_like(wide)
-    yield "GELU and slope: whole arrays -> blocks", lambda: gelu(wide), lambda: backend.gelu(wide, None, out, slope)
-    ones = np.ones(ROWS, np.float32)
-    yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: ones @ wide
     weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # together larger than the cache
     row = wide[:1]
     product = np.empty((1, C), np.float32)
@@ -55,32 +55,61 @@ def choices():
             lambda: [np.matmul(wide, w, out=square) for w in weights],
             lambda: [backend.matmul(wide, w, square) for w in weights],
         )
-    qkv = rng.standard_normal((2, 256, 3 * C), np.float32)
-    heads = config.n_head
-    yield (
-        "attention: whole T x T -> causal blocks",
-        lambda: attention(qkv, heads),
-        lambda: backend.attention_forward(qkv, heads),
-    )
+    plain, ours = overrides(PlainBackend(), config), overrides(backend, config)
+    for name in plain:
+        yield f"{name}: formula -> override", plain[name], ours[name]
 
 
-def gelu(x):
-    """(GELU(x), its derivative) in whole-array operations, with x * x * x for the cube. 0.7978846 is sqrt(2 / pi)."""
-    u = np.float32(0.7978846) * (x + np.float32(0.044715) * x * x * x)
-    t = np.tanh(u)
-    du = np.float32(0.7978846) * (1 + np.float32(3 * 0.044715) * x * x)
-    return np.float32(0.5) * x * (1 + t), np.float32(0.5) * (1 + t) + np.float32(0.5) * x * (1 - t * t) * du
+def overrides(backend, config):
+    """{kernel: function() that computes it, forward and backward} on a backend."""
+    rng, (C, V, H) = np.random.default_rng(0), (config.n_embd, config.vocab_size, config.n_head)
 
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
 
-def attention(qkv, n_head):
-    """Causal attention of qkv (B, T, 3C) that computes all T x T scores; returns (B, T, C)."""
-    B, T, C3 = qkv.shape
-    q, k, v = qkv.reshape(B, T, 3, n_head, -1).transpose(2, 0, 3, 1, 4)  # (B, H, T, D) each
-    s = q @ k.transpose(0, 1, 3, 2) * np.float32((C3 // 3 // n_head) ** -0.5)
-    s = np.where(np.tril(np.ones((T, T), bool)), s, np.float32(-1e30))
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, C3 // 3)
+    def compute(*gradients):
+        """Compute gradients that a kernel has returned as functions of their destination."""
+        return [gradient(None) if callable(gradient) else gradient for gradient in gradients]
+
+    x, a, dy, qkv, d_wide = normal(B, T, C), normal(B, T, C), normal(B, T, C), normal(B, T, 3 * C), normal(B, T, 4 * C)
+    w, b, w1, b1, w2 = normal(C), normal(C), 0.02 * normal(C, 4 * C), normal(4 * C), 0.02 * normal(4 * C, C)
+    wte, wpe, ids, targets = normal(V, C), normal(T, C), rng.integers(0, V, (B, T)), rng.integers(0, V, B * T)
+    (p, m, v, g), decays = (abs(normal(BLOCKS * 1024)) for _ in range(4)), np.ones(BLOCKS, np.int32)
+    scalars = adamw_scalars(1, 1e-3, 0.9, 0.99, 1e-8, 0.1)
+
+    def linear():
+        backend.linear_forward(x, w1, b1)
+        compute(*backend.linear_backward(d_wide, x, w1))
+
+    def mlp():
+        _, aux = backend.mlp_forward(x, w1, b1, w2)
+        compute(*backend.mlp_backward(dy, x, w1, w2, aux))
+
+    def residual_layernorm():
+        _, _, aux = backend.residual_layernorm_forward(x, a, b, w, b, 1e-5)
+        compute(*backend.residual_layernorm_backward(dy, dy, w, aux))
+
+    def attention():
+        y, aux = backend.attention_forward(qkv, H)
+        backend.attention_backward(dy, qkv, y, aux, H)
+
+    def embedding():
+        backend.embedding_forward(ids, wte, wpe)
+        compute(*backend.embedding_backward(dy, ids, wte, wpe))
+
+    def unembed_cross_entropy():
+        maxima, sums, _, aux = backend.unembed_cross_entropy_forward(x, wte, targets)
+        dloss = np.array(1.0)
+        compute(*backend.unembed_cross_entropy_backward(dloss, x, wte, targets, 0.1, maxima, sums, aux))
+
+    def page_sums():
+        backend.page_sums(g)
+
+    def adamw_step():
+        backend.adamw_step(p, m, v, g, scalars, np.float64(1.0), decays, (0.9, 0.99))
+
+    kernels = linear, mlp, residual_layernorm, attention, embedding, unembed_cross_entropy, page_sums, adamw_step
+    return {kernel.__name__: kernel for kernel in kernels}
 
 
 def seconds_per_call(function, repeat):

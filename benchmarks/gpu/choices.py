@@ -4,6 +4,7 @@ Each variant of the step leaves out one optimisation. The variants and the full 
 and the time of a variant is divided by that of the full step in the same round.
 """
 
+import functools
 import statistics
 import time
 
@@ -13,7 +14,7 @@ from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
@@ -38,9 +39,13 @@ def one_stream(backend):
 
 def copied_gradients(trainer):
     """Write weight gradients to new arrays and copy these to the gradient buffer, instead of writing to it directly."""
+
+    def receive_array(receive, gradient):
+        receive(gradient(None) if callable(gradient) else gradient)
+
     for worker in trainer.accumulator.workers:
         for tensor in worker.tensors.values():
-            tensor.grad_buffer = None
+            tensor.receive = functools.partial(receive_array, tensor.receive)
 
 
 def no_epilogues(backend):
@@ -58,7 +63,7 @@ def untimed_algorithms(backend):
 def logits_twice(backend):
     """Compute the logits again in backward, instead of computing their gradient in forward."""
     forward = backend.unembed_cross_entropy_forward
-    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, dloss=None, out=None: forward(
+    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, dloss=None: forward(
         x, w, targets, first
     )
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.model import parameter_shapes
 from gpt2core.optimizer import adamw_scalars
 
 SEED = 20260101
@@ -113,7 +113,7 @@ def embedding(xp, rng, sizes):
         return (dwte,)
 
     def ours():
-        kernels.embedding_backward(dwte, None, chunk_sums, sorted_tokens, dy)
+        kernels.token_gradient(dwte, chunk_sums, sorted_tokens, dy)
         return (dwte,)
 
     return KernelPair(9, "the embedding's gradient without atomics", plain, ours, 1e-5)
@@ -184,6 +184,7 @@ def adamw(xp, rng, sizes):
     p, m, v, g: parameters, first and second moments, gradients.
     """
     from stage2_cuda.kernels import adamw as kernels
+    from stage2_cuda.kernels.segment_sum import segment_sum
 
     arena = Arena(parameter_shapes(PRESETS[sizes.parameters]))
     plain_buffers, our_buffers = ([xp.zeros(arena.size, np.float32) for _ in "pmvg"] for _ in range(2))
@@ -213,7 +214,8 @@ def adamw(xp, rng, sizes):
 
     def ours():
         p, m, v, g = our_buffers
-        kernels.sum_of_squares(squares, partials, g)
+        kernels.page_sums(partials, g)
+        segment_sum(squares, partials)
         kernels.clip_scale(scale, norm, squares, 1.0)
         kernels.adamw_step(p, m, v, None, g, scalars, scale, None, beta1, beta2)
         return p, m, v

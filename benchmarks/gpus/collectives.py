@@ -17,8 +17,8 @@ from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.bucket_size import best_bucket
 from gpt2core.parallel.compression import Compressed
 

@@ -9,13 +9,13 @@ import time
 import numpy as np
 
 from gpt2core.communicator import Solo
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.tensor import no_grad
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator

@@ -26,6 +26,7 @@ from importlib import import_module
 
 from benchmarks.harness.jobs import ROOT, end
 from gpt2core.app.after_run import output_error
+from gpt2core.app.command import error_text
 from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
@@ -252,7 +253,7 @@ def run_main(main, measures_time=True):
         sys.exit(0)
     except (BenchmarkFailed, UserError) as error:
         progress("")
-        print(f"error: {error}" if isinstance(error, UserError) else error, file=sys.stderr)
+        print(f"error: {error_text(error)}" if isinstance(error, UserError) else error, file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

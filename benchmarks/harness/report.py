@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 from gpt2core.app.flag_parser import Parser
-from gpt2core.parallel.tuned_choices import processor
+from gpt2core.tuned_choices import processor
 
 # Fields of results that hold lists of measured samples: save() replaces each of these lists by its summary.
 SAMPLES = {

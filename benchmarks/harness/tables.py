@@ -1,9 +1,10 @@
-"""Generate the tables of the documentation from results/: the texts between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Generate the tables of the documentation: the texts between `<!-- table: NAME -->` and `<!-- end -->`.
 
     python -m benchmarks.harness.tables            # rewrite the tables of all pages
-    python -m benchmarks.harness.tables --check    # exit code 1 if a page differs from results/
+    python -m benchmarks.harness.tables --check    # exit code 1 if a page is out of date
 
-The line below a table names the source of its numbers: the file in results/, the date, the commit, the hardware and the
+The numbers are those of results/; the tables of flags are made from gpt2core/app/settings.py. The line below a table of
+numbers names the source of its numbers: the file in results/, the date, the commit, the hardware and the
 command of the measurement. A table with several source files has several such lines. Some scripts were renamed after
 their measurement: then the line shows the name that the script had at the named commit.
 """
@@ -11,7 +12,7 @@ their measurement: then the line shows the name that the script had at the named
 import re
 import sys
 
-from benchmarks.harness import assignment_tables, cpu_tables, gpu_tables, torch_tables
+from benchmarks.harness import assignment_tables, cpu_tables, flag_tables, gpu_tables, torch_tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
@@ -105,6 +106,7 @@ TABLES = {
     **gpu_tables.TABLES,
     **torch_tables.TABLES,
     **assignment_tables.TABLES,
+    **flag_tables.TABLES,
 }
 
 

@@ -2,38 +2,19 @@
 
 import functools
 import inspect
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks.parity.oracle import ORACLES
-from gpt2core.backend import Backend
+from benchmarks.parity import oracle
 from gpt2core.communicator import Communicator, Handle
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.tracing.hooks import KERNELS
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # relative norms, of one kernel
-# {kernel: names of the results in its tuple}; None: not compared. A kernel that is not listed has one result.
-RESULTS = {
-    "linear_backward": ("dx", "dw", "db"),
-    "linear_gelu_forward": ("y", None),
-    "linear_gelu_backward": ("dx", "dw", "db"),
-    "mlp_forward": ("y", None),
-    "mlp_backward": ("dx", "dw", "db", "dw2"),
-    "layernorm_forward": ("y", None),
-    "layernorm_backward": ("dx", "dw", "db"),
-    "residual_layernorm_forward": ("s", "y", None),
-    "residual_layernorm_backward": ("dx", "da_bias", "dw", "db"),
-    "attention_forward": ("y", "logsumexp"),
-    "embedding_backward": ("dwte", "dwpe"),
-    "unembed_backward": ("dx", "dw"),
-    "cross_entropy_forward": ("maxima", "sums", "target_logits", None),
-    "unembed_cross_entropy_forward": ("maxima", "sums", "target_logits", None),
-    "unembed_cross_entropy_backward": ("dx", "dw"),
-    "clip": ("norm", "grad_scale"),
-}
-# backward kernels whose oracle needs inputs of the forward call
-NEED_FORWARD = "linear_gelu_backward", "mlp_backward", "layernorm_backward", "residual_layernorm_backward"
+ORACLES = {name: vars(oracle)[name] for name in KERNELS if name in vars(oracle)}
 # kernels of two matrix products, one after the other, which double the rounding error
 TWO_PRODUCTS = "mlp", "attention", "unembed_cross_entropy"
 
@@ -93,22 +74,22 @@ def place_of(module, operation=""):
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
-SIGNATURES = {name: inspect.signature(getattr(Backend, name)) for name in ORACLES}
-
 
 class KernelChecker:
     """Compares each kernel call of a backend with its oracle. `found`: the first Difference, or None.
 
-    modules: a Modules. activations: {(module, forward kernel): [its result in each call]}.
+    A gradient that a kernel returns as a function is compared when the function has been called. modules: a Modules.
+    activations: {(module, forward kernel): [its result in each call]}.
     """
 
     def __init__(self, backend, modules, tolerance):
         self.backend, self.modules, self.tolerance, self.step = backend, modules, tolerance, -1
         self.found, self.forwards, self.activations, self.depth = None, {}, {}, 0
+        self.signatures = {name: inspect.signature(getattr(backend, name)) for name in ORACLES}
 
     def around(self, name, kernel, arguments, options):
         module = self.modules.before(name, arguments)
-        bound = SIGNATURES[name].bind(None, *arguments, **options) if name in SIGNATURES else None
+        bound = self.signatures[name].bind(*arguments, **options) if name in ORACLES else None
         inputs = None
         if bound and self.found is None:
             bound.apply_defaults()
@@ -117,18 +98,14 @@ class KernelChecker:
         result = kernel(*arguments, **options)
         self.depth -= 1
         if inputs is not None:
-            self.backend.runtime.join()  # weight gradients may be computed on another stream
-            self.compare(name, module, inputs, bound.arguments, result)
+            self.backend.runtime.join()  # kernels may run on another stream
+            result = self.compare(name, module, inputs, bound.arguments, result)
         self.modules.after(name, module, result)
         return result
 
     def inputs(self, arguments):
         """The arguments of a call on the host, floats as float64. They are copies: kernels may write to arguments."""
-        inputs = {name: self.on_host(value) for name, value in arguments.items() if name not in ("self", "aux", "out")}
-        if arguments.get("accumulate"):
-            inputs["before"] = self.on_host(arguments["out"][0])
-        if "hyper" in inputs:
-            inputs["hyper"] = SimpleNamespace(scalars=self.on_host(arguments["hyper"].scalars))
+        inputs = {name: self.on_host(value) for name, value in arguments.items() if name not in ("aux", "copy")}
         return SimpleNamespace(**inputs)
 
     def on_host(self, value):
@@ -139,32 +116,53 @@ class KernelChecker:
         return host.astype(np.float64) if host.dtype.kind == "f" else host
 
     def compare(self, name, module, inputs, arguments, result):
-        if name == "clip" and inputs.loss_scale is not None:
-            return
+        """Compare the arrays of a result; return the result, with functions that compare what they compute."""
+        if name == "clip" and getattr(inputs, "loss_scale", None) is not None:
+            return result
         if name.endswith("_forward") and isinstance(result, tuple) and result[-1] is not None:
             self.forwards[id(result[-1])] = result[-1], inputs  # the reference to aux keeps its id unique
         _, forward = self.forwards.get(id(arguments.get("aux")), (None, None))
-        if forward is None and name in NEED_FORWARD:
-            return  # aux is not that of a recorded call
-        forward = forward or SimpleNamespace()
+        of_forward = inspect.signature(ORACLES[name]).parameters.get("forward")
+        if forward is None and of_forward and of_forward.default is of_forward.empty:
+            return result  # aux is not that of a recorded call
+        expected = ORACLES[name](inputs, forward) if of_forward else ORACLES[name](inputs)
         results = result if isinstance(result, tuple) else (result,)
-        named = dict(zip(RESULTS.get(name, (None,)), results, strict=False))
-        expected = ORACLES[name](inputs, forward)
-        if name == "adamw_step":
-            named = {key: arguments[key] for key in "mvp"}
-        elif name not in RESULTS:
-            named = {next(iter(expected)): results[0]}
+        names = list(expected)[: len(results)]
+        named = dict(zip(names, results, strict=False))  # without aux
+        if result is None:  # the kernel writes to its arguments
+            named = {tensor: arguments[tensor] for tensor in expected}
         if self.depth == 0 and name.endswith("_forward"):
             main = named.get("y")
             if main is not None and "cross" not in name:
                 self.activations.setdefault((module, name), []).append(self.on_host(main))
-        for tensor, (want, least) in expected.items():
-            got = named.get(tensor)
-            if got is None or (tensor == "logsumexp" and not same_shape(got, want)):
-                continue  # the backend keeps something else, or computes no such gradient
-            where = dict(step=self.step, place=place_of(module, name), tensor=tensor)
-            tolerance = self.tolerance * (2 if name.startswith(TWO_PRODUCTS) else 1)
-            self.found = self.found or difference(self.on_host(got), want, tolerance, least, **where)
+        where = dict(step=self.step, place=place_of(module, name))
+        tolerance = self.tolerance * (2 if name.startswith(TWO_PRODUCTS) else 1)
+
+        def compare(tensor, got, before=0.0):
+            want, least = expected[tensor]
+            if tensor == "logsumexp" and not same_shape(got, want):
+                return  # the backend keeps something else
+            got = self.on_host(got) - before
+            got = got.sum(0) if got.ndim > want.ndim and got.size > want.size else got  # of several micro-batches
+            self.found = self.found or difference(got, want, tolerance, least, tensor=tensor, **where)
+
+        def called(tensor, gradient, out):
+            before = self.on_host(out.array) if out is not None and out.accumulate else 0.0
+            array = gradient(out)
+            if self.found is None:
+                self.backend.runtime.join()
+                added = out is not None and array is out.array  # the gradient of an input is always a new array
+                compare(tensor, array, before if added else 0.0)
+            return array
+
+        for tensor in expected:  # a kernel may compute no such gradient
+            if named.get(tensor) is not None and not callable(named[tensor]):
+                compare(tensor, named[tensor])
+        functions = [
+            functools.partial(called, tensor, each) if callable(each) and tensor in expected else each
+            for tensor, each in itertools.zip_longest(names, results)
+        ]
+        return tuple(functions) if isinstance(result, tuple) else functions[0]
 
 
 def same_shape(array, other):

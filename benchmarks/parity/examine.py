@@ -31,7 +31,7 @@ from benchmarks.parity.oracle import reference
 from gpt2core.communicator import Solo, address
 from gpt2core.errors import Diverged
 from gpt2core.parallel.tree_sum import tree_sum
-from gpt2core.tracing.hooks import Hooks, Modules, module_name
+from gpt2core.tracing.hooks import Hooks, Modules, around_gradients, module_name
 from gpt2core.tracing.trace import groups
 
 MODEL_FACTOR = 10  # the tolerance of a whole model: the errors of its layers add up
@@ -72,12 +72,13 @@ class Examination:
                 return f"{buffer} of {names[0]} to {names[-1]}" if names else buffer
         return ""
 
-    def gradient_complete(self, on_complete, name):
-        """Called when this rank's gradient of a parameter is complete, before it is sent."""
+    def gradient_complete(self, on_complete, unit):
+        """Called when this rank's gradient of a unit is complete, before it is sent."""
         self.trainer.backend.runtime.join()
-        own = self.trainer.accumulator.gradients[self.trainer.arena.slices[name]]
-        self.own_gradients[name] = np.array(self.trainer.backend.to_host(own))
-        on_complete(name)
+        for name in reversed(self.trainer.arena.units[unit]):
+            own = self.trainer.accumulator.gradients[self.trainer.arena.slices[name]]
+            self.own_gradients[name] = np.array(self.trainer.backend.to_host(own))
+        on_complete(unit)
 
     def after_step(self, step, batch, parameters):
         """The first Difference of this step on any rank, or None. All ranks call it.
@@ -150,14 +151,14 @@ def least_of_bias(gradients, name):
 
 def watch_gradients(trainer, hooks, target):
     """In each step set target.gradient, the flat gradient that the optimizer reads, and target.read_part, its slice."""
-    norm_and_scale = trainer.optimizer.norm_and_scale
+    clip = trainer.optimizer.clip
 
     def watched(gradients, *arguments, **options):
         target.read_part = trainer.optimizer.own
         target.gradient = np.array(trainer.backend.to_host(gradients[target.read_part]))
-        return norm_and_scale(gradients, *arguments, **options)
+        return clip(gradients, *arguments, **options)
 
-    hooks.set(trainer.optimizer, "norm_and_scale", watched)
+    hooks.set(trainer.optimizer, "clip", watched)
 
 
 def members_of(title, gathered, rank):
@@ -237,13 +238,16 @@ def wait_for_each_kernel(trainer, hooks):
     runtime = trainer.backend.runtime
 
     def around(name, kernel, arguments, options):
-        result = kernel(*arguments, **options)
+        return around_gradients(waited(kernel, *arguments, **options), waited)
+
+    def waited(function, *arguments, **options):
+        result = function(*arguments, **options)
         runtime.synchronize()
         return result
 
-    def before(on_complete, name):
+    def before(on_complete, unit):
         runtime.synchronize()
-        on_complete(name)
+        on_complete(unit)
 
     for worker in trainer.accumulator.workers:
         hooks.around_kernels(worker.backend, around)

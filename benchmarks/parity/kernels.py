@@ -7,8 +7,10 @@ import math
 import numpy as np
 
 from benchmarks.parity.checks import TOLERANCE, KernelChecker
-from gpt2core.arena import BLOCK
-from gpt2core.optimizer import Hyperparameters, adamw_scalars
+from gpt2core.arena import PAGE, SEGMENTS
+from gpt2core.backend import ParameterCopy
+from gpt2core.optimizer import adamw_scalars
+from gpt2core.tensor import Destination
 from gpt2core.tracing.hooks import Hooks, Modules
 
 SHAPES = [(2, 33, 2, 16, 37), (1, 130, 3, 8, 172)]  # (B, T, H, D, V); T and V are no multiples of a tile
@@ -35,6 +37,14 @@ def normal(backend, rng, *shape, scale=1.0):
     return backend.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(backend.compute_dtype)
 
 
+def compute(gradients):
+    """Compute the gradients of parameters in all ways: in new arrays, written to arrays, and added to arrays."""
+    for gradient in filter(callable, gradients):
+        array = gradient(None)
+        for accumulate in (False, True):
+            gradient(Destination(array.copy(), accumulate))
+
+
 def call_layers(backend, rng, B, T, H, D, V):
     """Products, GELU, LayerNorm and attention, forward and backward."""
     C = H * D
@@ -49,22 +59,24 @@ def call_layers(backend, rng, B, T, H, D, V):
     for columns in (3 * C, C):  # a square weight too, which could be transposed without an error
         w, b, dy_wide = weight(C, columns), normal(backend, rng, columns), activation(columns)
         backend.linear_forward(x, w, b)
-        backend.linear_backward(dy_wide, x, w)
+        compute(backend.linear_backward(dy_wide, x, w))
     w, b, w2 = weight(C, 4 * C), normal(backend, rng, 4 * C), weight(4 * C, C)
     backend.gelu_backward(dy, backend.gelu_forward(x))
     _, aux = backend.linear_gelu_forward(x, w, b)
-    backend.linear_gelu_backward(activation(4 * C), x, w, aux)
+    compute(backend.linear_gelu_backward(activation(4 * C), x, w, aux))
     _, aux = backend.mlp_forward(x, w, b, w2)
-    backend.mlp_backward(dy, x, w, w2, aux)
+    compute(backend.mlp_backward(dy, x, w, w2, aux))
     w, b, bias = (normal(backend, rng, C) for _ in range(3))
     _, aux = backend.layernorm_forward(x, w, b, 1e-5)
-    backend.layernorm_backward(dy, w, aux)
+    compute(backend.layernorm_backward(dy, w, aux))
     _, _, aux = backend.residual_layernorm_forward(x, activation(C), bias, w, b, 1e-5)
-    backend.residual_layernorm_backward(activation(C), dy, w, aux)
+    compute(backend.residual_layernorm_backward(activation(C), dy, w, aux))
     qkv = activation(3 * C)
     y, aux = backend.attention_forward(qkv, H)
     backend.attention_backward(dy, qkv, y, aux, H)
     backend.add(x, dy)
+    backend.residual_add_forward(x, dy, bias)
+    compute([backend.bias_backward(dy)])
 
 
 def call_embedding_and_loss(backend, rng, B, T, H, D, V):
@@ -78,27 +90,27 @@ def call_embedding_and_loss(backend, rng, B, T, H, D, V):
     for first, rows in ((0, V), (V // 2, V - V // 2)):
         own = wte[first : first + rows].copy()
         backend.embedding_forward(ids, own, wpe, 0, first)
-        backend.embedding_backward(normal(backend, rng, B, T, C), ids, own, wpe, 0, first)
+        compute(backend.embedding_backward(normal(backend, rng, B, T, C), ids, own, wpe, 0, first))
         maxima, sums, target_logits, aux = backend.unembed_cross_entropy_forward(x, own, targets, first)
         row_maxima = backend.xp.array(maxima)
         rescaled = backend.loss_rows(maxima, sums, target_logits, row_maxima)
         backend.loss(row_maxima, rescaled[0], rescaled[1], scale)
         statistics = row_maxima, rescaled[0]
-        backend.unembed_cross_entropy_backward(dloss, x, own, targets, scale, *statistics, aux, first)
+        compute(backend.unembed_cross_entropy_backward(dloss, x, own, targets, scale, *statistics, aux, first))
     logits = backend.unembed_forward(x, wte)
     *statistics, _, aux = backend.cross_entropy_forward(logits, targets)
     dlogits = backend.cross_entropy_backward(dloss, logits, targets, scale, *statistics, aux)
-    backend.unembed_backward(dlogits, x, wte)
+    compute(backend.unembed_backward(dlogits, x, wte))
 
 
 def call_optimizer(backend, rng, B, T, H, D, V):
-    """The norm, clipping and AdamW, on four blocks of the arena, two of them with weight decay."""
-    n = 4 * BLOCK
+    """The norm, clipping and AdamW, on 64 blocks of the arena, half of them with weight decay."""
+    n = SEGMENTS * PAGE
     p, m, g = (backend.asarray(rng.standard_normal(n).astype(np.float32)) for _ in range(3))
     v, copy = backend.asarray(rng.random(n).astype(np.float32)), None
     if backend.compute_dtype != backend.dtype:
-        copy = backend.zeros((n,), backend.compute_dtype)
-    _, grad_scale = backend.clip(backend.sum_of_squares(g, 2), 0.5)
-    hyper = Hyperparameters(adamw_scalars(3, 1e-2, 0.9, 0.95, 1e-8, 0.1), None)
-    decays = backend.asarray(np.array([1, 0, 0, 1], np.int32))
-    backend.adamw_step(p, m, v, copy, g, hyper, grad_scale, decays, (0.9, 0.95))
+        copy = ParameterCopy(backend.zeros((n,), backend.compute_dtype))
+    _, grad_scale = backend.clip(backend.page_sums(g), 0.5)
+    decays = backend.asarray(np.array([1, 0, 0, 1] * (n // PAGE // 4), np.int32))
+    scalars = backend.asarray(adamw_scalars(3, 1e-2, 0.9, 0.95, 1e-8, 0.1))
+    backend.adamw_step(p, m, v, g, scalars, grad_scale, decays, (0.9, 0.95), copy)

@@ -1,9 +1,10 @@
 """Every kernel of gpt2core/backend.py as its textbook formula, in float64: the reference of `make parity`.
 
-ORACLES[name](inputs, forward) returns {name of a result: (expected array, least norm)}. inputs: {parameter: float64
-array or other argument} of the call. forward: the inputs of the forward call that returned `aux`, or {}. The error of a
-result is compared with max(norm of the expected array, least norm): sums whose terms cancel have the rounding errors of
-their terms. The formulas use no code of a backend, so no error of a backend can be in both.
+A function with the name of a kernel is its oracle: it returns {name of a result: (expected array, least norm)}, in the
+order of the kernel's results. i: the inputs of the call, {parameter: float64 array or other argument}. forward: those
+of the forward call that returned `aux`, for an oracle that needs them. The error of a result is compared with max(norm
+of the expected array, least norm): sums whose terms cancel have the rounding errors of their terms. The formulas use
+no code of a backend, so no error of a backend can be in both.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
@@ -48,26 +49,31 @@ def gelu_slope(x):
     return (1 + t) / 2 + x * (1 - t * t) / 2 * GELU * (1 + 3 * 0.044715 * x * x)
 
 
-def linear_forward(i, forward):
+def linear_forward(i):
     return of(y=linear(i.x, i.w, i.b))
 
 
-def linear_backward(i, forward):
+def linear_backward(i):
     dx, dw, db = linear_gradients(i.dy, i.x, i.w)
     return of(dx=dx, dw=dw) | ({"db": (db, norm(i.dy))} if i.bias else {})
 
 
-def linear_gelu_forward(i, forward):
+def bias_backward(i):
+    return {"db": (rows(i.dy).sum(0), norm(i.dy))}
+
+
+def linear_gelu_forward(i):
     return of(y=gelu(linear(i.x, i.w, i.b)))
 
 
 def linear_gelu_backward(i, forward):
-    dh = i.dy * gelu_slope(linear(i.x, i.w, forward.b))
+    h = linear(i.x, i.w, forward.b)
+    dh = i.dy.reshape(h.shape) * gelu_slope(h)  # mlp_backward of stage 2 calls this kernel with the rows of dy
     dx, dw, db = linear_gradients(dh, i.x, i.w)
     return of(dx=dx, dw=dw) | {"db": (db, norm(dh))}
 
 
-def mlp_forward(i, forward):
+def mlp_forward(i):
     return of(y=gelu(linear(i.x, i.w, i.b)) @ i.w2)
 
 
@@ -110,7 +116,7 @@ def stream(i):
     return i.x if getattr(i, "a", None) is None else i.x + i.a + i.a_bias
 
 
-def layernorm_forward(i, forward):
+def layernorm_forward(i):
     return of(y=layernorm(i.x, i.w, i.b, i.eps))
 
 
@@ -118,7 +124,11 @@ def layernorm_backward(i, forward):
     return layernorm_gradients(i.dy, stream(forward), i.w, forward.eps)
 
 
-def residual_layernorm_forward(i, forward):
+def residual_add_forward(i):
+    return of(s=stream(i))
+
+
+def residual_layernorm_forward(i):
     s = stream(i)
     return of(s=s, y=layernorm(s, i.w, i.b, i.eps))
 
@@ -170,41 +180,43 @@ def attention_gradient(dy, qkv, H):
     return np.concatenate([merged(part) for part in gradients], -1)
 
 
-def attention_forward(i, forward):
+def attention_forward(i):
     s = scores(i.qkv, i.n_head)[3]
     top = s.max(-1)
     logsumexp = LOG2E * (top + np.log(np.exp(s - top[..., None]).sum(-1)))  # in base 2, as the GPU's kernels keep it
     return of(y=attention(i.qkv, i.n_head)) | {"logsumexp": (logsumexp, math.sqrt(logsumexp.size))}
 
 
-def attention_backward(i, forward):
+def attention_backward(i):
     return of(dqkv=attention_gradient(i.dy, i.qkv, i.n_head))
 
 
 # -- embedding, logits, loss -------------------------------------------------------------------------------------------
 
 
-def embedding_forward(i, forward):
+def embedding_forward(i):
+    i.ids = i.ids.reshape(-1, i.ids.shape[-1])  # the sequences of all micro-batches
     local = i.ids.astype(int) - i.first
     own = (local >= 0) & (local < len(i.wte))
     y = np.where(own[..., None], i.wte[np.clip(local, 0, len(i.wte) - 1)], 0.0)
     return of(y=y if i.wpe is None else y + i.wpe[i.position : i.position + i.ids.shape[1]])
 
 
-def embedding_backward(i, forward):
+def embedding_backward(i):
+    i.ids, i.dy = i.ids.reshape(-1, i.ids.shape[-1]), i.dy.reshape(-1, *i.dy.shape[-2:])
     dwte, dwpe = np.zeros_like(i.wte), np.zeros_like(i.wpe)
     local = i.ids.astype(int).ravel() - i.first
     own = (local >= 0) & (local < len(dwte))
     np.add.at(dwte, local[own], rows(i.dy)[own])
     dwpe[i.position : i.position + i.dy.shape[1]] = i.dy.sum(0)
-    return {"dwte": (dwte + (i.before if i.accumulate else 0), norm(i.dy)), "dwpe": (dwpe, norm(i.dy))}
+    return {"dwte": (dwte, norm(i.dy)), "dwpe": (dwpe, norm(i.dy))}
 
 
-def unembed_forward(i, forward):
+def unembed_forward(i):
     return of(y=i.x @ i.w.T)
 
 
-def unembed_backward(i, forward):
+def unembed_backward(i):
     return of(dx=i.dy @ i.w, dw=rows(i.dy).T @ rows(i.x))
 
 
@@ -229,76 +241,64 @@ def logit_gradient(i, logits):
     return p * (float(i.dy.reshape(())) * i.scale)
 
 
-def cross_entropy_forward(i, forward):
+def cross_entropy_forward(i):
     return statistics(i.logits, i.targets, i.first)
 
 
-def cross_entropy_backward(i, forward):
+def cross_entropy_backward(i, forward=None):
     # a backend that needs no logits in backward may pass another array in their place
-    logits = forward.x @ forward.w.T if hasattr(forward, "w") else getattr(forward, "logits", i.logits)
+    logits = rows(forward.x) @ forward.w.T if hasattr(forward, "w") else getattr(forward, "logits", i.logits)
     return of(dlogits=logit_gradient(i, logits))
 
 
-def unembed_cross_entropy_forward(i, forward):
-    return statistics(i.x @ i.w.T, i.targets, i.first)
+def unembed_cross_entropy_forward(i):
+    return statistics(rows(i.x) @ i.w.T, i.targets.ravel(), i.first)
 
 
-def unembed_cross_entropy_backward(i, forward):
-    dlogits = logit_gradient(i, i.x @ i.w.T)
-    return of(dx=dlogits @ i.w, dw=dlogits.T @ i.x)
+def unembed_cross_entropy_backward(i):
+    i.targets, i.maxima, i.sums = i.targets.ravel(), i.maxima.ravel(), i.sums.ravel()
+    dlogits = logit_gradient(i, rows(i.x) @ i.w.T)
+    return of(dx=dlogits @ i.w, dw=dlogits.T @ rows(i.x))
 
 
-def loss_rows(i, forward):
+def loss_rows(i):
     return of(rows=np.stack([i.sums * np.exp(i.maxima - i.row_maxima), i.target_logits]))
 
 
-def loss(i, forward):
+def loss(i):
     return of(loss=i.scale * (np.log(i.sums) - (i.target_logits - i.row_maxima)).sum())
 
 
 # -- flat buffers ------------------------------------------------------------------------------------------------------
 
 
-def sum_of_squares(i, forward):
-    return of(squares=(i.flat.reshape(max(1, i.segments), -1) ** 2).sum(1))
+def page_sums(i):
+    return of(sums=(i.flat.reshape(-1, 1024) ** 2).sum(1))
 
 
-def clip(i, forward):
-    size = math.sqrt(i.squares.sum())
+def clip(i):
+    size = math.sqrt(i.sums.sum())
     return of(norm=np.array(size), grad_scale=np.array(min(1.0, i.bound / (size + 1e-6)) if i.bound else 1.0))
 
 
-def adamw_step(i, forward):
-    (rate, eps, shrink), (beta1, beta2) = i.hyper.scalars, i.betas
+def adamw_step(i):
+    (rate, eps, shrink), (beta1, beta2) = i.scalars, i.betas
     g = i.g * float(np.reshape(i.grad_scale, ()))
     m, v = beta1 * i.m + (1 - beta1) * g, beta2 * i.v + (1 - beta2) * g * g
     decay = np.repeat(np.asarray(i.decays, bool), len(i.p) // len(i.decays))
     return of(m=m, v=v, p=np.where(decay, shrink, 1.0) * i.p - rate * m / (np.sqrt(v) + eps))
 
 
-def add(i, forward):
+def add(i):
     return {"sum": (i.a + i.b, norm(i.a))}
 
 
-def gelu_forward(i, forward):
+def gelu_forward(i):
     return of(y=gelu(i.x))
 
 
-def gelu_backward(i, forward):
+def gelu_backward(i):
     return {"dx": (i.dy * gelu_slope(i.x), norm(i.dy))}
-
-
-ORACLES = {
-    function.__name__: function
-    for function in (
-        linear_forward, linear_backward, gelu_forward, gelu_backward, linear_gelu_forward, linear_gelu_backward,
-        mlp_forward, mlp_backward, layernorm_forward, layernorm_backward, residual_layernorm_forward,
-        residual_layernorm_backward, attention_forward, attention_backward, embedding_forward, embedding_backward,
-        unembed_forward, unembed_backward, cross_entropy_forward, cross_entropy_backward,
-        unembed_cross_entropy_forward, unembed_cross_entropy_backward, loss_rows, loss, sum_of_squares, clip,
-        adamw_step, add,
-    )
-}  # fmt: skip
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------

@@ -19,17 +19,18 @@ from benchmarks.parity import kernels
 from benchmarks.parity.checks import difference, place_of
 from benchmarks.parity.examine import examine
 from benchmarks.ranks.parity import first_difference, train
+from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config
+from gpt2core.model import GPT2
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import initial_parameters, parameter_hash
 from gpt2core.tensor import Tensor
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives

@@ -17,9 +17,9 @@ from benchmarks.report.trace import read_step
 from gpt2core.app.inference_io import first_tokens
 from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.run_log import read_log
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted
-from gpt2core.model import parameter_shapes
 from gpt2core.text.tokenizer import Tokenizer
 
 STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")

@@ -20,8 +20,8 @@ from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
 from benchmarks.peers import torch_gpt2
+from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config
 
 VOCABULARY = 10_000
 BACKENDS = {  # name: options of TorchRanks

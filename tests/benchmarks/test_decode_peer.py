@@ -10,7 +10,7 @@ from benchmarks.gpu import decode  # noqa: E402
 from benchmarks.harness import gpu_tables, tables  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
-from gpt2core.model import GPT2Config  # noqa: E402
+from gpt2core.architecture import GPT2Config  # noqa: E402
 
 V, BLOCK = 101, 24
 CONFIG = GPT2Config(vocab_size=V, block_size=BLOCK, n_layer=2, n_head=2, n_embd=32, tied=False)

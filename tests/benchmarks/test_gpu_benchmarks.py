@@ -20,9 +20,9 @@ from benchmarks.gpus import timeline as gpu_timeline
 from benchmarks.harness import ours, processes
 from benchmarks.harness.processes import ProcessSpec
 from benchmarks.harness.report import print_table
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
-from gpt2core.model import GPT2Config
-from gpt2core.trainer import Trainer
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cupti import Activity

@@ -189,6 +189,17 @@ def test_every_script_explains_its_flags(script, monkeypatch, capsys):
     assert line.count("\n") == 1
 
 
+def test_a_message_of_the_library_is_one_line_with_flags(capsys):
+    def main():
+        raise ConfigError("`batch_size=15` is not divisible by\n`micro_batches=4`: use `batch_size=16`")
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(main, measures_time=False)
+    assert ended.value.code == 2
+    line = "error: --batch-size 15 is not divisible by --micro-batches 4: use --batch-size 16\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
 def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts(monkeypatch):
     def result(name, case, seconds, **more):
         times = {key: [seconds] for key in ("first", "token", "total", "cpu")}

@@ -22,13 +22,13 @@ from benchmarks.report.diagrams import TITLES
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import buckets_of
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.browser import ALT, CONTROL, META, NAMES, SHIFT, Browser, BrowserError, find_browser
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from gpt2core.app.run_config import resolve_rank_flags
+from gpt2core.app.settings import TrainSettings
 
 ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
 ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
@@ -12,5 +13,4 @@ def chosen(size, asked, measures_buckets=True, prefers_zero=False):
     """-> (the resolved flags, the notes) for `size` ranks whose communicator has these two attributes."""
     world = SimpleNamespace(size=size, native_algorithm="nccl")
     world.measures_buckets, world.prefers_zero = measures_buckets, prefers_zero
-    values, notes = resolve_rank_flags(ASKED | asked, world)
-    return SimpleNamespace(**values), notes
+    return resolve_rank_flags(TrainSettings(**ASKED | asked), world)

@@ -39,9 +39,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from gpt2core import trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.app.presets import PRESETS  # noqa: E402
+from gpt2core.architecture import parameter_shapes  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
+from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
-from gpt2core.model import parameter_shapes  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
@@ -226,9 +227,7 @@ def train(config, precision, batch, **options):
     T = config.block_size
     windows = Windows(np.zeros(batch * T + 1, np.int32), T)
     sizes = dict(batch_size=batch, seq_len=T, micro_batches=1)
-    trainer = gpt2core_trainer.Trainer(
-        config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options)
-    )
+    trainer = FastTrainer(config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options))
     trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.hyperparameters(1, 1e-3))
     with contextlib.suppress(Diverged):  # the loss is uninitialised memory
         evaluate(trainer, windows)
@@ -304,6 +303,16 @@ def divide(config, precision):
     scale_in_place(logits, backend.floats(1))
 
 
+def add_rows(precision, C):
+    """The gradient of the bias of a residual addition: fused with LayerNorm, and where the model is cut."""
+    backend = Backend(precision)
+    x, w = np.empty((4096, C), backend.compute_dtype), np.empty(C, backend.compute_dtype)
+    backend.residual_add_forward(x, x, w)
+    for ds in (x, None):
+        backend.residual_layernorm_backward(ds, x, w, backend.residual_layernorm_forward(x, x, w, w, w, 1e-5)[2])
+    backend.bias_backward(x)(None)
+
+
 def reduce_gradients(kind):
     """The kernels that sum and compress the gradients of several ranks."""
     arrays = sanitize.Arrays(np, kind)
@@ -336,6 +345,8 @@ def suite(gpu):
         return write(two_layers("paper"), "bf16", 8, [greedy])
     train(two_layers("paper"), "fp32", 16)
     train(two_layers("paper"), "bf16", 16, rounding="stochastic")
+    for precision in ("fp32", "bf16"):
+        add_rows(precision, two_layers("paper").n_embd)
     for precision in ("tf32", "fp16"):
         attend(precision, 256, 64)
     divide(two_layers("paper"), "fp32")
@@ -367,9 +378,9 @@ def suite(gpu):
 
 
 def compile_variant(variant, keep=None):
-    """{gpu, kernel, constants, types, registers, local, shared, warps} of a Variant, sizes in bytes.
+    """{gpu, kernel, constants, types, registers, local, shared, warps, row_sums} of a Variant, sizes in bytes.
 
-    If the compiler fails, `error` replaces the last four. keep: a directory for the code, or None.
+    If the compiler fails, `error` replaces the last five. keep: a directory for the code, or None.
     """
     activate(variant.gpu)
     words, kernel = json.loads(variant.specialization), variant.kernel
@@ -391,7 +402,15 @@ def compile_variant(variant, keep=None):
             Path(keep, f"{row['file']}.sass").write_text(tool("nvdisasm", "--print-line-info", "--print-code", cubin))
     registers, local = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     found = compiled.metadata
-    return row | dict(registers=registers, local=local, shared=found.shared, warps=found.num_warps)
+    sizes = dict(registers=registers, local=local, shared=found.shared, warps=found.num_warps)
+    return row | sizes | dict(row_sums=row_sums(compiled.asm["ttgir"]))
+
+
+def row_sums(code):
+    """The layouts of the matrices whose rows a kernel adds: the layout determines the order of the additions."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.M))
+    reduces = re.findall(r'"tt\.reduce"\(.*?\) <\{axis = (\d).*?\}\) : \(tensor<\d+x\d+x\w+, (#\w+)>\)', code, re.S)
+    return sorted({layouts[name] for axis, name in reduces if axis == "0"})
 
 
 def tool(name, *words):
@@ -461,11 +480,16 @@ def main():
 
 
 def print_suite():
-    """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON."""
+    """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON.
+
+    A kernel that no program of the suite launches is compiled as sanitize.py launches it.
+    """
     launcher = RecordingLauncher("h200")
     with launcher.active():
         unsanitized = sanitize.call_all_launches(np, ("float32", "float16", "bfloat16"))
-    rows = list(compile_all([variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]))
+    variants = [variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]
+    launched = {variant.kernel for variant in variants}
+    rows = list(compile_all(variants + [each for each in launcher.variants if each.kernel not in launched]))
     print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))
 
 

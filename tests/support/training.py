@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.testing import assert_array_equal
 
+from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
-from gpt2core.model import GPT2Config
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.whole_parameters import named_moments, named_parameters, verify
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 

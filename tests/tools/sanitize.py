@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
+from gpt2core.optimizer import adamw_scalars  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
+from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.decoding import batched, cached_attention, cluster_step, gather, sampling, single_row  # noqa: E402
@@ -47,6 +48,7 @@ from stage2_cuda.kernels import (  # noqa: E402
 )
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.kernels.gluon_launches import GluonTile, gluon_kind  # noqa: E402
+from stage2_cuda.kernels.segment_sum import segment_sum  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
@@ -87,9 +89,11 @@ def launch_layernorm(a):
         layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, ln_w, ln_b, 1e-5)
         sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C, s.dtype))
         layernorm.residual_layernorm_backward(y, partials, ds, dy, s, ln_w, mean, rstd)
-        column_sums.add_partials(partials, *sums)
+        for each in zip(partials, sums, strict=True):
+            column_sums.add_partials(*each)
         layernorm.residual_layernorm_backward(y, partials, None, dy, s, ln_w, mean, rstd)
-        column_sums.add_partials(partials, *sums[1:])
+        layernorm.residual_add(s, x, branch, bias)
+        layernorm.residual_bias_gradient(sums[0], partials[0], ds)
 
 
 def launch_gelu(a):
@@ -114,9 +118,10 @@ def launch_embedding(a):
         embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
         host_ids = ids if a.xp is np else ids.get()
         sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V, 1)))
-        chunk_sums, gradients = a.f(*embedding.chunk_sums_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
+        chunk_sums, dwte = a.f(*embedding.chunk_sums_shape(ids.size, C)), a.f(V, C)
         for accumulate in (False, True):
-            embedding.embedding_backward(*gradients, chunk_sums, sorted_tokens, dy, 3, accumulate)
+            embedding.token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate)
+        embedding.position_gradient(a.f(T + 3, C), dy, 3)
 
 
 def launch_cross_entropy(a):
@@ -165,8 +170,9 @@ def launch_adamw(a):
     philox_key, bits = a.xp.asarray(rounding_key(1, 2)), a.xp.empty(n, np.uint16)
     adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, philox_key, 4096)
     rounding.round_to_bf16(bits, p, philox_key)
-    squares = a.xp.empty(3, np.float64)
-    adamw.sum_of_squares(squares, a.f(9), a.f(9 * adamw.BLOCK))
+    squares, sums = a.xp.empty(3, np.float64), a.f(9)
+    adamw.page_sums(sums, a.f(9 * adamw.BLOCK))
+    segment_sum(squares, sums)
     for state in (None, a.f(2)):
         adamw.clip_scale(a.f(1), a.f(1), squares, 1.0, state, 2000)
 
