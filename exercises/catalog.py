@@ -23,7 +23,9 @@ class Exercise:
     """One exercise: "0.2" is the second one of stage 0.
 
     functions: pairs (file, qualified name) that the student writes. checks: {name of a function in the module: what it
-    checks, as a sentence for the student}.
+    checks, as a sentence for the student}. removed: further functions that contain the answer, such as the plain form
+    of a kernel: they have no body in the working folder, nor while this exercise is graded. No student writes in their
+    files.
     """
 
     number: str
@@ -31,6 +33,7 @@ class Exercise:
     title: str
     functions: tuple
     checks: dict = field(hash=False)
+    removed: tuple = ()
 
     @property
     def stage(self):
@@ -56,6 +59,7 @@ def functions(file, *names):
     return tuple((file, name) for name in names)
 
 
+PLAIN = "gpt2core/plain_backend.py"
 NUMPY, GENERATION = "stage0_serial/numpy_backend.py", "stage0_serial/generation.py"
 COLLECTIVES, PARALLEL = "stage1_mpi/collectives.py", "gpt2core/parallel/"
 KERNELS, STAGE_3 = "stage2_cuda/kernels/", "stage3_mpi_cuda/"
@@ -71,6 +75,7 @@ EXERCISES = (
             "softmax_large": "softmax of rows near 1000, 0 and -1000, whose exponentials are infinite or 0",
             "softmax_gradient": "the gradient of softmax",
         },
+        functions(PLAIN, "softmax"),
     ),
     Exercise(
         "0.2",
@@ -81,8 +86,9 @@ EXERCISES = (
             "layernorm_dx": "dx, the gradient of the input",
             "layernorm_parameters": "dw and db, the gradients of the weight and the bias",
             "layernorm_residual": "the gradient ds of the residual stream, and da_bias",
-            "layernorm_model": "the argument `out`, and three training steps with your LayerNorm",
+            "layernorm_model": "several micro-batches, and three training steps with your LayerNorm",
         },
+        functions(PLAIN, "PlainBackend.layernorm_backward"),
     ),
     Exercise(
         "0.3",
@@ -95,6 +101,7 @@ EXERCISES = (
             "attention_gradient": "the gradients of q, k and v",
             "attention_model": "three training steps with your attention",
         },
+        functions(PLAIN, *(f"PlainBackend.attention_{kind}" for kind in ("forward", "backward", "cached"))),
     ),
     Exercise(
         "0.4",
@@ -108,6 +115,7 @@ EXERCISES = (
             "adamw_scale": "the factor grad_scale, and a grad_scale of NaN",
             "adamw_model": "three training steps with your AdamW",
         },
+        functions(PLAIN, "PlainBackend.adamw_step"),
     ),
     Exercise(
         "0.5",
@@ -120,6 +128,7 @@ EXERCISES = (
             "cache_several": "several new positions after cached ones",
             "cache_model": "greedy text with the cache, compared with text without a cache",
         },
+        functions(PLAIN, "PlainBackend.attention_cached"),
     ),
     Exercise(
         "1.1",
@@ -159,7 +168,7 @@ EXERCISES = (
         "1.4",
         "zero-slices",
         "the slices of ZeRO-1",
-        functions("gpt2core/arena.py", "Arena.part") + functions(PARALLEL + "zero.py", "owned"),
+        functions("gpt2core/arena.py", "Arena.share") + functions(PARALLEL + "zero.py", "owned"),
         {
             "parts_of_the_arena": "the parts of 1, 2, 3, 4 and 64 owners",
             "owned_pieces": "the share of each owner in a piece of the arena",
@@ -300,3 +309,13 @@ def of_stage(stage):
 def graded_files(stage):
     """The files that the exercises of a stage change, relative to the working folder, sorted."""
     return sorted({file for exercise in of_stage(stage) for file in exercise.files})
+
+
+def removed_functions(exercises):
+    """{file: {qualified name: text of the NotImplementedError}} of all functions `removed` of these exercises."""
+    messages = {}
+    for exercise in exercises:
+        for file, name in exercise.removed:
+            text = f"this function was removed, because it has the answer of exercise {exercise.number}"
+            messages.setdefault(file, {}).setdefault(name, text)
+    return messages

@@ -1,8 +1,8 @@
 """Grade a working folder: `make grade STAGE=0`, or python -m exercises.grade --stage 0 --dir DIR.
 
 Each exercise is graded by itself: the files that contain its functions come from the working folder, with the functions
-of other exercises replaced by those of the repository; all other files come from the repository. So an exercise that is
-not written yet does not change the result of another one.
+of other exercises replaced by those of the repository; all other files come from the repository, without functions that
+contain the answer. So an exercise that is not written yet does not change the result of another one.
 """
 
 import json
@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
-from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
+from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage, removed_functions
 from exercises.commands import base_parser, check_folder, main_of, write_file
 from exercises.runner import Result, run_check
-from exercises.source import SourceError, hash_of, merged, read_source
+from exercises.source import SourceError, hash_of, merged, read_source, stripped
 from gpt2core.errors import ConfigError
 
 RECORD, LOG = "grade.json", "grade.log"
@@ -35,9 +35,17 @@ def write_overlay(exercise, folder, overlay):
         replace = [name for other in others for each, name in other.functions if each == file]
         text, real_text = read_source(folder / file, file), read_source(ROOT / file, file)
         lines, numbers[file] = merged(text, file, keep, replace, real_text)
-        (overlay / file).parent.mkdir(parents=True, exist_ok=True)
-        (overlay / file).write_text("".join(lines), encoding="utf-8")
+        write(overlay / file, "".join(lines))
+    for file, messages in removed_functions([exercise]).items():
+        text = stripped(read_source(ROOT / file, file), messages)
+        write(overlay / file, text)
+        numbers[file] = [0] * len(text.splitlines())  # no line is the student's
     return numbers
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def prepare(exercise, folder, overlay):

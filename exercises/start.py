@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage
+from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage, removed_functions
 from exercises.commands import DIR, HERE, MARKER, base_parser, called, folder_of, main_of
 from exercises.source import read_source, stripped
 from gpt2core.app.presets import CORPUS, INSTALLED
@@ -43,9 +43,9 @@ def fill_folder(stage, folder):
         shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
     (folder / "data").mkdir()
     shutil.copy(CORPUS, folder / "data")
-    for file in graded_files(stage):
-        text = stripped(read_source(ROOT / file, file), messages_of(stage, file))
-        (folder / file).write_text(text, encoding="utf-8")
+    messages = {file: messages_of(stage, file) for file in graded_files(stage)}
+    for file, texts in (messages | removed_functions(of_stage(stage))).items():
+        (folder / file).write_text(stripped(read_source(ROOT / file, file), texts), encoding="utf-8")
     for exercise in of_stage(stage):
         shutil.copy(PAGES / exercise.page, folder / exercise.page)
     (folder / MARKER).write_text(json.dumps({"stage": stage}) + "\n")

@@ -39,7 +39,6 @@ def adamw_scalars():
 
 def adamw_run(steps, grad_scale=1.0, decays=(1, 0)):
     """(p, m, v) of the student's adamw_step after some steps from p0, and the gradients; two arena blocks."""
-    from gpt2core.optimizer import Hyperparameters
     from stage0_serial.numpy_backend import NumpyBackend
 
     scalars = real("gpt2core/optimizer.py").adamw_scalars
@@ -48,10 +47,9 @@ def adamw_run(steps, grad_scale=1.0, decays=(1, 0)):
     start, gradients = p.copy(), [rng.standard_normal(2048) * 0.1 for _ in range(steps)]
     backend = NumpyBackend("fp64")
     for number, g in enumerate(gradients, 1):
-        hyper = Hyperparameters(scalars(number, LR, BETA1, BETA2, EPS, DECAY), None)
-        flags = np.array(decays, np.int32)
+        numbers, flags = scalars(number, LR, BETA1, BETA2, EPS, DECAY), np.array(decays, np.int32)
         given = g.copy()
-        backend.adamw_step(p, m, v, None, given, hyper, np.float64(grad_scale), flags, (BETA1, BETA2))
+        backend.adamw_step(p, m, v, given, numbers, np.float64(grad_scale), flags, (BETA1, BETA2))
         expect_unchanged("adamw_step", "its input g", given, g)
     return (p, m, v), start, gradients
 

@@ -113,9 +113,9 @@ def cache_several():
 
 
 def cache_model():
-    from gpt2core.model import parameter_shapes
+    from gpt2core.architecture import parameter_shapes
     from gpt2core.parallel.tensor_parallel import load_model
-    from gpt2core.sampler import KVCache, next_logits
+    from gpt2core.sampler import KVCache
     from stage0_serial.numpy_backend import NumpyBackend
 
     rng, backend = random(5), NumpyBackend()
@@ -125,7 +125,7 @@ def cache_model():
     cache, tokens = KVCache(CONFIG, backend), [3, 1, 4]
     new = tokens
     for position in range(3, 12):
-        got = next_logits(model, new, cache)
+        got = model.next_logits(new, cache)
         want = model.logits(np.array([tokens])).numpy()[0, -1]
         expect(
             f"the logits after {position} tokens",

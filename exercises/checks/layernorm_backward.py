@@ -4,36 +4,38 @@
 
 import numpy as np
 
-from exercises.checks.common import expect_curve, expect_unchanged, random
+from exercises.checks.common import arrays, expect_curve, expect_unchanged, random
 from exercises.compare import Mismatch, expect, is_near
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
 LAYERNORM = "residual_layernorm_backward"
 
 
-def layernorm_case(ds=False, out=(None, None, None)):
+def layernorm_case(ds=False, lead=(2, 3)):
     """(the student's dx, da_bias, dw, db; float64 arrays x, r, h, g, dy, ds by name) for 6 rows of 8 channels.
+
+    lead: the leading axes of the arrays: (B, T), or (M, B, T) for M micro-batches.
 
     Raises Mismatch if an input is overwritten.
     """
     from stage0_serial.numpy_backend import NumpyBackend
 
     rng, backend = random(), NumpyBackend("fp64")
-    x, dy = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 3, 8))
-    w, residual = rng.standard_normal(8) + 1, rng.standard_normal((2, 3, 8)) if ds else None
+    x, dy = rng.standard_normal((*lead, 8)), rng.standard_normal((*lead, 8))
+    w, residual = rng.standard_normal(8) + 1, rng.standard_normal((*lead, 8)) if ds else None
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     r = 1 / np.sqrt(variance + 1e-5)
     h = (x - mean) * r
     inputs = {"ds": residual, "dy": dy, "w": w, "h, aux[0]": h, "r, aux[1]": r.reshape(-1)}
     given = {name: None if array is None else array.copy() for name, array in inputs.items()}
     ds_given, dy_given, w_given, *aux = given.values()
-    got = backend.residual_layernorm_backward(ds_given, dy_given, w_given, tuple(aux), out)
+    got = backend.residual_layernorm_backward(ds_given, dy_given, w_given, tuple(aux))
     for name, array in inputs.items():
         if array is not None:
             expect_unchanged(LAYERNORM, f"its input {name}", given[name], array)
     if not isinstance(got, tuple | list) or len(got) != 4:
         raise Mismatch(f"{LAYERNORM} must return 4 arrays", "Return dx, da_bias, dw, db, in this order.")
-    return got, dict(x=x, dy=dy, w=w, r=r, h=h, g=dy * w, ds=residual)
+    return arrays(got), dict(x=x, dy=dy, w=w, r=r, h=h, g=dy * w, ds=residual)
 
 
 def mean(array):
@@ -128,10 +130,9 @@ def layernorm_residual():
 def layernorm_model():
     from stage0_serial.numpy_backend import NumpyBackend
 
-    out = np.full((3, 8), np.nan)
-    results, _ = layernorm_case(ds=True, out=tuple(out))
-    look = f"self.column_sums(..., out[i]) in {LAYERNORM}: out[0] is for da_bias, out[1] for dw, out[2] for db"
-    for i, name in enumerate(("da_bias", "dw", "db")):
-        hint = f"Nothing is written to out[{i}]: use self.column_sums(..., out[{i}]) for {name}."
-        expect(f"out[{i}], the place for {name},", out[i], results[i + 1], FP64, [(np.full(8, np.nan), hint)], look)
-    expect_curve(NumpyBackend, "the argument `out` and the sums over micro-batches: use self.column_sums(..., out[i])")
+    look = f"the sums in {LAYERNORM}: rows() has the rows of all micro-batches, and each sum is over all of them"
+    (dx, *sums), case = layernorm_case(lead=(3, 1, 2))
+    terms = dx, case["dy"] * case["h"], case["dy"]
+    for name, got, term in zip(("da_bias", "dw", "db"), sums, terms, strict=True):
+        expect(f"{name} of three micro-batches", got, term.reshape(6, 8).sum(0), FP64, (), look)
+    expect_curve(NumpyBackend, look)

@@ -2,8 +2,8 @@
 
 from exercises.checks.common import BUCKET_MB, CONFIG, expect_same_training, real
 from exercises.compare import expect_equal
+from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 
 
@@ -31,8 +31,8 @@ def parts_of_the_arena():
                     "The parts do not cover the arena: its last segments belong to no owner.",
                 ),
             ]
-            name = f"with {arena.segments} segments of {segment} elements, part({index}, {parts})"
-            expect_equal(name, arena.part(index, parts), want, wrong, "the edges in Arena.part")
+            name = f"with {arena.segments} segments of {segment} elements, share({index}, {parts})"
+            expect_equal(name, arena.share(index, parts), want, wrong, "the edges in Arena.share")
 
 
 def owned_pieces():
@@ -71,6 +71,6 @@ def owned_pieces():
 
 
 def zero_training():
-    look = "Arena.part and owned: the parts of all owners together must be the whole arena, without overlap"
+    look = "Arena.share and owned: the parts of all owners together must be the whole arena, without overlap"
     expect_same_training(ParallelConfig(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB), look)
     expect_same_training(ParallelConfig(zero=1), look)

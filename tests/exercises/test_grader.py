@@ -1,5 +1,6 @@
 """The grader: the real code gets 100 %, removed functions 0 %, and any file of a student gives a clear line."""
 
+import ast
 import csv
 import json
 import math
@@ -18,6 +19,7 @@ import pytest
 from exercises import child, collect, grade, runner, start
 from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER
+from exercises.source import find, lines_in, lines_of, parse
 from gpt2core.communicator import CommunicatorError
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -101,6 +103,49 @@ def test_removed_functions_get_0_percent(tmp_path, stage):
     assert sum("not written yet" in line for line in shown) == len(of_stage(stage))
     assert all(f"       see {exercise.page}" in shown for exercise in of_stage(stage))
     assert max(map(len, shown[1:])) <= 80  # the width of a usual terminal
+
+
+@pytest.mark.parametrize("number", [exercise.number for exercise in EXERCISES if exercise.removed])
+def test_a_submission_without_the_function_gets_0_percent(tmp_path, number):
+    """The method of the base class, or of plain_backend.py, does not take its place."""
+    exercise = next(each for each in EXERCISES if each.number == number)
+    folder = copy_of(exercise.stage, tmp_path / "folder")
+    for file, name in exercise.functions:
+        lines = lines_in((folder / file).read_text(encoding="utf-8"))
+        first, last = lines_of(find(parse("".join(lines), file), name))
+        (folder / file).write_text("".join([*lines[: first - 1], *lines[last:]]), encoding="utf-8")
+    results = grade.grade_exercise(exercise, folder)
+    assert {result.state for result in results.values()} == {"failed"}, results
+
+
+@pytest.mark.parametrize("number", [exercise.number for exercise in EXERCISES if exercise.removed])
+@pytest.mark.parametrize("call", ["super().{name}", "PlainBackend('fp64').{name}", "plain_backend.{name}"])
+def test_a_submission_that_calls_the_plain_form_gets_0_percent(tmp_path, number, call):
+    exercise = next(each for each in EXERCISES if each.number == number)
+    folder = copy_of(exercise.stage, tmp_path / "folder")
+    for file, name in exercise.functions:
+        text = (folder / file).read_text(encoding="utf-8")
+        lines, node = lines_in(text), find(parse(text, file), name)
+        names = [each.arg for each in node.args.args if each.arg != "self"]
+        plain = call.format(name=node.name) + f"({', '.join(names)})"
+        imports = "from gpt2core import plain_backend; from gpt2core.plain_backend import PlainBackend"
+        indent = " " * node.body[0].col_offset
+        body = [f"{indent}{imports}\n", f"{indent}return {plain}\n"]
+        (folder / file).write_text("".join([*lines[: node.body[0].lineno - 1], *body, *lines[node.end_lineno :]]))
+    results = grade.grade_exercise(exercise, folder)
+    assert {result.state for result in results.values()} == {"failed"}, results
+
+
+def test_a_working_folder_has_no_plain_form_of_an_answer(tmp_path):
+    for stage in range(4):
+        removed = {pair for exercise in of_stage(stage) for pair in exercise.removed}
+        assert not {file for file, _ in removed} & set(graded_files(stage))  # students do not write in these files
+        if removed:
+            start.make_folder(stage, tmp_path / str(stage))
+        for file, name in removed:
+            node = find(parse((tmp_path / str(stage) / file).read_text(encoding="utf-8"), file), name)
+            (statement,) = node.body
+            assert "was removed, because it has the answer of exercise" in ast.unparse(statement)
 
 
 # -- any file of a student ---------------------------------------------------------------------------------------------
@@ -305,7 +350,7 @@ def test_another_exercise_of_the_file_may_be_unfinished(tmp_path):
     shutil.copy(real / "gpt2core/optimizer.py", tmp_path / "new/gpt2core/optimizer.py")
     stripped, text = ((tmp_path / name / file).read_text(encoding="utf-8") for name in ("new", "real"))
     body = text[text.index("        if math.isnan(grad_scale):\n            return\n        # p -= lr") :]
-    body = body[: body.index("\n\n\ndef decay_blocks")]
+    body = body[: body.index("\n\n\ndef decay_slices")]
     line = re.search(r'        raise NotImplementedError\("exercise 0.4:.*', stripped)[0]
     (tmp_path / "new" / file).write_text(stripped.replace(line, body), encoding="utf-8")
     result = grade.grade_exercise(exercise, tmp_path / "new", ["adamw_model"])["adamw_model"]
