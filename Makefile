@@ -28,8 +28,8 @@ given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(nam
 unknown := $(firstword $(filter-out $(variables),$(given)))
 ifneq ($(unknown),)
   upper := $(filter $(shell echo '$(unknown)' | tr a-z A-Z),$(variables))
-  flag  := $(shell grep -o '"--$(shell echo '$(unknown)' | tr A-Z_ a-z-)"' gpt2core/app/cli.py | tr -d '"' | head -n 1)
-  write := $(if $(upper),$(upper)=$($(unknown)),$(if $(flag),ARGS="$(flag) $($(unknown))"))
+  flag  := $(shell grep -o "^    $(shell echo '$(unknown)' | tr A-Z- a-z_):" gpt2core/app/settings.py | tr -d " :" | tr _ - | head -n 1)
+  write := $(if $(upper),$(upper)=$($(unknown)),$(if $(flag),ARGS="--$(flag) $($(unknown))"))
   $(error $(unknown)=$($(unknown)): there is no such variable: $(if $(write),write $(write),use $(variables)))
 endif
 

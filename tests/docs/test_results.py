@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.harness import assignment_tables, table_format, tables
+from benchmarks.harness import assignment_tables, flag_tables, table_format, tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, number, spread
 
@@ -22,9 +22,10 @@ def test_the_tables_of_a_page_are_up_to_date(page):
 @pytest.mark.parametrize(
     "page, names",
     [
-        ("RESULTS.md", set(tables.TABLES) - set(assignment_tables.TABLES) - {"headline", "classroom"}),
+        ("RESULTS.md", set(tables.TABLES) - {*assignment_tables.TABLES, *flag_tables.TABLES, "headline", "classroom"}),
         ("TEACHING.md", {"classroom"}),
         ("ASSIGNMENT.md", set(assignment_tables.TABLES)),
+        ("USAGE.md", set(flag_tables.TABLES)),
     ],
 )
 def test_a_page_has_every_table_of_its_subject_once(page, names):

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
+from gpt2core.errors import DataError
 from gpt2core.text import token_file as dataset
 from gpt2core.text.token_file import TOKEN_FILE, load_tokens, read_text
 from gpt2core.text.tokenizer import FILE_NAME, Tokenizer
@@ -150,6 +151,15 @@ def test_directory_for_a_text_is_named(module, tmp_path, capsys):
 def test_missing_tokenizer_is_named(module, story, tmp_path, capsys):
     assert module.main([str(story), "--tokenizer", "none.json", "--out", str(tmp_path / "out")]) == 2
     assert "cannot read the tokenizer none.json" in capsys.readouterr().err
+
+
+def test_a_message_of_the_library_is_printed_with_flags(module, story, tmp_path, monkeypatch, capsys):
+    def refuse(*arguments):
+        raise DataError("`tokenizer=word` finds no words: use `tokenizer=byte`")
+
+    monkeypatch.setattr(module, "build_tokenizer", refuse)
+    assert module.main([str(story), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: --tokenizer word finds no words: use --tokenizer byte\n"
 
 
 def test_output_that_is_a_file_is_named(module, story, capsys):

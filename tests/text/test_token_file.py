@@ -224,7 +224,7 @@ def test_validation_text_is_read_with_the_tokenizer_it_is_given(tmp_path):
 
 def test_token_file_of_another_vocabulary_is_refused(tmp_path):
     path = token_file(tmp_path)
-    with pytest.raises(DataError, match="--tokenizer word: .* contains byte tokens; omit the flag"):
+    with pytest.raises(DataError, match="`tokenizer=word`: .* contains byte tokens; omit the flag"):
         load_tokens(path, "word")
     with pytest.raises(DataError, match="made with another tokenizer .*has 256 tokens, this one 8"):
         load_tokens(path, Tokenizer.word_level(STORY))
@@ -336,7 +336,7 @@ def test_validation_is_the_end_of_the_corpus_and_shares_its_memory(n, fraction):
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan")])
 def test_wrong_validation_fraction_is_named(fraction):
-    with pytest.raises(ConfigError, match=f"--val-fraction {fraction} must be"):
+    with pytest.raises(ConfigError, match=f"`val_fraction={fraction}` must be"):
         split_validation(np.arange(10), fraction)
 
 

@@ -73,7 +73,7 @@ def draw_arena(arena, owners, alt):
             short_name = name.removeprefix("transformer.").removesuffix(".weight")
             axis.text(start + length / 2, 0.5, short_name, rotation=90, ha="center", va="center", fontsize=7)
     for owner in range(owners):
-        part = arena.part(owner, owners)
+        part = arena.share(owner, owners)
         start, stop = megabyte * part.start, megabyte * part.stop
         axis.broken_barh([(start, stop - start)], (-0.5, 0.4), facecolors=f"C{owner}", edgecolor="white")
         style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}

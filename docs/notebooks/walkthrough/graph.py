@@ -17,7 +17,19 @@ def operation(node):
 
 def parents(node):
     """The nodes and leaves that a node uses, one for each use."""
-    return [parent.node or parent for parent in node.parents]
+    return [parent.node or parent for parent in node.parents if parent is not None]
+
+
+def nodes_and_leaves(root):
+    """(the nodes that computed `root`, the leaves that they use), both in the order of their first use."""
+    nodes = reachable(root)
+    known = set(nodes)
+    return nodes, list(dict.fromkeys(parent for node in nodes for parent in parents(node) if parent not in known))
+
+
+def edges(node):
+    """The outputs of other nodes that a node uses, without leaves."""
+    return [parent for parent in node.parents if parent is not None and parent.node]
 
 
 # -- a small expression ------------------------------------------------------------------------------------------------
@@ -29,7 +41,7 @@ def draw_graph(root, names, alt):
     Call it before backward(), or after backward(retain_graph=True), because backward() frees the graph. names: {text:
     tensor}. A tensor with a name shows its data and, after backward(), its gradient. alt: see show().
     """
-    nodes, leaves = reachable(root)
+    nodes, leaves = nodes_and_leaves(root)
     gradients = inner_gradients(root) if any(leaf.grad is not None for leaf in leaves) else {}
     of_tensor = {tensor.node or tensor: (text, tensor) for text, tensor in names.items()}
     column = columns(nodes, leaves)
@@ -51,11 +63,10 @@ def draw_graph(root, names, alt):
 
 def inner_gradients(root):
     """{node: gradient of its output}, by the chain rule; only for operations with one output."""
-    nodes, _ = reachable(root)
     gradients = {root.node: np.ones(root.shape)}
-    for node in reversed(nodes):  # newest first: all uses of its output have been processed
+    for node in reversed(reachable(root)):  # newest first: all uses of its output have been processed
         for parent, gradient in zip(node.parents, node.backward(gradients[node]), strict=True):
-            if parent.node:
+            if parent is not None and parent.node:
                 gradients[parent.node] = gradients.get(parent.node, 0) + gradient
     return gradients
 
@@ -117,10 +128,10 @@ def draw_model(loss, parameters, alt):
 
     An operation shows the shape of its first output; the boxes on the left are its parameters. alt: see show().
     """
-    nodes, _ = reachable(loss)
+    nodes = reachable(loss)
     row = {node: number for number, node in enumerate(nodes)}
-    shape = {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node if edge.index == 0}
-    shape |= {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node and edge.node not in shape}
+    shape = {edge.node: edge.shape for node in nodes for edge in edges(node) if edge.index == 0}
+    shape |= {edge.node: edge.shape for node in nodes for edge in edges(node) if edge.node not in shape}
     names = {leaf: name.removeprefix("transformer.") for name, leaf in parameters.items()}
     _, axes = plt.subplots(figsize=(8.5, 0.42 * len(nodes) + 0.8))
     boxes = {}
