@@ -270,16 +270,20 @@ class Outputs:
 
     def report(self, step, validation_loss, last):
         trainer, log = self.trainer, self.log
-        log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
+        # first what all ranks do together: an error of the log on one rank must not leave the others waiting
+        fields, note, lines = final_fields(trainer) if last else None, None, []
+        try:
+            lines = list(self.trace.step_ended(step, last)) if self.trace else []
+        except ConfigError as error:  # raised on all ranks; the run needs no trace
+            note = f"note: there is no trace: {error}"
+        log(with_utilisation(trainer, step), validation_loss, fields)
         # If the first step is captured as a CUDA graph, its time is not that of later steps.
         if step.step == self.first_step and not trainer.backend.runtime.uses_graphs:
-            for note in time_left(step.seconds, self.config.steps - self.first_step - 1):
-                log.print(note)
-        try:
-            for line in self.trace.step_ended(step, last) if self.trace else ():
-                log.print(line)
-        except ConfigError as error:  # raised on all ranks; the run needs no trace
-            log.print_error(f"note: there is no trace: {error}")
+            lines = [*time_left(step.seconds, self.config.steps - self.first_step - 1), *lines]
+        for line in lines:
+            log.print(line)
+        if note:
+            log.print_error(note)
 
 
 def raise_if_damaged(source, trainer, first_step):

@@ -37,12 +37,15 @@ class FastTrainer(Trainer):
     def begin(self, batch, lr):
         """Start the update from the result of prepare(), and return its PendingStep (steps_in_flight.py).
 
-        Its result() counts the step. If `overlaps`, the next step may begin before this result is read. Results are
-        read in the order in which the steps began.
+        Its result() counts the step. If `overlaps`, one more step may begin before this result is read. Results are
+        read in the order in which the steps began. Raises ValueError for a step that begins too early.
         """
         self.check_interrupted()
-        if self.in_flight and not self.overlaps:
-            raise ValueError("this device cannot overlap steps: read the result() of the previous step first")
+        if len(self.in_flight) > self.overlaps:  # the results of a captured step are valid until the call after next
+            raise ValueError(
+                f"{counted(len(self.in_flight), 'step')} in flight, and this device can overlap "
+                f"{'two steps' if self.overlaps else 'none'}: read the result() of the previous step first"
+            )
         step = PendingStep(self, batch, lr, self.steps + len(self.in_flight) + 1)
         self.launch(step)
         self.in_flight.append(step)
@@ -63,8 +66,8 @@ class FastTrainer(Trainer):
         below its minimum. If the norm is not finite, neither this step nor a later step in flight has changed a
         parameter.
         """
-        if self.in_flight[0] is not step:
-            raise ValueError("read the result() of the earlier step first")
+        if not self.in_flight or self.in_flight[0] is not step:
+            raise ValueError("read the result() of each step once, and that of the earlier step first")
         loss, norm = self.read(step, signal)
         while self.loss_scale.skips(loss, norm):
             step.repeats += 1

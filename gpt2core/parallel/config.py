@@ -45,9 +45,10 @@ def plan_not_deterministic(batch_size, micro_batches, threads, ranks):
         threads = min(threads, batch_size // ranks)
         return threads * ranks, threads
     if not 0 < micro_batches <= batch_size or micro_batches % ranks:
+        nearest = ranks * max(1, min(micro_batches, batch_size) // ranks)
         raise ConfigError(
             f"`micro_batches={micro_batches}` must be from 1 to `batch_size={batch_size}` "
-            f"and divisible by {counted(ranks, 'rank')}"
+            f"and divisible by {counted(ranks, 'rank')}: use `micro_batches={nearest}`"
         )
     return micro_batches, max(n for n in range(1, threads + 1) if micro_batches // ranks % n == 0)
 
@@ -75,10 +76,8 @@ def plan_deterministic(batch_size, micro_batches, threads, ranks):
             f"`batch_size={max(1, round(batch_size / micro_batches)) * micro_batches}`"
         )
     if micro_batches % ranks:
-        raise ConfigError(
-            f"`micro_batches={micro_batches}` is not divisible by {ranks} ranks: use a number of ranks that is 2^n, "
-            f"or `deterministic=False`"
-        )
+        advice = f"`micro_batches={ranks}`" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
+        raise ConfigError(f"`micro_batches={micro_batches}` is not divisible by {ranks} ranks: use {advice}")
     threads = min(threads, micro_batches // ranks)
     return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
 

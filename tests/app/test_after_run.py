@@ -155,3 +155,19 @@ def test_on_a_terminal_each_token_is_printed_when_it_is_generated(monkeypatch, t
     printed = []
     inference_io.write_continuation(None, None, [1], 3, emit=lambda text, **options: printed.append(text), width=70)
     assert "".join(printed) == "one two three" and (len(printed) > 2) == terminal
+
+
+def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(monkeypatch):
+    """Otherwise the other ranks would wait for this rank in the collectives of the trace and of the last row."""
+    together = []
+
+    def log(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(train_command, "with_utilisation", lambda trainer, step: step)
+    monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
+    trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
+    outputs = train_command.Outputs(None, None, SimpleNamespace(steps=0), log, trace)
+    with pytest.raises(OSError, match="no space"):
+        outputs.report(SimpleNamespace(step=0), None, last=True)
+    assert sorted(together) == ["hash", "trace"]

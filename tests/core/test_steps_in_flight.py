@@ -205,11 +205,15 @@ def test_a_captured_step_changes_nothing_after_a_norm_that_is_not_finite():
 def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     windows, trainer = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend())
     first = trainer.begin(read_batch(trainer, windows), 2e-3)
-    with pytest.raises(ValueError, match="cannot overlap steps: read"):
+    with pytest.raises(ValueError, match="1 step in flight, and this device can overlap none: read"):
         trainer.begin(read_batch(trainer, windows, ahead=1), 2e-3)
     assert first.result().step == 0
+    with pytest.raises(ValueError, match="of each step once"):
+        first.result()
     trainer.step(read_batch(trainer, windows), 2e-3)  # from the next call on one step may be ahead
     pending = [trainer.begin(read_batch(trainer, windows, ahead), 2e-3) for ahead in (0, 1)]
+    with pytest.raises(ValueError, match="2 steps in flight, and this device can overlap two steps: read"):
+        trainer.begin(read_batch(trainer, windows, ahead=2), 2e-3)
     with pytest.raises(ValueError, match="of the earlier step first"):
         pending[1].result()
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []

@@ -199,7 +199,7 @@ def mistakes(comm):
         (lambda: comm.broadcast(x, root=comm.size), "is not a rank of a group"),
         (lambda: comm.send(x, me), "is rank . itself"),
         (lambda: comm.recv(x, -1), "source -1 is not a rank"),
-        (lambda: comm.use_collectives("rings"), "`collectives=rings`: unknown algorithm; choose one of mpi, root, ring, "),
+        (lambda: comm.use_collectives("rings"), "`collectives=rings`: unknown algorithm; choose one of mpi, root, "),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

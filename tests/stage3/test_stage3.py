@@ -224,9 +224,7 @@ def test_a_missing_nccl_names_the_package_for_the_cuda_version(monkeypatch, vers
     cupy.cuda = cuda
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    words = (
-        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use `transport"
-    )
+    words = f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use `transport"
     with pytest.raises(ConfigError, match=re.escape(words)):
         nccl_communicator.import_nccl(cupy)
 
