@@ -19,13 +19,12 @@ def unit_of(name):
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements; `shapes`: pairs (name, shape).
 
-    unit_of: name -> the unit to which the array belongs.
     owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
     numbers, such as 3, there are more segments, so that all owners have equal shares. Between two arrays there may be
     elements of padding. They are zero, and they stay zero because their gradient is zero (see AdamW.clear_padding).
     """
 
-    def __init__(self, shapes, owners=1, unit_of=unit_of):
+    def __init__(self, shapes, owners=1):
         self.shapes, self.slices, end = dict(shapes), {}, 0
         for name, shape in self.shapes.items():
             self.slices[name] = slice(end, end + math.prod(shape))

@@ -38,7 +38,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         memory pool, out=       no page faults, no temporary arrays: all kernels      (BufferPool)
         adamw_step              5.8 x: one pass over the cache instead of 14 over memory
         page_sums               4.1 x: vecdot instead of an array of squares
-        attention               3.5 x: blocks above the diagonal are skipped; the softmax is divided after its product
+        attention               3.5 x: tiles above the diagonal are skipped; the softmax is divided after its product
         embedding               2.6 x: rows are sorted by token, then added in one call, instead of np.add.at
         mlp                     1.5 x: the forward pass keeps gelu'(x), so backward is one multiplication
         residual_layernorm      1.3 x: one pass per cache block, sums as products with a vector

@@ -13,8 +13,10 @@ from gpt2core.trainer import Trainer
 
 
 class FastTrainer(Trainer):
-    """The Trainer of the command line. capture: whether the device may capture a step and replay it. loss_scale: a dict
-    of keyword arguments of LossScale. Kernels are timed during the first step, and all ranks use rank 0's choices.
+    """The Trainer of the command line.
+
+    capture: whether the device may capture a step and replay it. loss_scale: a dict of keyword arguments of LossScale.
+    Kernels are timed during the first step, and all ranks use rank 0's choices.
     """
 
     scales_loss = True

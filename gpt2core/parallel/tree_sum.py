@@ -23,9 +23,10 @@ def additions(number, last=False):
 class TreeStack:
     """The sum of `count` arrays in the canonical order, with log2(count) buffers, rounded up, instead of `count`.
 
-    Whoever computes array `number` (from 0) writes it to buffers[i], or adds it to what is there, for (i, adds) =
-    place(number), and then calls add_sums(). The arrays can be completed in slices. total: a flat array, buffers[0], in
-    which the sum is in the end. allocate() returns another array like it. add(a, b): a += b.
+    The caller computes array 0, 1, ... With (i, adds) = place(number), it writes the array to buffers[i], or adds it to
+    the contents of buffers[i] if `adds`. Then it calls add_sums(number), once for the whole array or once for each of
+    its slices. total: a flat array. It is buffers[0], and has the sum in the end. allocate() returns another array like
+    it. add(a, b): a += b.
     """
 
     def __init__(self, total, count, allocate, add):

@@ -85,7 +85,7 @@ def residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd):
 
     ds (N, C): the gradient of s that comes through the residual stream, or None. dy (N, C); s, mean, rstd: from
     forward. partials: float32 array of layernorm_partials_shape(N, C, dy.dtype) that receives the partial sums for dw,
-    db and da_bias. Call column_sums.add_partials() for each of the three afterwards.
+    db and da_bias. Afterwards column_sums.add_partials(partials, dw, db, da_bias) computes these three.
     """
     (n, channels), programs = dy.shape, partials.shape[1]
     if uses_cuda(channels, dy.dtype, dx, ds, dy, s, w):
