@@ -43,7 +43,7 @@ class Communicator:
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
                separate `out` if you change x or the result later.
     Sum        In x's dtype, elementwise, in the canonical order: a fixed binary tree over the ranks
-               (parallel/tree_sum.py). An implementation may offer a faster order; use_collectives() selects it.
+               (tree_sum.py). An implementation may offer a faster order; use_collectives() selects it.
     bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it. The
                number is computed by the textbook formula of the algorithm that is used.
     Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.

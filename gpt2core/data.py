@@ -9,6 +9,12 @@ import numpy as np
 from gpt2core.errors import ConfigError, DataError, counted
 
 
+def even_slices(n, parts):
+    """`parts` contiguous slices that cover range(n); their lengths differ by at most one."""
+    edges = [n * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
 class Windows:
     """Windows of seq_len tokens in a circular buffer: after its last token follows its first. No window is padded.
 

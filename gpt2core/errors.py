@@ -31,6 +31,15 @@ class Diverged(UserError):
     shared = True  # all ranks have the same numbers, so all ranks raise this error
 
 
+def diverged(step, loss, norm, lr, eps):
+    """The Diverged of a step, from 0, whose loss or gradient norm is not finite. lr, eps: those of AdamW."""
+    advice = "" if eps else ", or raise `eps` (now 0)"
+    return Diverged(
+        f"step {step}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
+        f"Lower `lr` (now {lr:g}) or set `clip`{advice}; the parameters are those after {counted(step, 'step')}"
+    )
+
+
 def counted(count, noun):
     """A number with its noun: 1 rank, 2 ranks, 3 micro-batches."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"

@@ -1,10 +1,13 @@
-"""GPT-2: its forward pass and its loss, the same for every backend."""
+"""GPT-2: its forward pass, its loss and its initial parameters, the same for every backend."""
 
 # B batch, T time, C channels, V vocabulary
+
+import math
 
 import numpy as np
 
 from gpt2core import ops, primitives
+from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import SOLO
 from gpt2core.stream import LAST, Branch, Stream
 from gpt2core.tensor import no_grad
@@ -14,14 +17,15 @@ class GPT2:
     """A GPT-2 that computes with the given parameters.
 
     parameters: {Hugging Face name: Tensor}. group: the ranks that divide each layer; `parameters` are then this rank's
-    shards (parallel/tensor_parallel.py). units: the embedding, each block, and the head, in forward order.
+    shards (parallel/tensor_parallel.py). dloss: see Head. units: the embedding, each block, and the head, in forward
+    order.
     """
 
-    def __init__(self, config, parameters, group=SOLO):
+    def __init__(self, config, parameters, group=SOLO, dloss=None):
         self.config, self.parameters, self.group = config, parameters, group
         self.embedding = Embedding(parameters, group)
         self.blocks = [Block(config, parameters, group, layer) for layer in range(config.n_layer)]
-        self.output = Head(config, parameters, group)
+        self.output = Head(config, parameters, group, dloss)
         self.units = [self.embedding, *self.blocks, self.output]
 
     @property
@@ -52,16 +56,15 @@ class GPT2:
         cache.length += len(ids)
         return logits.numpy()[0, -1]
 
-    def loss(self, ids, targets, scale=None, dloss=None):
+    def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
-        Training calls the units one by one, with the same result (parallel/part.py). dloss: the array with which
-        backward() of this loss will be called, or None if it is not known.
+        ParallelTrainer calls the units one by one, with the same result (parallel/part.py).
         """
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.output(x, targets, scale, dloss)
+        return self.output(x, targets, scale)
 
 
 class Embedding:
@@ -79,19 +82,23 @@ class Embedding:
 
 
 class Head:
-    """The last unit: the final LayerNorm, the logits, and their cross-entropy."""
+    """The last unit: the final LayerNorm, the logits, and their cross-entropy.
+
+    dloss: the array with which backward() of the loss will be called, or None if it is not known. If it is known, a
+    backend may compute gradients together with the logits.
+    """
 
     name = "head"
 
-    def __init__(self, config, parameters, group):
+    def __init__(self, config, parameters, group, dloss=None):
         self.ln_f = LayerNorm(parameters, "transformer.ln_f", config.layer_norm_epsilon)
         self.w = parameters[config.head]  # (V, C)
-        self.group = group
+        self.group, self.dloss = group, dloss
 
-    def __call__(self, x, targets, scale=None, dloss=None):
+    def __call__(self, x, targets, scale=None):
         """The loss of a Stream: see GPT2.loss."""
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, self.dloss)
 
 
 class Block:
@@ -141,3 +148,21 @@ class LayerNorm:
     def __call__(self, x):
         """x: a Stream -> its LayerNorm, a Tensor (B, T, C)."""
         return x.layernorm(self.w, self.b, self.eps)
+
+
+def initial_parameters(config, seed):
+    """Yield (name, float32 array) of each parameter: GPT-2's initialisation (Radford et al. 2019), equal in all stages.
+
+    Matrices: normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream.
+    Biases: 0. LayerNorm weights: 1. Each parameter has its own random stream, seeded by (seed, index of the parameter).
+    """
+    for index, (name, shape) in enumerate(parameter_shapes(config)):
+        if name.endswith("bias"):
+            value = np.zeros(shape, np.float32)
+        elif len(shape) == 1:
+            value = np.ones(shape, np.float32)
+        else:
+            deviation = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
+            value = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
+            value *= np.float32(deviation)
+        yield name, value

@@ -218,30 +218,16 @@ def gather_from_group(x, group):
 # -- operations that compute nothing: they tell where a backward pass is ----------------------------------------------
 
 
-class Report:
-    """A parent of a mark. It has no data; when backward has come to the mark, it receives a "gradient"."""
-
-    requires_grad, node = True, None
-
-    def __init__(self, function):
-        self.function = function
-
-    def receiver(self):
-        return self
-
-    def receive(self, gradient):
-        self.function()
-
-
 def mark(tensors, function):
     """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
 
     Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
     run then. With backward(later=...), the call is in that list, after the gradients of these operations.
     """
-    return Tensor.from_op(
-        tuple(tensor.data for tensor in tensors), (*tensors, Report(function)), lambda *gradients: (*gradients, True)
-    )
+    marked = Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients)
+    if marked[0].node:
+        marked[0].node.report = function
+    return marked
 
 
 def boundary(array, backend, function):

@@ -55,8 +55,8 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    own: the slice of the arrays that is updated here; by default the whole. The Trainer uses the subclass ShardedAdamW
-    (parallel/sharded_adamw.py), which calls update_slice() for the slice of each thread of each rank.
+    own: the slice of the arrays that is updated here; by default the whole. The subclass ShardedAdamW
+    (parallel/sharded_adamw.py) divides the update over threads and ranks.
     """
 
     def __init__(
@@ -74,18 +74,17 @@ class AdamW:
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (backend.zeros((size,), parameters.dtype) for _ in "mv")  # m and v
         self.decays = backend.asarray(arena.decays())
-        self.padding = [] if eps else arena.padding()
 
     def hyperparameters(self, step, lr):
         """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
         return adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
 
-    def clip(self, gradients, **state):
+    def clip(self, gradients):
         """(the global norm of flat `gradients`, the factor that clips them), each of one element.
 
-        If the norm is not finite, the factor is NaN, and update() changes nothing. state: see Backend.clip.
+        If the norm is not finite, the factor is NaN, and update() changes nothing.
         """
-        return self.backend.clip(self.page_sums(gradients), self.bound, **state)
+        return self.backend.clip(self.page_sums(gradients), self.bound)
 
     def norm(self, flat):
         """The global L2 norm of a flat buffer, a Python float."""
@@ -101,12 +100,6 @@ class AdamW:
     def update(self, gradients, factor, hyperparameters):
         """Update the parameters from flat `gradients` * factor, the result of clip()."""
         self.update_slice(self.backend, self.own, gradients, factor, hyperparameters)
-        self.clear_padding(self.parameters)
-
-    def clear_padding(self, flat):
-        """Set the padding of the arena to 0 again if eps is 0, because the formula is 0 / 0 there."""
-        for part in self.padding:
-            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
 
     def update_slice(self, backend, share, gradients, factor, scalars, copy=None):
         """Update the slice `share` of the parameters. copy: a ParameterCopy that receives them too, or None."""

@@ -45,14 +45,18 @@ class Destination(NamedTuple):
 
 
 class Node:
-    """One application of an operation: where its inputs' gradients go, and the closure that computes them."""
+    """One application of an operation: where its inputs' gradients go, and the closure that computes them.
 
-    __slots__ = ("order", "parents", "backward", "dys")
+    report: a function that is called when backward has come to this node, or None (ops.mark).
+    """
+
+    __slots__ = ("order", "parents", "backward", "dys", "report")
 
     def __init__(self, parents, backward, n_outputs):
         self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
         self.parents = [parent.receiver() for parent in parents]
         self.backward, self.dys = backward, [None] * n_outputs  # dys: the gradients of the outputs, summed so far
+        self.report = None
 
     def run(self, retain, later):
         """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
@@ -63,6 +67,8 @@ class Node:
             # Leaves first: a device can compute their gradients while it computes those that the next node needs.
             for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
                 pass_on(gradient, parent, later)
+            if self.report:
+                self.report() if later is None else later.append(self.report)
         if not retain:
             self.parents, self.backward = (), None
 

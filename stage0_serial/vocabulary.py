@@ -4,9 +4,9 @@
 
 import numpy as np
 
-from gpt2core.parallel.even_slices import even_slices
-from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.data import even_slices
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.tree_sum import tree_sum
 from stage0_serial.rows import micro_batches, rows, slices
 
 LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows

@@ -20,7 +20,7 @@ import threading
 
 import numpy as np
 
-from gpt2core.parallel.even_slices import even_slices
+from gpt2core.data import even_slices
 from gpt2core.tensor import no_grad
 
 

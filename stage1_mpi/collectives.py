@@ -15,7 +15,7 @@ array of n bytes:
 
 Lower bound: in every all-reduce at least one rank sends 2 (p-1)/p n bytes or more (Patarasuk and Yuan, Bandwidth
 optimal all-reduce algorithms for clusters of workstations, 2009). "canonical" adds in the order of
-gpt2core/parallel/tree_sum.py. The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of
+gpt2core/tree_sum.py. The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of
 collective communication operations in MPICH, 2005.
 """
 # p: number of ranks in the group; r: this rank; n: bytes of x on one rank. Private functions take flat arrays.
@@ -25,7 +25,7 @@ import numpy as np
 
 from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_per_part
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.tree_sum import tree_reduce
+from gpt2core.tree_sum import tree_reduce
 
 CHUNK = 1 << 20  # maximum bytes of a chunk. Smaller chunks fit the cache better, but each further message costs alpha
 
@@ -188,7 +188,7 @@ def _halving_doubling(comm, x, out, add):
 
 
 def _canonical(comm, x, out, add):
-    """The sum in the order of gpt2core.parallel.tree_sum.tree_reduce, for any p; sends as many bytes as the ring.
+    """The sum in the order of gpt2core.tree_sum.tree_reduce, for any p; sends as many bytes as the ring.
 
     If p is a power of two: recursive halving and doubling, but the nearest partner comes first. So the data of ranks
     0 and 1 are added first, then (0+1) + (2+3), and so on. For any other p: rank j receives part j from every rank and

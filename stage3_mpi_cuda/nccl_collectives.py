@@ -36,7 +36,7 @@ class NcclCollectives(Communicator):
     Each rank has its own GPU. gpu: the GpuBinding of this rank. mpi_group only distributes the id of the NCCL group.
 
     By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own sums. A canonical sum has three steps:
-    all-to-all of parts; the sum of the received parts in the order of gpt2core/parallel/tree_sum.py (float16 and
+    all-to-all of parts; the sum of the received parts in the order of gpt2core/tree_sum.py (float16 and
     bfloat16 are added in float32 and rounded once); all-gather of the sums. Sums of integers, minima and maxima do not
     depend on the order; they always use NCCL's own reductions.
 

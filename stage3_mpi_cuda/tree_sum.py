@@ -1,6 +1,6 @@
 """A kernel that sums the rows of an array in the canonical order. In a sum over ranks, row j is what rank j has sent.
 
-    rows 0 to 4: ((0+1) + (2+3)) + 4                                            (see gpt2core/parallel/tree_sum.py)
+    rows 0 to 4: ((0+1) + (2+3)) + 4                                            (see gpt2core/tree_sum.py)
 
 NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on the number of GPUs, and it rounds to the
 dtype of the array after every addition. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and

@@ -3,8 +3,8 @@
 from benchmarks.harness.ours import GPU_OPTIMIZER, message_count, overlapped_steps, share_graph_memory
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.whole_parameters import initial_parameters
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator

@@ -11,9 +11,9 @@ import numpy as np
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
-from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.tensor import no_grad
 from gpt2core.training_loop import read_batch
@@ -194,8 +194,7 @@ class Passes:
             return [model.loss(ids, targets, self.scale).data for part in batch for ids, targets in part]
 
     def forward_and_backward(self, batch):
-        losses = self.trainer.accumulator.backward(batch, self.scale, self.trainer.loss_scale.factor)
-        self.trainer.data_parallel.finish()
+        losses = self.trainer.compute_gradients(batch)
         self.backend.runtime.join()
         return losses
 

@@ -30,9 +30,9 @@ from benchmarks.parity.checks import (
 from benchmarks.parity.oracle import reference
 from gpt2core.communicator import Solo, address
 from gpt2core.errors import Diverged
-from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.tracing.hooks import Hooks, Modules, around_gradients, module_name
 from gpt2core.tracing.trace import groups
+from gpt2core.tree_sum import tree_sum
 
 MODEL_FACTOR = 10  # the tolerance of a whole model: the errors of its layers add up
 BETWEEN = "the kernel itself is right: its inputs or the operation that calls it are wrong"

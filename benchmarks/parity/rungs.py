@@ -24,14 +24,14 @@ from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2
+from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.tree_sum import tree_sum
-from gpt2core.parallel.whole_parameters import initial_parameters, parameter_hash
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.tensor import Tensor
 from gpt2core.training_loop import read_batch
+from gpt2core.tree_sum import tree_sum
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 from stage1_mpi.launch import choose, launch_line

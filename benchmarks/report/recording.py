@@ -20,7 +20,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import Handle
-from gpt2core.parallel.even_slices import even_slices
+from gpt2core.data import even_slices
 from gpt2core.parallel.thread_communicator import run_ranks
 from stage1_mpi import collectives
 

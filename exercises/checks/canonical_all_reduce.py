@@ -9,7 +9,7 @@ import numpy as np
 from exercises.checks.canonical_sum import expect_bits, in_turn, mixed
 from exercises.checks.common import on_ranks
 from exercises.compare import Mismatch, expect, expect_equal
-from gpt2core.parallel.tree_sum import tree_sum as canonical_sum
+from gpt2core.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda import nccl_collectives
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from testing.fake_gpu import fake_gpu

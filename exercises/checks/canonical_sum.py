@@ -5,7 +5,7 @@ import numpy as np
 from exercises.checks.common import random
 from exercises.checks.guarded import guarded, loads_only
 from exercises.compare import Mismatch, expect
-from gpt2core.parallel.tree_sum import tree_sum as canonical_sum
+from gpt2core.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda.tree_sum import tree_sum
 
 FP32 = 1e-6  # relative norm: at most 5 terms, each rounding is 6e-8

@@ -8,7 +8,7 @@ import numpy as np
 from exercises.checks.canonical_all_reduce import on_gpus
 from exercises.checks.canonical_sum import mixed
 from exercises.compare import Mismatch, expect
-from gpt2core.parallel.tree_sum import tree_sum as canonical_sum
+from gpt2core.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 
 

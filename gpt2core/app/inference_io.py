@@ -14,8 +14,8 @@ from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_corpus
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
+from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, DataError, counted
-from gpt2core.parallel.even_slices import even_slices
 from gpt2core.sampler import Greedy, generate, generate_batch
 from gpt2core.text.only_tokens import rules_for_tokens
 from gpt2core.text.token_file import first_tokens, read_text

@@ -1,4 +1,4 @@
-"""A Trainer whose steps are captured, launched ahead and, in fp16, scaled; its parameters have the bits of Trainer."""
+"""A ParallelTrainer whose steps are captured, launched ahead and, in fp16, scaled; its bits are those of Trainer."""
 
 import math
 import time
@@ -9,22 +9,20 @@ from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
 from gpt2core.parallel.losses import total_loss
-from gpt2core.trainer import Trainer
+from gpt2core.parallel.parallel_trainer import ParallelTrainer
 
 
-class FastTrainer(Trainer):
+class FastTrainer(ParallelTrainer):
     """The Trainer of the command line.
 
     capture: whether the device may capture a step and replay it. loss_scale: a dict of keyword arguments of LossScale.
     Kernels are timed during the first step, and all ranks use rank 0's choices.
     """
 
-    scales_loss = True
-
     def __init__(self, config, backends, *, capture=True, loss_scale=None, **options):
-        super().__init__(config, backends, **options)
+        self.loss_scale = LossScale(backends[0], **(loss_scale or {}))
+        super().__init__(config, backends, dloss=self.loss_scale.factor, **options)
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
-        self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
         self.compiled = self.backend.runtime.compile_step(self.compute_update, capture and self.world.capturable)
         self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
         self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
@@ -117,19 +115,18 @@ class FastTrainer(Trainer):
         return self.compiled.can_overlap and self.loss_scale.state is None
 
     def compute_update(self, batch, hyper):
-        """Trainer.update with the loss scale -> [*this rank's losses, norm]; counts the bytes that it sends."""
+        """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
-        losses, norm = self.update(batch, hyper, self.loss_scale.factor, **self.state)
+        losses, norm = self.update(batch, hyper)
         self.updating = False  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 
-    @property
-    def state(self):
-        """The arrays that a device updates in each step: further arguments of Backend.clip. The same in each call."""
+    def clip(self):
+        """AdamW.clip; also updates the loss scale, or sets `stop` after a norm that is not finite, on the device."""
         if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
-            return {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
-        return {"stop": self.stop} if self.compiled.replays else {}
+            return super().clip(loss_scale=self.loss_scale.state, interval=self.loss_scale.interval)
+        return super().clip(stop=self.stop) if self.compiled.replays else super().clip()
 
     def load_tuned(self, tuned, final=False):
         """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""

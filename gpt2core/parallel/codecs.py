@@ -5,7 +5,7 @@
 import numpy as np
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.tree_sum import tree_reduce
+from gpt2core.tree_sum import tree_reduce
 
 GROUP = 256  # elements that share one scale in int8
 

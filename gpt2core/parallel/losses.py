@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.tree_sum import tree_sum
 
 
 def total_loss(trainer, losses, signal=0):

@@ -7,7 +7,7 @@ computes this sum for each micro-batch, and adds the sums in the canonical order
 
 import numpy as np
 
-from gpt2core.parallel.even_slices import even_slices
+from gpt2core.data import even_slices
 
 ACTIVATIONS = 450e6  # bytes that the activations of merged micro-batches may take, over all workers of a process
 

@@ -14,14 +14,15 @@ import threading
 
 import numpy as np
 
+from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import Part
-from gpt2core.parallel.tree_sum import TreeStack, tree_reduce
+from gpt2core.parallel.tree_stack import TreeStack
 from gpt2core.parallel.zero import NoGather
 from gpt2core.tensor import Destination, Tensor, no_grad
+from gpt2core.tree_sum import tree_reduce
 
 SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
 
@@ -32,11 +33,13 @@ class Worker:
     A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. `sums`
     has the flat buffers to which kernels write the gradient of a pass; in every second pass they add it. Each pass must
     reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
-    forward pass of a unit, completed(unit) when its sum is complete.
+    forward pass of a unit, completed(unit) when its sum is complete. dloss: the array of shape () with which backward
+    begins; None: 1.
     """
 
-    def __init__(self, config, arena, parameters, gradients, backend, count, group, wait, completed, merged=1):
+    def __init__(self, config, arena, parameters, gradients, backend, count, group, dloss, wait, completed, merged=1):
         self.arena, self.backend, self.wait, self.completed = arena, backend, wait, completed
+        self.dloss = backend.ones((), np.float64) if dloss is None else dloss
 
         def add(a, b):
             backend.put(b, Destination(a, accumulate=True))
@@ -46,18 +49,18 @@ class Worker:
         self.views = [arena.views(flat) for flat in self.sums.buffers]
         views = arena.views(parameters)
         self.tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in views.items()}
-        # A parameter with two uses needs the gradient of each micro-batch, because its two parts are added first.
-        shared = [name for name in views if merged * count > 1 and config.tied and "wte" in name]
+        # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
+        twice = [config.head] if config.tied and merged * count > 1 else []
         lead = (merged,) if merged > 1 else ()
-        self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in shared}
+        self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in twice}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
-        self.model = GPT2(config, self.tensors, group)
+        self.model = GPT2(config, self.tensors, group, self.dloss)
 
-    def run(self, batch, scale, dloss):
+    def run(self, batch, scale):
         """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
 
-        A loss is `scale` times a sum over tokens. dloss: array of shape (), the gradient with which backward begins.
+        A loss is `scale` times a sum over tokens.
         """
         for number, (ids, targets) in enumerate(batch):
             index, adds = self.sums.place(number)
@@ -67,10 +70,10 @@ class Worker:
                 tensor.grad = view if adds and name not in self.apart else None
             whole = Part(self.model.units, self.backend, self.wait, functools.partial(self.add_unit, number))
             with self.backend.runtime.range("forward"):
-                graph = whole.forward(ids, targets, scale, dloss)
+                graph = whole.forward(ids, targets, scale)
             self.losses[number * self.merged][...] = graph.y.data
             with self.backend.runtime.range("backward"):
-                graph.backward(dloss)
+                graph.backward(self.dloss)
             del graph
             self.backend.runtime.join()  # frees all arrays of the pass: the next one can reuse their memory
         return self.losses
@@ -93,14 +96,16 @@ class MicroBatches:
     parameters: the flat buffer that all workers read. reduction: the DataParallel that sums `gradients` over the ranks.
     pool: the WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own,
     because workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are
-    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it.
+    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss:
+    see Worker.
     on_complete is reduction.unit_completed. It is called during backward when this rank's gradient of a unit is
     complete: by any worker's thread, one call at a time, in the same order on every rank. Raises ConfigError unless
     pool.size divides `count`.
     """
 
     def __init__(
-        self, config, arena, parameters, gradients, reduction, pool, count, tensor_group, shape=None, all_gather=None
+        self, config, arena, parameters, gradients, reduction, pool, count, tensor_group, shape=None, all_gather=None,
+        dloss=None,
     ):  # fmt: skip
         if count % pool.size:
             raise ConfigError(
@@ -115,7 +120,7 @@ class MicroBatches:
         passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
         sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
         self.workers = [
-            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), *hooks, self.merged)
+            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), dloss, *hooks, self.merged)
             for backend, flat in zip(pool.backends, sums, strict=True)
         ]
 
@@ -130,16 +135,16 @@ class MicroBatches:
         batches = [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
-    def backward(self, batch, scale, dloss):
+    def backward(self, batch, scale):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
 
-        Writes the flat sum of all gradients, times `dloss`, to `gradients`; read it after DataParallel.finish().
+        Writes the flat sum of all gradients, times dloss, to `gradients`; read it after DataParallel.finish().
         """
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.completed = dict.fromkeys(self.arena.units, 0)
         self.reduction.begin()
         with self.all_gather:  # the previous update may still be sending parameters
-            losses = self.pool.map(lambda worker, part: worker.run(part, scale, dloss), self.workers, batch)
+            losses = self.pool.map(lambda worker, part: worker.run(part, scale), self.workers, batch)
         return [loss for worker in losses for loss in worker]
 
     def worker_completed(self, unit):

@@ -26,7 +26,7 @@ class Part:
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. loss: the arguments (targets, scale, dloss) of GPT2.loss if the last unit is the head.
+        that enters. loss: the arguments (targets, scale) of GPT2.loss if the last unit is the head.
         """
         graph = Graph(self)
         if not isinstance(self.units[0], Embedding):

@@ -43,6 +43,7 @@ class ShardedAdamW(AdamW):
         self.seed = seed if rounding == "stochastic" else None
         own = arena.share(self.owners.rank, self.owners.size)
         super().__init__(arena, parameters, pool.backends[0], own=own, **options)
+        self.padding = [] if self.eps else arena.padding()
         order = pages_of_group(arena, self.tensor_group.size)
         in_order = (order == np.arange(len(order))).all()  # as for one rank
         self.order = None if in_order else self.backend.asarray(order)
@@ -56,8 +57,9 @@ class ShardedAdamW(AdamW):
         return self.pool.map_shares(function, self.arena, self.owners.rank, self.owners.size)
 
     def clip(self, gradients, **state):
+        """AdamW.clip. state: further arguments of Backend.clip."""
         with self.backend.runtime.range("optimizer"):
-            return super().clip(gradients, **state)
+            return self.backend.clip(self.page_sums(gradients), self.bound, **state)
 
     def page_sums(self, flat):
         """The sums of squares of all pages of the model; only this rank's share of `flat` is read.
@@ -88,6 +90,11 @@ class ShardedAdamW(AdamW):
             self.clear_padding(self.compute_parameters)
             if self.gathers:
                 self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+
+    def clear_padding(self, flat):
+        """Set the padding of the arena to 0 again if eps is 0, because the formula of AdamW is 0 / 0 there."""
+        for part in self.padding:
+            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
 
     def gather(self):
         """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""

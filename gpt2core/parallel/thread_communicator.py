@@ -22,7 +22,7 @@ from gpt2core.communicator import (
     rows_per_part,
 )
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.tree_sum import tree_reduce
+from gpt2core.tree_sum import tree_reduce
 
 
 class ThreadCommunicator(Communicator):

@@ -15,24 +15,6 @@ from gpt2core.parallel import tensor_parallel
 from gpt2core.tensor import Tensor
 
 
-def initial_parameters(config, seed):
-    """Yield (name, float32 array) of each parameter: GPT-2's initialisation (Radford et al. 2019), equal in all stages.
-
-    Matrices: normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream.
-    Biases: 0. LayerNorm weights: 1. Each parameter has its own random stream, seeded by (seed, index of the parameter).
-    """
-    for index, (name, shape) in enumerate(parameter_shapes(config)):
-        if name.endswith("bias"):
-            value = np.zeros(shape, np.float32)
-        elif len(shape) == 1:
-            value = np.ones(shape, np.float32)
-        else:
-            deviation = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
-            value = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
-            value *= np.float32(deviation)
-        yield name, value
-
-
 def fill(trainer, flat, arrays):
     """Copy `arrays`, the root's (name, whole array) pairs in model order, to the shards in each rank's buffer `flat`.
 

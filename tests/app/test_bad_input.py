@@ -290,7 +290,7 @@ def test_too_little_memory_is_one_line(train, directory, monkeypatch):
     def no_memory(*args, **options):
         raise np._core._exceptions._ArrayMemoryError((1 << 40,), np.dtype(np.float32))
 
-    monkeypatch.setattr("gpt2core.trainer.initial_parameters", no_memory)
+    monkeypatch.setattr("gpt2core.parallel.parallel_trainer.initial_parameters", no_memory)
     result = train("--preset", "nano", "--data", directory / "corpus.txt")
     assert_one_clear_line(result.code, result.err, "out of memory", "Unable to allocate", "--batch-size")
 

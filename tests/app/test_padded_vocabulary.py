@@ -11,9 +11,9 @@ from gpt2core.app import cli, inference_command
 from gpt2core.app.checkpoint_directory import save_checkpoint
 from gpt2core.app.inference_io import continue_prompts, text_pieces
 from gpt2core.architecture import GPT2Config
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, chooser, generate
 from gpt2core.text.only_tokens import OnlyTokens
 from gpt2core.text.tokenizer import Tokenizer

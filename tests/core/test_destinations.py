@@ -13,9 +13,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core import ops, primitives  # noqa: F401 - primitives defines +, *, sum
 from gpt2core.communicator import SOLO
 from gpt2core.ops import copy_to_group
-from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import AutogradError, Destination, ShapeError, Tensor, no_grad
+from gpt2core.tree_sum import tree_sum
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.gradients import (

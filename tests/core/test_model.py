@@ -16,8 +16,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
 from gpt2core.architecture import GPT2Config, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2
-from gpt2core.parallel.whole_parameters import initial_parameters
+from gpt2core.model import GPT2, initial_parameters
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend

@@ -13,6 +13,7 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.optimizer import Schedule
+from gpt2core.parallel.parallel_trainer import ParallelTrainer
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import run
@@ -26,7 +27,8 @@ def trained(trainer_class, backend, steps=STEPS, **options):
     """(the trainer after some steps of preset tiny on tokens of a short text, the Step of each)."""
     tokens = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
     sizes = dict(batch_size=8, seq_len=32, micro_batches=4, optimizer=dict(clip=1.0, weight_decay=0.1))
-    trainer = trainer_class(PRESETS["tiny"], [backend], **sizes | options)
+    backend = backend if trainer_class is Trainer else [backend]
+    trainer = trainer_class(PRESETS["tiny"], backend, **sizes | options)
     return trainer, run(trainer, Windows(tokens, 32), Schedule(peak=3e-3), steps, on_step=lambda step: None)
 
 
@@ -44,9 +46,10 @@ def test_the_formulas_train_the_curve_of_the_fast_kernels():
 
 @pytest.mark.parametrize("backend", [PlainBackend, NumpyBackend])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_the_plain_trainer_has_the_bits_of_the_fast_trainer(backend, micro_batches):
+@pytest.mark.parametrize("other", [ParallelTrainer, FastTrainer])
+def test_the_plain_trainer_has_the_bits_of_the_others(backend, micro_batches, other):
     (plain, plain_log), (fast, fast_log) = (
-        trained(each, backend("fp32"), 5, micro_batches=micro_batches) for each in (Trainer, FastTrainer)
+        trained(each, backend("fp32"), 5, micro_batches=micro_batches) for each in (Trainer, other)
     )
     assert [(step.loss, step.grad_norm) for step in plain_log] == [(step.loss, step.grad_norm) for step in fast_log]
     assert_array_equal(plain.parameters, fast.parameters)
@@ -71,7 +74,7 @@ from gpt2core.training_loop import run
 if sys.argv[2] == "NumpyBackend":
     from stage0_serial.numpy_backend import NumpyBackend
 sizes = dict(batch_size=4, seq_len=16, micro_batches=2)
-trainer = Trainer(GPT2Config(37, 16, 2, 2, 16), [globals()[sys.argv[2]]()], **sizes)
+trainer = Trainer(GPT2Config(37, 16, 2, 2, 16), globals()[sys.argv[2]](), **sizes)
 log = run(trainer, Windows(np.arange(500) % 37, 16), Schedule(), 4, on_step=lambda step: None)
 print(log[-1].loss, hashlib.sha256(trainer.parameters.tobytes()).hexdigest())
 """
@@ -127,13 +130,33 @@ def test_a_backend_that_needs_a_loss_scale_is_refused_without_the_engine():
         scales_loss = True
 
     with pytest.raises(ConfigError, match=r"`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer"):
-        trained(Trainer, Narrow(), 0)
+        trained(ParallelTrainer, Narrow(), 0)
+
+
+def test_a_backend_whose_kernels_read_rounded_parameters_needs_the_parallel_trainer():
+    class Rounded(NumpyBackend):
+        def __init__(self):
+            super().__init__()
+            self.precision, self.compute_dtype = "bf16", np.dtype(np.float16)
+
+    with pytest.raises(ConfigError, match="`precision=bf16` needs a copy of the parameters: use ParallelTrainer"):
+        trained(Trainer, Rounded(), 0)
+
+
+@pytest.mark.parametrize("sizes, message", [
+    (dict(micro_batches=9), "`micro_batches=9`: a micro-batch needs at least 1 sequence of `batch_size=8`"),
+    (dict(seq_len=65), "`seq_len=65` exceeds the model's block of 64 tokens: use `seq_len=64`"),
+    (dict(batch_size=0), "`batch_size=0` must be a positive whole number"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        trained(Trainer, PlainBackend(), 0, **sizes)
 
 
 def test_a_step_that_diverges_changes_nothing(monkeypatch):
     trainer, _ = trained(Trainer, PlainBackend(), 2)
     before, tokens = trainer.parameters.copy(), np.zeros((8, 32), int)
-    monkeypatch.setattr(trainer, "one", np.array(np.inf))
+    monkeypatch.setattr(trainer, "scale", np.inf)
     with pytest.raises(Diverged, match="step 2: the loss is .* and the gradient norm is .*after 2 steps"):
         trainer.step(trainer.prepare(tokens, tokens), 1e-3)
     assert_array_equal(trainer.parameters, before)

@@ -192,9 +192,9 @@ def test_a_captured_step_changes_nothing_after_a_norm_that_is_not_finite():
     for _ in range(3):
         trainer.begin(read_batch(trainer, windows), 1e-3).result()
     before = trainer.parameters.copy()
-    one, trainer.loss_scale.factor = trainer.loss_scale.factor, np.array(np.inf)
+    scale, trainer.scale = trainer.scale, np.inf
     first = trainer.begin(read_batch(trainer, windows), 1e-3)
-    trainer.loss_scale.factor = one
+    trainer.scale = scale
     trainer.begin(read_batch(trainer, windows, ahead=1), 1e-3)  # finite again, and in flight
     with pytest.raises(Diverged):
         first.result()

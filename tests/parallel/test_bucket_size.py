@@ -11,9 +11,9 @@ from gpt2core.data import Windows
 from gpt2core.parallel.bucket_size import WARM_UP, BucketSize, best_bucket, measured_bucket, time_all_reduce
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.parallel_trainer import ParallelTrainer as Trainer
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
-from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen

@@ -12,7 +12,7 @@ from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.thread_communicator import ThreadCommunicator, run_ranks
-from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
+from gpt2core.tree_sum import tree_reduce, tree_sum
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, random_values, rank_inputs
 
 SIZES = [1, 2, 3, 4, 5, 8]

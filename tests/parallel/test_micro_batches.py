@@ -15,31 +15,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from gpt2core import trainer as trainer_module
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import PAGE, SEGMENTS, Arena, unit_of
 from gpt2core.communicator import Solo
-from gpt2core.data import Windows
+from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
-from gpt2core.model import GPT2
+from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
+from gpt2core.parallel import parallel_trainer as trainer_module
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, gradient_reduction
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
+from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded_adamw import ShardedAdamW as AdamW
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.threads import WorkerPool
-from gpt2core.parallel.tree_sum import additions, tree_reduce, tree_sum
 from gpt2core.parallel.whole_parameters import (
     check_finite,
     current_model,
-    initial_parameters,
     load,
     named_moments,
     named_parameters,
@@ -47,8 +45,8 @@ from gpt2core.parallel.whole_parameters import (
 )
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
-from gpt2core.trainer import Trainer as PlainTrainer
 from gpt2core.training_loop import read_batch
+from gpt2core.tree_sum import additions, tree_reduce, tree_sum
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -93,8 +91,7 @@ def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, 
 
 def backward(run, inputs, targets, scale):
     """The losses of one batch, as numbers."""
-    seed = run.pool.backends[0].ones((), np.float64)
-    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale, seed)]
+    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale)]
 
 
 # -- several micro-batches in one call of the kernels -----------------------------------------------------------------
@@ -224,7 +221,7 @@ def worker_of(config, count, **options):
     arena, backend = Arena(parameter_shapes(config)), NumpyBackend()
     hooks = options.pop("wait", lambda unit: None), options.pop("completed", lambda unit: None)
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
-    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, **options)
+    return Worker(config, arena, *flats, backend, count, Solo(), None, *hooks, **options)
 
 
 @settings(max_examples=30, deadline=None)
@@ -259,7 +256,7 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     """Except those of a parameter with two uses, which are added to each other before another micro-batch is added."""
     worker = worker_of(config, count)
     batch = [tuple(rng.integers(0, config.vocab_size, (2, 2, 8))) for _ in range(count)]
-    worker.run(batch, 1.0, worker.backend.ones((), np.float64))
+    worker.run(batch, 1.0)
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
@@ -271,7 +268,7 @@ def test_a_worker_waits_for_each_unit_and_completes_it_once_after_its_last_micro
     hooks = dict(wait=lambda unit: events.append(f"wait {unit}"), completed=lambda unit: events.append(f"done {unit}"))
     worker = worker_of(CONFIG, 2, **hooks)
     batch = [tuple(rng.integers(0, CONFIG.vocab_size, (2, 2, 8))) for _ in range(2)]
-    worker.run(batch, 1.0, worker.backend.ones((), np.float64))
+    worker.run(batch, 1.0)
     units = list(worker.arena.units)
     assert units == ["embedding", *(f"h.{layer}" for layer in range(CONFIG.n_layer)), "head"]
     waits, done = [f"wait {unit}" for unit in units], [f"done {unit}" for unit in reversed(units)]

@@ -6,9 +6,8 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.architecture import GPT2Config
 from gpt2core.arena import unit_of
-from gpt2core.model import GPT2
+from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.part import Part
-from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import Tensor
 from stage0_serial.numpy_backend import NumpyBackend
@@ -22,13 +21,13 @@ def config(tied=True):
     return GPT2Config(vocab_size=37, block_size=T, n_layer=LAYERS, n_head=2, n_embd=32, tied=tied)
 
 
-def model_and_tokens(backend, tied=True):
+def model_and_tokens(backend, tied=True, dloss=None):
     """A model with large parameters, so that every gradient matters, and tokens that the backend has prepared."""
     sizes, rng = config(tied), np.random.default_rng(5)
     arrays = {name: (10 * array).astype(backend.compute_dtype) for name, array in initial_parameters(sizes, 1)}
     tensors = {name: Tensor(backend.asarray(array), backend, requires_grad=True) for name, array in arrays.items()}
     ids, targets = rng.integers(0, 37, (2, B, T))
-    return GPT2(sizes, tensors), backend.prepare_tokens(ids, 37), backend.prepare_tokens(targets)
+    return GPT2(sizes, tensors, dloss=dloss), backend.prepare_tokens(ids, 37), backend.prepare_tokens(targets)
 
 
 def gradients(model):
@@ -37,11 +36,11 @@ def gradients(model):
     return {name: np.array(backend.to_host(tensor.grad)) for name, tensor in model.parameters.items()}
 
 
-def run_parts(parts, ids, loss, dloss, later=None):
+def run_parts(parts, ids, targets, dloss, later=None):
     """Forward and backward through consecutive parts -> the loss. With `later`, its functions are called at the end."""
     x, graphs, dy = ids, [], dloss
     for part in parts:
-        graphs.append(part.forward(x, *loss) if part is parts[-1] else part.forward(x))
+        graphs.append(part.forward(x, targets, None) if part is parts[-1] else part.forward(x))
         x = graphs[-1].y.data
     value = x
     for graph in reversed(graphs):
@@ -71,9 +70,9 @@ def test_parts_have_the_bits_of_the_whole_model(backend, cuts, tied, deferred):
     whole, ids, targets = model_and_tokens(backend, tied)
     want_loss = whole.loss(ids, targets)
     want_loss.backward()
-    model, *_ = model_and_tokens(backend, tied)
     dloss = backend.ones((), np.float64)
-    loss = run_parts(parts_of(model, cuts), ids, (targets, None, dloss), dloss, [] if deferred else None)
+    model, *_ = model_and_tokens(backend, tied, dloss)
+    loss = run_parts(parts_of(model, cuts), ids, targets, dloss, [] if deferred else None)
     assert_array_equal(backend.to_host(loss), want_loss.numpy(), strict=True)
     want = gradients(whole)
     for name, got in gradients(model).items():
@@ -85,7 +84,7 @@ def test_a_part_can_hold_only_the_embedding_or_only_the_head(backend):
     parts, dloss = parts_of(model, [1, LAYERS + 1]), backend.ones((), np.float64)
     first = parts[0].forward(ids)
     middle = parts[1].forward(first.y.data)
-    last = parts[2].forward(middle.y.data, targets, None, dloss)
+    last = parts[2].forward(middle.y.data, targets, None)
     assert first.y.shape == middle.y.shape == (B, T, 32) and last.y.shape == ()
     dy = np.ones_like(middle.y.data)
     assert last.backward(dloss).shape == middle.backward(dy).shape == (B, T, 32)
@@ -97,11 +96,11 @@ def test_a_part_can_have_the_graphs_of_several_micro_batches_at_the_same_time(ba
     part, dloss = parts_of(model, [])[0], backend.ones((), np.float64)
     want = []
     for other in (ids, ids[::-1]):
-        part.forward(other, targets, None, dloss).backward(dloss)
+        part.forward(other, targets, None).backward(dloss)
         want.append(gradients(model))
         for tensor in model.parameters.values():
             tensor.grad = None
-    graphs = [part.forward(other, targets, None, dloss) for other in (ids, ids[::-1])]
+    graphs = [part.forward(other, targets, None) for other in (ids, ids[::-1])]
     for graph, arrays in zip(graphs, want, strict=True):
         graph.backward(dloss)
         for name, got in gradients(model).items():
@@ -123,7 +122,7 @@ def test_a_unit_is_completed_when_all_of_its_gradients_are_computed_last_units_f
         complete[unit] = {name: np.array(model.parameters[name].grad) for name in names[unit]}
 
     dloss = backend.ones((), np.float64)
-    run_parts(parts_of(model, cuts, completed), ids, (targets, None, dloss), dloss, [] if deferred else None)
+    run_parts(parts_of(model, cuts, completed), ids, targets, dloss, [] if deferred else None)
     assert order == ["head", "h.2", "h.1", "h.0", "embedding"]
     final = gradients(model)
     for arrays in complete.values():
@@ -134,7 +133,7 @@ def test_a_unit_is_completed_when_all_of_its_gradients_are_computed_last_units_f
 def test_with_later_no_gradient_is_written_before_its_function_is_called(backend):
     model, ids, targets = model_and_tokens(backend)
     part, dloss, later = parts_of(model, [])[0], backend.ones((), np.float64), []
-    part.forward(ids, targets, None, dloss).backward(dloss, later)
+    part.forward(ids, targets, None).backward(dloss, later)
     assert all(tensor.grad is None for tensor in model.parameters.values())
     for function in later:
         function()

@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 from gpt2core.communicator import REDUCTIONS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.tree_sum import tree_sum
 from stage1_mpi import collectives
 from tests.support.collectives import ALGORITHMS, DTYPES, assert_same, check_reduced, rank_inputs
 

@@ -14,7 +14,7 @@ from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.tree_sum import tree_sum
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.import_mpi import is_of_another_mpi
 from stage1_mpi.mpi_communicator import MpiCommunicator

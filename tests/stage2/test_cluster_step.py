@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.architecture import GPT2Config
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_model
-from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate, generate_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core import trainer as trainers
 from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.presets import PRESETS
@@ -23,7 +22,7 @@ from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import DeviceMemoryError
-from gpt2core.parallel import setup
+from gpt2core.parallel import parallel_trainer as trainers
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
@@ -254,7 +253,7 @@ SHARED = [
 def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
     mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=EqualRanks(parallel.tp) if parallel.tp > 1 else Solo())
-    monkeypatch.setattr(setup, "Mesh", lambda *_: mesh)
+    monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)

@@ -16,10 +16,10 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
 from gpt2core.training_loop import read_batch
+from gpt2core.tree_sum import tree_sum
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator

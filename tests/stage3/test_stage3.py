@@ -18,9 +18,9 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.training_loop import read_batch
+from gpt2core.tree_sum import tree_sum
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import watchdog
 from stage2_cuda.cuda_backend import CudaBackend

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.testing import assert_array_equal
 
 from gpt2core.communicator import REDUCTIONS
-from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.tree_sum import tree_sum
 from stage1_mpi import collectives
 
 ALGORITHMS = list(collectives.ALL_REDUCE)

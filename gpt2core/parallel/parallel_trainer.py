@@ -1,0 +1,155 @@
+"""A Trainer whose step is divided over worker threads and ranks, with the bits of Trainer."""
+
+from gpt2core.architecture import parameter_shapes
+from gpt2core.arena import Arena
+from gpt2core.communicator import Solo
+from gpt2core.data import even_slices
+from gpt2core.errors import ConfigError, UserError, counted
+from gpt2core.model import initial_parameters
+from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.bucket_size import measured_bucket
+from gpt2core.parallel.config import ParallelConfig, check_rounding
+from gpt2core.parallel.data_parallel import gradient_reduction
+from gpt2core.parallel.losses import total_loss
+from gpt2core.parallel.mesh import Mesh
+from gpt2core.parallel.micro_batches import MicroBatches
+from gpt2core.parallel.sharded_adamw import ShardedAdamW
+from gpt2core.parallel.threads import WorkerPool, limit_blas
+from gpt2core.parallel.whole_parameters import fill
+from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
+from gpt2core.trainer import Trainer
+
+
+class ParallelTrainer(Trainer):
+    """A model, its optimizer, and the threads and ranks that share the work.
+
+    backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
+    the cores. batch_size, seq_len, micro_batches: of the global batch. world: the Communicator of all ranks. parallel:
+    ParallelConfig. seed: of the initial parameters; None leaves them zero. dloss: the array of shape () with which
+    backward begins, if it is not 1 (fp16). The other arguments are those of Trainer. Raises ConfigError for sizes that
+    do not fit.
+
+    mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
+    arena: the layout of the flat arrays `parameters`, `gradients`, and `compute_parameters`, which kernels read: the
+    parameters, or a copy in compute_dtype. accumulator: computes the gradients of this rank's micro-batches.
+    data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
+    updating: whether an update has begun that is not counted in `steps`.
+    """
+
+    def __init__(
+        self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
+        seed=0, dloss=None,
+    ):  # fmt: skip
+        self.set_sizes(config, batch_size, seq_len, micro_batches)
+        self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
+        self.updating = False
+        self.pool, self.backend = WorkerPool(backends), backends[0]
+        if self.backend.scales_loss and dloss is None:
+            raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
+        limit_blas(1)
+        world, parallel, backend = self.world, self.parallel, self.backend
+        self.mesh = mesh = Mesh(world, world.size // parallel.tp, parallel.tp)
+        tensor_parallel.check_tensor_parallel(config, mesh.tensor.size)
+        backend.check_model(config)
+        self.rows = own_rows(batch_size, micro_batches, mesh.data)
+
+        owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
+        self.arena = arena = Arena(
+            tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size), owners.size
+        )
+        self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
+        self.compute_parameters, copy = self.parameters, None
+        if backend.compute_dtype != backend.dtype:
+            self.compute_parameters = copy = backend.zeros((arena.size,), backend.compute_dtype)
+
+        self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
+        self.data_parallel = gradient_reduction(
+            parallel, arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
+        )
+        check_gather(parallel.zero_gather, parallel.zero)
+        all_gather = None  # or the parameters are gathered during the next forward pass
+        if parallel.zero_gather == "forward":
+            all_gather = AsyncAllGather(arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
+        self.accumulator = MicroBatches(
+            config, arena, self.compute_parameters, self.gradients, self.data_parallel, self.pool,
+            micro_batches // mesh.data.size, mesh.tensor, (self.rows.stop - self.rows.start, seq_len), all_gather,
+            dloss,
+        )  # fmt: skip
+        optimizer = optimizer or {}
+        check_rounding(optimizer.get("rounding", "nearest"), backend)
+        self.optimizer = ShardedAdamW(
+            arena, self.parameters, self.pool, owners=owners, tensor_group=mesh.tensor, compute_copy=copy,
+            gathers=all_gather is None, **optimizer,
+        )  # fmt: skip
+        if seed is not None:
+            fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
+        self.optimizer.refresh_copy(self.steps)
+
+    def step(self, batch, lr):
+        self.check_interrupted()
+        return super().step(batch, lr)
+
+    def compute_gradients(self, batch):
+        """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
+        losses = self.accumulator.backward(batch, self.scale)
+        self.data_parallel.finish()
+        return losses
+
+    def clip(self, **state):
+        """AdamW.clip. state: further arguments of Backend.clip."""
+        norm_and_factor = self.optimizer.clip(self.gradients, **state)
+        self.updating = True  # until report(): a step that is interrupted after this point is not continued
+        return norm_and_factor
+
+    def total_loss(self, losses):
+        return total_loss(self, losses)[0]
+
+    def report(self, *arguments, **more):
+        self.updating = False
+        return super().report(*arguments, **more)
+
+    def check_interrupted(self):
+        """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
+        if self.updating:
+            raise UserError(
+                f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
+                f"{type(self).__name__}"
+            )
+
+    def prepare(self, inputs, targets):
+        """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
+        inputs, targets = self.checked(inputs), self.checked(targets)
+        tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
+        wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank
+        return [
+            [(prepare(x, wte_rows, tensor.rank * wte_rows), prepare(y)) for x, y in worker_batch]
+            for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
+        ]
+
+
+def own_rows(batch_size, micro_batches, group):
+    """The slice of the global batch that this rank of a data-parallel group reads.
+
+    Raises ConfigError if the ranks would have different numbers of micro-batches, or a micro-batch no sequence.
+    """
+    if not 0 < micro_batches // group.size <= batch_size // group.size:
+        raise ConfigError(
+            f"`micro_batches={micro_batches}`: each of {counted(group.size, 'rank')} needs at least 1, and a "
+            f"micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
+        )
+    if micro_batches % group.size:
+        below = micro_batches // group.size * group.size
+        raise ConfigError(
+            f"`micro_batches={micro_batches}` is not divisible by {counted(group.size, 'rank')}: "
+            f"use `micro_batches={below}`"
+        )
+    return even_slices(batch_size, group.size)[group.rank]
+
+
+def choose_bucket(parallel, mesh, gradients, backend):
+    """(bucket size in 10^6 bytes, the BucketSize that all ranks measured together, or None if it is given)."""
+    if parallel.bucket_mb is not None:
+        return parallel.bucket_mb, None
+    measured = measured_bucket(mesh.data, gradients, backend, mesh.world.capturable)
+    measured = mesh.world.broadcast_object(measured)  # rank 0's result is used
+    return measured.mb, measured
