@@ -26,6 +26,9 @@ def import_mpi():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # mpi4py warns if the launcher is another MPI's
             from mpi4py import MPI
+    except KeyboardInterrupt:
+        abort_job(130)
+        raise
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, but no MPI library
         reason = str(error).splitlines()[0]
         abort_job_at_exit(rank)
@@ -52,12 +55,17 @@ def is_of_another_mpi(variable, vendor):
 
 
 def abort_job_at_exit(rank):
-    """At the exit of this process, request from MPICH's launcher that it aborts the job (PMI-1 protocol).
+    """At the exit of this process, abort_job().
 
     The launcher does not detect a rank that exits before MPI_Init; the other ranks would wait for that rank forever.
     """
     time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank ends first: only its message is printed
+    atexit.register(abort_job, 2)
+    atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this first, so the message is forwarded before the abort
+
+
+def abort_job(exit_code):
+    """Request from MPICH's launcher, if it has started this process, that it aborts the job (PMI-1 protocol)."""
     fd = os.environ.get("PMI_FD", "")
     if fd.isdigit():
-        atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
-        atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this first, so the message is forwarded before the abort
+        os.write(int(fd), f"cmd=abort exitcode={exit_code}\n".encode())

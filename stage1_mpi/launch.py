@@ -227,7 +227,7 @@ def run_rank(command):
             sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
     except (Exception, KeyboardInterrupt) as error:
-        if "mpi4py.MPI" in sys.modules:
+        if mpi_is_initialized():
             raise
         if isinstance(error, Exception):
             traceback.print_exc()
@@ -238,6 +238,12 @@ def run_rank(command):
         # At its exit, Python restores other handlers to the default, and a late second signal would kill this rank.
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+
+
+def mpi_is_initialized():
+    """Whether this process has called MPI_Init. An import of mpi4py.MPI that was interrupted has not."""
+    is_initialized = getattr(sys.modules.get("mpi4py.MPI"), "Is_initialized", None)
+    return is_initialized is not None and is_initialized()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -496,6 +496,30 @@ def test_no_rank_outlives_a_launcher_that_is_killed(mpi, tmp_path):
     assert all_end(ranks)
 
 
+# Rank 1 is interrupted while it imports mpi4py.MPI, when the module is already in sys.modules.
+INTERRUPTED = """import importlib.abc, os, sys, types
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            sys.modules[name] = types.ModuleType(name)
+            raise KeyboardInterrupt
+if os.environ.get("PMI_RANK") == "1":
+    sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("program", ["a script", "train_gpt2.py"])
+def test_ctrl_c_of_one_rank_before_mpi_init_ends_the_rank_that_waits_there(mpi, tmp_path, program):
+    if mpi is OPEN_MPI:
+        pytest.skip("its mpiexec ends the job itself")
+    end = "from mpi4py import MPI"
+    if program == "train_gpt2.py":
+        end = f"import runpy\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[1:] = {list(map(str, TRAIN[1:]))}\n"
+        end += 'runpy.run_module("stage1_mpi.train_gpt2", run_name="__main__")'
+    process = start(*launcher("-n", 2, write(tmp_path / "program.py", f"{INTERRUPTED}{end}\n")))
+    assert finish(process, timeout=30)[0] != 0
+
+
 # -- supervision of Open MPI's mpiexec, with one process in place of the job -------------------------------------------
 
 WAITS = """import signal, sys, time
