@@ -152,3 +152,15 @@ def parameter_shapes(config):
 def parameter_count(config):
     """The number of parameters; a tied embedding counts once."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(config))
+
+
+def flops_per_token(config, seq_len):
+    """Floating-point operations of a training step per token (appendix B of the PaLM paper, Chowdhery et al. 2022).
+
+    These are 6 per parameter, forward and backward, and 12 * n_layer * n_embd * seq_len for attention. Embeddings that
+    are only looked up are not counted; a tied token embedding is counted, because it is also the matrix of the logits.
+    """
+    position_embedding = config.block_size * config.n_embd
+    token_embedding = config.vocab_size * config.n_embd
+    looked_up = position_embedding + (0 if config.tied else token_embedding)
+    return 6 * (parameter_count(config) - looked_up) + 12 * config.n_layer * config.n_embd * seq_len

@@ -21,7 +21,7 @@ class Arena:
 
     owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
     numbers, such as 3, there are more segments, so that all owners have equal shares. Between two arrays there may be
-    elements of padding. They are zero, and they stay zero because their gradient is zero.
+    elements of padding. They are zero and stay zero, because their gradient is zero (see also AdamW.clear_padding).
     """
 
     def __init__(self, shapes, owners=1):

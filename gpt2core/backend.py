@@ -44,7 +44,7 @@ class Backend(ABC):
     decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time
 
     name: str
-    precision: str  # fp32, tf32, bf16 or fp16
+    precision: str  # fp32, tf32, bf16, fp16 or fp64
     dtype: object  # of the parameters, of their gradients, and of AdamW's moments
     compute_dtype: object  # of the activations and of the parameters that kernels read: a copy, unless it equals dtype
     xp: object  # the array module (numpy, cupy)
@@ -263,8 +263,8 @@ class Backend(ABC):
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
-        A backend whose steps overlap, or that scales_loss, has further arguments, which engine/fast_trainer.py gives.
-        stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
+        Further arguments, given by engine/fast_trainer.py, are only for backends whose steps overlap or that scale the
+        loss. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
         grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss
         scale before clipping, grad_scale after clipping, and the state is updated.
         """

@@ -107,13 +107,12 @@ class Block:
     def __init__(self, config, parameters, group, layer):
         self.layer, self.group, self.n_head = layer, group, config.n_head // group.size
         self.name, eps = f"h.{layer}", config.layer_norm_epsilon
-        self.ln_1, self.ln_2 = (
-            LayerNorm(parameters, f"transformer.{self.name}.{norm}", eps) for norm in ("ln_1", "ln_2")
-        )
-        self.qkv, self.attention_out, self.mlp_in, self.mlp_out = (
-            tuple(parameters[f"transformer.{self.name}.{module}.{kind}"] for kind in ("weight", "bias"))
-            for module in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-        )
+        prefix = f"transformer.{self.name}"
+        self.ln_1, self.ln_2 = (LayerNorm(parameters, f"{prefix}.{norm}", eps) for norm in ("ln_1", "ln_2"))
+        self.qkv = weight_and_bias(parameters, f"{prefix}.attn.c_attn")  # (C, 3C), (3C); C / group.size of each
+        self.attention_out = weight_and_bias(parameters, f"{prefix}.attn.c_proj")  # (C, C), (C)
+        self.mlp_in = weight_and_bias(parameters, f"{prefix}.mlp.c_fc")  # (C, 4C), (4C)
+        self.mlp_out = weight_and_bias(parameters, f"{prefix}.mlp.c_proj")  # (4C, C), (C)
 
     def __call__(self, x, cache=None):
         x = x + self.attention(self.ln_1(x), cache)
@@ -139,11 +138,15 @@ class Block:
         return Branch(ops.reduce_from_group(h, self.group), bias)
 
 
+def weight_and_bias(parameters, name):
+    return parameters[f"{name}.weight"], parameters[f"{name}.bias"]
+
+
 class LayerNorm:
     """LayerNorm with the parameters `name`.weight and `name`.bias (Ba et al. 2016)."""
 
     def __init__(self, parameters, name, eps):
-        self.w, self.b, self.eps = parameters[f"{name}.weight"], parameters[f"{name}.bias"], eps
+        (self.w, self.b), self.eps = weight_and_bias(parameters, name), eps
 
     def __call__(self, x):
         """x: a Stream -> its LayerNorm, a Tensor (B, T, C)."""

@@ -30,16 +30,8 @@ def gelu(x):
     return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
 
 
-def linear_gelu(x, w, b):
-    """gelu(linear(x, w, b)) by one fused kernel: x (..., C), w (C, K), b (K) -> (..., K)."""
-    require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:], "linear_gelu", x, w, b)
-    backend = x.backend
-    y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux))
-
-
 def mlp(x, w, b, w2):
-    """linear(linear_gelu(x, w, b), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
+    """linear(gelu(linear(x, w, b)), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
@@ -215,7 +207,7 @@ def gather_from_group(x, group):
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
-# -- operations that compute nothing: they tell where a backward pass is ----------------------------------------------
+# -- an operation that computes nothing: it reports where a backward pass is -------------------------------------------
 
 
 def mark(tensors, function):
@@ -228,16 +220,6 @@ def mark(tensors, function):
     if marked[0].node:
         marked[0].node.report = function
     return marked
-
-
-def boundary(array, backend, function):
-    """A tensor with this array, which another graph has computed; backward calls function(its gradient)."""
-
-    def backward(gradient):
-        function(gradient)
-        return (None,)
-
-    return Tensor.from_op(array, (Tensor(array, backend, requires_grad=True),), backward)
 
 
 def require(condition, operation, *tensors):

@@ -40,7 +40,11 @@ class Schedule:
 
 
 def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """(3) float64 [rate, e, shrink]: the formula of AdamW as p = shrink p - rate m / (sqrt(v) + e)."""
+    """(3) float64 [rate, e, shrink]: the formula of AdamW as p = shrink p - rate m / (sqrt(v) + e).
+
+    With c1 = 1 - beta1^step and c2 = 1 - beta2^step: (m / c1) / (sqrt(v / c2) + eps) is
+    sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)).
+    """
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
@@ -48,7 +52,7 @@ def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on flat arrays of parameters p and gradients g. In step t = 1, 2, ...:
 
-        g = g min(1, clip / norm(g))                  norm over all parameters; clip 0: no clipping
+        g = g min(1, clip / (norm(g) + 1e-6))         norm over all parameters; clip 0: no clipping
         m = beta1 m + (1 - beta1) g                   running mean of the gradient
         v = beta2 v + (1 - beta2) g^2                 running mean of its square
         p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)      m_ = m / (1 - beta1^t), v_ = v / (1 - beta2^t)
@@ -74,6 +78,7 @@ class AdamW:
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (backend.zeros((size,), parameters.dtype) for _ in "mv")  # m and v
         self.decays = backend.asarray(arena.decays())
+        self.padding = [] if eps else arena.padding()
 
     def hyperparameters(self, step, lr):
         """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
@@ -98,11 +103,18 @@ class AdamW:
         return self.backend.page_sums(flat)[: self.arena.norm_pages]
 
     def update(self, gradients, factor, hyperparameters):
-        """Update the parameters from flat `gradients` * factor, the result of clip()."""
-        self.update_slice(self.backend, self.own, gradients, factor, hyperparameters)
+        """Update the parameters from flat `gradients` * factor; arguments: results of clip() and hyperparameters()."""
+        p, m, v, g, decays = self.arrays(self.own, gradients)
+        self.backend.adamw_step(p, m, v, g, hyperparameters, factor, decays, self.betas)
+        self.clear_padding(self.parameters)
 
-    def update_slice(self, backend, share, gradients, factor, scalars, copy=None):
-        """Update the slice `share` of the parameters. copy: a ParameterCopy that receives them too, or None."""
+    def arrays(self, share, gradients):
+        """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""
         moments = slice(share.start - self.own.start, share.stop - self.own.start)
         p, m, v, g = self.parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
-        backend.adamw_step(p, m, v, g, scalars, factor, self.decays[self.arena.pages(share)], self.betas, copy)
+        return p, m, v, g, self.decays[self.arena.pages(share)]
+
+    def clear_padding(self, flat):
+        """Set the padding of the arena to 0 again if eps is 0, because the formula is 0 / 0 there."""
+        for part in self.padding:
+            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype

@@ -2,7 +2,9 @@
 
 Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
 gradient of the loss with respect to y. Every derivative below follows from dx = (dy/dx)' dy. `aux` is what a forward
-kernel saves for its backward kernel.
+kernel saves for its backward kernel. Backend composes larger kernels from these by the chain rule: the MLP, gelu(x w +
+b) w2; the residual stream with its LayerNorm, s = x + (a + bias) and LN(s), of which dx = da = ds + LN's dx; and the
+logits with their loss.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -18,7 +20,7 @@ from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
-GELU = math.sqrt(2 / math.pi)
+A = math.sqrt(2 / math.pi)
 
 
 class PlainBackend(Backend):
@@ -58,14 +60,14 @@ class PlainBackend(Backend):
     def bias_backward(self, dy):
         return rows(dy).sum(0)
 
-    # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = GELU (x + 0.044715 x^3);  dt/dx = (1 - t^2) du/dx -----------------
+    # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = A (x + 0.044715 x^3);  dt/dx = (1 - t^2) du/dx --------------------
 
     def gelu_forward(self, x):
-        return x * (1 + np.tanh(GELU * (x + 0.044715 * x * x * x))) / 2
+        return x * (1 + np.tanh(A * (x + 0.044715 * x * x * x))) / 2
 
     def gelu_backward(self, dy, x):
-        t = np.tanh(GELU * (x + 0.044715 * x * x * x))
-        slope = (1 + t) / 2 + x * (1 - t * t) / 2 * GELU * (1 + 3 * 0.044715 * x * x)
+        t = np.tanh(A * (x + 0.044715 * x * x * x))
+        slope = (1 + t) / 2 + x * (1 - t * t) / 2 * A * (1 + 3 * 0.044715 * x * x)
         return dy * slope
 
     # -- layernorm: h = (x - mean) r,  r = 1 / sqrt(variance + eps),  y = h w + b --------------------------------------
@@ -122,7 +124,8 @@ class PlainBackend(Backend):
         return dwte, dwpe
 
     # -- logits = x w';  loss of a row = log sum exp(logits) - logit of the target;  dlogits = softmax - onehot --------
-    #    forward returns the maximum m of a row, sum exp(logits - m), and the target's logit; loss() puts them together
+    #    forward returns the maximum m of a row, s = sum exp(logits - m), and the target's logit. If ranks divide the
+    #    vocabulary, loss_rows() gives this rank's part of s for the maximum M over all ranks: s exp(m - M).
 
     def unembed_forward(self, x, w):
         return x @ w.T
@@ -148,7 +151,7 @@ class PlainBackend(Backend):
         losses = np.log(sums) + row_maxima - target_logits
         return np.asarray(losses.sum(dtype=np.float64) * scale)
 
-    # -- flat buffers: the norm of the gradient, and clipping ----------------------------------------------------------
+    # -- flat buffers: the norm of the gradient, and clipping; 1e-6 as in PyTorch's clip_grad_norm_ --------------------
 
     def page_sums(self, flat):
         return (flat.reshape(-1, PAGE) ** 2).sum(1)

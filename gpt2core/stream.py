@@ -20,9 +20,9 @@ class Branch(NamedTuple):
 class Stream:
     """The residual stream x (B, T, C). `x + branch` is lazy: the LayerNorm that reads the sum computes and keeps it.
 
-    So one kernel reads x and the branch and writes their sum and its LayerNorm. LayerNorm reads the sum as it is
-    stored, in the dtype of the stream: the result is the same if the sum is computed first, as between two pipeline
-    stages.
+    So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
+    sum in x, and `+` begins the next one. LayerNorm reads the sum as it is stored, in the dtype of the stream: so it
+    may also be computed first, as between two pipeline stages.
     """
 
     def __init__(self, x, branch=None):

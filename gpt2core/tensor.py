@@ -191,8 +191,11 @@ class Tensor:
             if self.data.size != 1:
                 raise AutogradError(f"backward() on shape {self.shape} needs an argument: a gradient of that shape")
             gradient = self.backend.ones(self.shape, self.dtype)
+        gradient = gradient.data if isinstance(gradient, Tensor) else gradient
+        if not hasattr(gradient, "shape"):
+            raise ShapeError(f"backward() of shape {self.shape} needs an array of this shape, not {gradient!r:.60}")
         nodes = reachable(self)
-        pass_on(gradient.data if isinstance(gradient, Tensor) else gradient, self.receiver(), later)
+        pass_on(gradient, self.receiver(), later)
         while nodes:
             nodes.pop().run(retain_graph, later)  # the newest: all operations that use its outputs have run
 

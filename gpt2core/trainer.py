@@ -39,10 +39,11 @@ class Step:
 class Trainer:
     """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
 
-    The subclass parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks, with the same
-    bits. config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches`
-    equal parts, one after another. optimizer: a dict of keyword arguments of AdamW. seed: of the initial parameters.
-    Raises ConfigError for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
+    The subclass parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are
+    the same if their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. config:
+    GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` equal parts, one
+    after another. optimizer: a dict of keyword arguments of AdamW. seed: of the initial parameters. Raises ConfigError
+    for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
     """
 
     def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
@@ -52,7 +53,7 @@ class Trainer:
                 f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
             )
         if backend.compute_dtype != backend.dtype:
-            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")
+            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use FastTrainer")
         backend.check_model(config)
         self.backend, self.rows = backend, slice(0, batch_size)
         self.arena = Arena(parameter_shapes(config))
@@ -101,15 +102,15 @@ class Trainer:
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.
 
-        The sum has a fixed order, a binary tree (tree_sum.py), so that it can be divided over threads and
-        ranks without another bit.
+        The sum has a fixed order, a binary tree (tree_sum.py), so that 2, 4, 8, ... threads or ranks can divide it and
+        compute the same bits.
         """
         losses = []
 
         def gradient_of(ids, targets):
             flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
             for name, view in self.arena.views(flat).items():
-                self.tensors[name].grad, self.tensors[name].buffer = None, view
+                self.tensors[name].grad, self.tensors[name].buffer = None, view  # where backward() writes
             loss = self.model.loss(ids, targets, self.scale)
             loss.backward()
             self.backend.runtime.join()  # waits for a device that computes gradients on the side
@@ -145,6 +146,7 @@ class Trainer:
         """
         inputs, targets = self.checked(inputs), self.checked(targets)
         prepare, parts = self.backend.prepare_tokens, even_slices(self.batch_size, self.micro_batches)
+        # with the size of the vocabulary, ids are prepared for the gradient of the embedding too
         return [(prepare(inputs[part], self.config.vocab_size), prepare(targets[part])) for part in parts]
 
     def checked(self, tokens):

@@ -20,7 +20,7 @@ from benchmarks.harness.report import (
 )
 from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
-from gpt2core.app.run_log import flops_per_token
+from gpt2core.architecture import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 SEED = 20260101

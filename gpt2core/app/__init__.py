@@ -11,7 +11,7 @@ from pathlib import Path
 from gpt2core.parallel.launcher_env import read_launcher_env
 
 # Each Python thread uses one BLAS thread, because the batch is already divided among Python threads. BLAS reads these
-# variables when it is loaded. If BLAS was loaded earlier, the Trainer limits its threads through threadpoolctl.
+# variables when it is loaded. If BLAS was loaded earlier, the trainer limits its threads through threadpoolctl.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 

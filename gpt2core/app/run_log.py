@@ -20,7 +20,7 @@ from gpt2core.app.run_directory import checkpoint_of_older_run, of_another_run
 from gpt2core.app.run_lock import is_open_file
 from gpt2core.app.settings import with_flags
 from gpt2core.app.terminal import training_width, wrapped
-from gpt2core.architecture import parameter_count
+from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.errors import ConfigError, counted
 
 
@@ -280,18 +280,6 @@ def perplexity(loss):
 def read_log(path):
     """A list of the rows of the log at `path`; [] if there is no such file. Raises the errors of log_rows()."""
     return [row for row, _ in log_rows(path)]
-
-
-def flops_per_token(config, seq_len):
-    """Floating-point operations of a training step per token (appendix B of the PaLM paper, Chowdhery et al. 2022).
-
-    These are 6 per parameter, forward and backward, and 12 * n_layer * n_embd * seq_len for attention. Embeddings that
-    are only looked up are not counted; a tied token embedding is counted, because it is also the matrix of the logits.
-    """
-    position_embedding = config.block_size * config.n_embd
-    token_embedding = config.vocab_size * config.n_embd
-    looked_up = position_embedding + (0 if config.tied else token_embedding)
-    return 6 * (parameter_count(config) - looked_up) + 12 * config.n_layer * config.n_embd * seq_len
 
 
 def with_utilisation(trainer, step):

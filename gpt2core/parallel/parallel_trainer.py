@@ -1,4 +1,4 @@
-"""A Trainer whose step is divided over worker threads and ranks, with the bits of Trainer."""
+"""A Trainer whose step is divided over worker threads and ranks; if their numbers are powers of two, with its bits."""
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena

@@ -1,15 +1,15 @@
 """A part of a model: consecutive units that are computed as one graph, from an array to an array.
 
 The units of a model are the embedding, each block, and the head. By default, the whole model is one part. A model that
-is divided into several parts has the same bits: between two parts there is only the array of the residual stream, and
-its gradient.
+is divided into several parts has the same bits (docs/LIMITS.md has one exception): between two parts there is only the
+array of the residual stream, and its gradient.
 """
 
 import functools
 
-from gpt2core import ops
 from gpt2core.model import Embedding
 from gpt2core.stream import Stream
+from gpt2core.tensor import Tensor
 
 
 class Part:
@@ -30,7 +30,7 @@ class Part:
         """
         graph = Graph(self)
         if not isinstance(self.units[0], Embedding):
-            x = Stream(ops.boundary(x, self.backend, graph.keep_gradient))
+            x = Stream(boundary(x, self.backend, graph.keep_gradient))
         for unit in self.units:
             self.before(unit.name)
             if unit is not self.units[0]:
@@ -59,3 +59,13 @@ class Graph:
 
     def keep_gradient(self, dx):
         self.dx = dx
+
+
+def boundary(array, backend, function):
+    """A tensor with this array, which another graph has computed; backward calls function(its gradient)."""
+
+    def backward(gradient):
+        function(gradient)
+        return (None,)
+
+    return Tensor.from_op(array, (Tensor(array, backend, requires_grad=True),), backward)

@@ -43,7 +43,6 @@ class ShardedAdamW(AdamW):
         self.seed = seed if rounding == "stochastic" else None
         own = arena.share(self.owners.rank, self.owners.size)
         super().__init__(arena, parameters, pool.backends[0], own=own, **options)
-        self.padding = [] if self.eps else arena.padding()
         order = pages_of_group(arena, self.tensor_group.size)
         in_order = (order == np.arange(len(order))).all()  # as for one rank
         self.order = None if in_order else self.backend.asarray(order)
@@ -82,7 +81,8 @@ class ShardedAdamW(AdamW):
             copy = None
             if self.compute_copy is not None:
                 copy = ParameterCopy(self.compute_copy[share], hyperparameters.key, share.start)
-            self.update_slice(backend, share, gradients, factor, hyperparameters.scalars, copy)
+            *arrays, decays = self.arrays(share, gradients)
+            backend.adamw_step(*arrays, hyperparameters.scalars, factor, decays, self.betas, copy)
 
         with self.backend.runtime.range("optimizer"):
             self.map_own(update)
@@ -90,11 +90,6 @@ class ShardedAdamW(AdamW):
             self.clear_padding(self.compute_parameters)
             if self.gathers:
                 self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
-
-    def clear_padding(self, flat):
-        """Set the padding of the arena to 0 again if eps is 0, because the formula of AdamW is 0 / 0 there."""
-        for part in self.padding:
-            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
 
     def gather(self):
         """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""

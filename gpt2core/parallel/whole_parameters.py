@@ -1,6 +1,6 @@
 """The whole parameters of a trainer, whose ranks may hold shards: initialise, load, gather, hash and compare them.
 
-A function with an argument `trainer` calls collectives, so all ranks must call it.
+A function with an argument `trainer`, a ParallelTrainer, calls collectives, so all ranks must call it.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def parameter_hash(trainer):
 def check_finite(trainer):
     """Raise Diverged if a parameter is not finite after the last update, because such parameters must not be saved.
 
-    Nor must those of an interrupted update: see Trainer.check_interrupted().
+    Nor must those of an interrupted update: see ParallelTrainer.check_interrupted().
     """
     trainer.check_interrupted()
     norm = trainer.optimizer.norm(trainer.parameters)

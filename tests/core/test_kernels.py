@@ -525,7 +525,6 @@ FUSED = {  # name: (fused, composed, shapes of the operands)
     "mlp": (ops.mlp, lambda x, w, b, w2: composed_gelu(x @ w + b) @ w2, (2, 5, 8), (8, 12), (12,), (12, 8)),
     "linear": (ops.linear, lambda x, w, b: x @ w + b, (2, 5, 8), (8, 12), (12,)),
     "linear without bias": (ops.linear, lambda x, w: x @ w, (2, 5, 8), (8, 12)),
-    "linear_gelu": (ops.linear_gelu, lambda x, w, b: composed_gelu(x @ w + b), (2, 5, 8), (8, 12), (12,)),
     "embedding": (
         lambda wte, wpe: ops.embedding(TARGETS, wte, wpe, 2), lambda wte, wpe: wte[TARGETS] + wpe[2:7], (12, 8), (9, 8)
     ),

@@ -78,8 +78,6 @@ GRAPHS = {
     "a product and a linear": lambda a: [(a.w * a.w).sum() + ops.linear(a.x, a.w).sum()],
     "a product": lambda a: [a.w * a.w],
     "gelu": lambda a: [ops.gelu(a.x) + ops.gelu(a.x * 2)],
-    "linear_gelu": lambda a: [ops.linear_gelu(a.x, a.w, a.bias)],
-    "one weight in linear_gelu and in linear": lambda a: [ops.linear(ops.linear_gelu(a.x, a.w, a.bias), a.w, a.bias)],
     "an mlp": lambda a: [ops.mlp(a.x, a.w, a.bias, a.w2)],
     "an mlp with one weight": lambda a: [ops.mlp(a.x, a.w, a.bias, a.w)],
     "an mlp after a linear of its weight": lambda a: [ops.mlp(ops.linear(a.x, a.w, a.bias), a.w, a.bias, a.w)],
