@@ -135,9 +135,8 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
 
     q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array. With
     natural=True it is the lse of the formula, a natural logarithm; otherwise it is in base 2, log2(e) times as large.
-    tile: a TileConfig or a GluonTile; with tile.parts > 1, y (B, H * parts, T_q, D) and
-    lse (B, H * parts, T_q) are those of each part.
-    precision: as for attention_forward().
+    tile: a TileConfig or a GluonTile; with tile.parts > 1, y (B, H * parts, T_q, D) and lse (B, H * parts, T_q) are
+    those of each part. precision: as for attention_forward().
     """
     if isinstance(tile, GluonTile):
         return hopper_launches.forward_launch(y, lse, q, k, v, tile, causal, natural, LOG2E.value)
