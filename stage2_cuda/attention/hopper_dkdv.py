@@ -1,6 +1,6 @@
-"""dk and dv of attention in Gluon, for Hopper GPUs; kernels/attention.py says when they are used.
+"""dk and dv of attention in Gluon, for Hopper GPUs; launches.py says when they are used.
 
-The algorithm is that of dkdv_kernel in attention_backward.py. A tile of 64 keys walks over blocks of 64 queries, from
+The algorithm is that of dkdv_kernel in backward.py. A tile of 64 keys walks over blocks of 64 queries, from
 the diagonal on. The tiles of s, p, dp and ds are transposed, so p and ds are in registers where the products dv and dk
 need them as first operands. The tensor cores compute dp of block i while the exponentials of this block are computed,
 and s of block i + 1 together with dk of block i. Nothing is in flight between two steps.
@@ -9,7 +9,7 @@ pipelined_kernel: small programs of one warp group. For a short T.
 specialized_kernel: two warp groups compute, one more warp starts the copies. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: 1 / sqrt(D). A block has ROWS queries; s, p, dp and ds are (ROWS keys, ROWS
+# Symbols: see hopper_tiles.py. scale: 1 / sqrt(D). A block has ROWS queries; s, p, dp and ds are (ROWS keys, ROWS
 # queries), dk and dv are (ROWS, D). lse is in base 2; it is copied with the q of its block, delta with dy.
 
 from triton.experimental import gluon
@@ -22,22 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stage2_cuda.kernels.attention_forward import LOG2E
-from stage2_cuda.kernels.gluon_tiles import (
-    PRODUCER_REGISTERS,
+from stage2_cuda.attention.forward import LOG2E
+from stage2_cuda.attention.hopper_tiles import (
     ROWS,
-    exp2,
     load_rows,
     load_tile,
     matrix,
-    new_barriers,
-    new_tiles,
     program_head,
     release_unread,
-    slot,
-    start_load,
     start_product,
     store_tile,
+)
+from stage2_cuda.runtime.gluon_tiles import (
+    PRODUCER_REGISTERS,
+    exp2,
+    new_barriers,
+    new_tiles,
+    slot,
+    start_load,
     synchronize,
 )
 

@@ -1,6 +1,6 @@
-"""The forward pass of attention in Gluon, for Hopper GPUs; kernels/attention.py says when it is used.
+"""The forward pass of attention in Gluon, for Hopper GPUs; launches.py says when it is used.
 
-The algorithm is that of attention_forward.py. The gain comes from two products in flight. A tile of 64 queries walks
+The algorithm is that of forward.py. The gain comes from two products in flight. A tile of 64 queries walks
 over its blocks of keys from the last one, which the masks concern, to the first. In each step the tensor cores compute
 s of this block and p v of the previous block, and the exponentials of this block run under the second product:
 
@@ -10,7 +10,7 @@ pipelined_kernel: small programs of one warp group, three on a multiprocessor; a
 specialized_kernel: two or three warp groups compute, one more warp starts the copies. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: log2(e) / sqrt(D). y, lse and NATURAL: see attention_forward.py
+# Symbols: see hopper_tiles.py. scale: log2(e) / sqrt(D). y, lse and NATURAL: see forward.py
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,35 +22,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stage2_cuda.kernels.attention_forward import LN2
-from stage2_cuda.kernels.gluon_tiles import (
-    PRODUCER_REGISTERS,
+from stage2_cuda.attention.forward import LN2
+from stage2_cuda.attention.hopper_tiles import (
     ROWS,
-    exp2,
     key_blocks,
     load_rows,
     load_tile,
     load_when_released,
-    log2,
     mask_tile,
     matrix,
-    new_barriers,
-    new_tiles,
     program_head,
     query_rows,
     release_unread,
-    slot,
     start_product,
     store_tile,
-    synchronize,
 )
+from stage2_cuda.runtime.gluon_tiles import PRODUCER_REGISTERS, exp2, log2, new_barriers, new_tiles, slot, synchronize
 
 # -- the online softmax ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def first_softmax(s, scale, operand_layout: gl.constexpr, dtype: gl.constexpr):
-    """(p as an operand, row_max, row_sum) of the first block of keys; see softmax_step of attention_forward.py."""
+    """(p as an operand, row_max, row_sum) of the first block of keys; see softmax_step of forward.py."""
     row_max = gl.max(s, 1) * scale
     p = exp2(s * scale - row_max[:, None])
     return gl.convert_layout(p.to(dtype), operand_layout), row_max, gl.sum(p, 1)

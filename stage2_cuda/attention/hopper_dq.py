@@ -1,6 +1,6 @@
-"""dq of attention in Gluon, for Hopper GPUs; kernels/attention.py says when it is used.
+"""dq of attention in Gluon, for Hopper GPUs; launches.py says when it is used.
 
-The algorithm is that of dq_kernel in attention_backward.py. A tile of 64 queries walks over its blocks of keys from the
+The algorithm is that of dq_kernel in backward.py. A tile of 64 queries walks over its blocks of keys from the
 last one, which the masks concern, to the first. Both kernels keep the tensor cores busy during the exponentials:
 
 pipelined_kernel: small programs of one warp group. dq of block j - 1 and dp of block j are in flight while p of block j
@@ -9,7 +9,7 @@ specialized_kernel: three warp groups compute, one more warp starts the copies. 
 computed; nothing stays in flight between two steps. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: 1 / sqrt(D). delta, lse and lse2: see attention_backward.py
+# Symbols: see hopper_tiles.py. scale: 1 / sqrt(D). delta, lse and lse2: see backward.py
 # Tiles in registers: s, p, dp and ds are (ROWS, BLOCK_N), dq is (ROWS, D)
 
 from triton.experimental import gluon
@@ -23,27 +23,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stage2_cuda.kernels.attention_forward import LOG2E
-from stage2_cuda.kernels.gluon_tiles import (
-    PRODUCER_REGISTERS,
+from stage2_cuda.attention.forward import LOG2E
+from stage2_cuda.attention.hopper_tiles import (
     ROWS,
-    exp2,
     key_blocks,
     load_rows,
     load_tile,
     load_when_released,
     mask_tile,
     matrix,
-    new_barriers,
-    new_tiles,
     program_head,
     query_rows,
     release_unread,
-    slot,
     start_product,
     store_tile,
-    synchronize,
 )
+from stage2_cuda.runtime.gluon_tiles import PRODUCER_REGISTERS, exp2, new_barriers, new_tiles, slot, synchronize
 
 
 @gluon.jit
