@@ -60,9 +60,9 @@ def functions(file, *names):
 
 
 PLAIN = "gpt2core/plain_backend.py"
-NUMPY, GENERATION = "stage0_serial/numpy_backend.py", "stage0_serial/generation.py"
+NUMPY, GENERATION = "stage0_serial/numpy_backend.py", "stage0_serial/generation/kernels.py"
 COLLECTIVES, PARALLEL = "stage1_mpi/collectives.py", "gpt2core/parallel/"
-KERNELS, STAGE_3 = "stage2_cuda/kernels/", "stage3_mpi_cuda/"
+KERNELS, ATTENTION, STAGE_3 = "stage2_cuda/kernels/", "stage2_cuda/attention/", "stage3_mpi_cuda/"
 
 EXERCISES = (
     Exercise(
@@ -202,7 +202,7 @@ EXERCISES = (
         "2.2",
         "online-softmax",
         "the online softmax of flash attention",
-        functions(KERNELS + "attention_forward.py", "softmax_step"),
+        functions(ATTENTION + "forward.py", "softmax_step"),
         {
             "online_softmax_step": "one step of the online softmax",
             "online_softmax_tiles": "attention over several tiles of keys",
@@ -213,7 +213,7 @@ EXERCISES = (
         "2.3",
         "flash-dq",
         "flash attention: the gradient of q",
-        functions(KERNELS + "attention_backward.py", "dq_tile"),
+        functions(ATTENTION + "backward.py", "dq_tile"),
         {
             "flash_dq": "dq of one tile of queries",
             "flash_dq_tiles": "dq with several tiles, some of them on the diagonal",
@@ -224,7 +224,7 @@ EXERCISES = (
         "2.4",
         "flash-dk-dv",
         "flash attention: the gradients of k and v",
-        functions(KERNELS + "attention_backward.py", "dkdv_tile"),
+        functions(ATTENTION + "backward.py", "dkdv_tile"),
         {
             "flash_dv": "dv of one tile of keys",
             "flash_dk": "dk of one tile of keys",

@@ -15,7 +15,7 @@ from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
 from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.cpu_runtime import CpuRuntime
-from stage0_serial.generation import GenerationKernels
+from stage0_serial.generation.kernels import GenerationKernels
 from stage0_serial.rows import BLOCK, block_rows, blocks, micro_batches, rows, slices
 from stage0_serial.vocabulary import VocabularyKernels
 

@@ -10,6 +10,9 @@ import numpy as np
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
+from stage2_cuda.attention import launches as flash
+from stage2_cuda.attention import tuned_tiles
+from stage2_cuda.cuda_runtime import make_runtime
 from stage2_cuda.decoding.batched import MAX_BATCH, tiling_for
 from stage2_cuda.decoding.cached_attention import attention_cached
 from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
@@ -17,13 +20,10 @@ from stage2_cuda.decoding.decoder import GpuDecoder, supports
 from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.gemm.products import Products
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
-from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.kernels.segment_sum import segment_sum
 from stage2_cuda.runtime import triton_launch
-from stage2_cuda.runtime.cuda_runtime import make_runtime
-from stage2_cuda.tuning import attention_tiles
 
 # --precision: (the dtype of activations and of the parameters that kernels read, the input_precision of tl.dot).
 # For fp32, tf32x3 (three tf32 products) is accurate enough and faster than ieee.
@@ -311,7 +311,7 @@ class CudaBackend(FusedHead, Backend):
         def run(tiles):
             flash.attention_forward(y, lse, qkv, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot_precision))
+        run(tuned_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot_precision))
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
@@ -324,7 +324,7 @@ class CudaBackend(FusedHead, Backend):
             run(tiles, y)
 
         tuner, precision = self.runtime.tuner, self.dot_precision
-        run(attention_tiles.tuned_backward(tuner, run_candidate, dqkv, delta, qkv, n_head, precision), dy)
+        run(tuned_tiles.tuned_backward(tuner, run_candidate, dqkv, delta, qkv, n_head, precision), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):

@@ -1,1 +1,1 @@
-"""Fakes that tests, benchmarks and the checks of the exercises share; `pip install` installs them."""
+"""Fakes and processes that tests, benchmarks and the checks of the exercises share; `pip install` installs them."""

@@ -5,7 +5,7 @@ kernel, from which torch.compile learns the shapes and strides of the outputs. f
 autograd.
 
 Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "fp16x3"
-(three products of fp16 numbers; attention_fp16x3.py of stage 2 says how large the errors are), otherwise "tf32".
+(three products of fp16 numbers; kernels/attention_fp16x3.py says how large the errors are), otherwise "tf32".
 Products of fp16 and bf16 are exact. All sums are float32.
 """
 
@@ -18,17 +18,10 @@ import math
 import torch
 import triton
 
-from stage2_cuda.kernels import fp16x3_launches
-from stage2_cuda.kernels.attention import (
-    AttentionTiles,
-    Heads,
-    TileConfig,
-    backward_launches,
-    default_tiles,
-    forward_launches,
-    gluon_tiles_of,
-)
-from stage2_cuda.kernels.gluon_launches import serves
+from stage2_cuda.attention.hopper_launches import serves
+from stage2_cuda.attention.launches import AttentionTiles, Heads, TileConfig, default_tiles, gluon_tiles_of
+from torch_bridge.kernels import fp16x3_launches
+from torch_bridge.kernels.attention_parts import backward_launches, forward_launches
 from torch_bridge.triton_launch import check_device, check_equal_kinds, interpreted, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16

@@ -8,8 +8,8 @@ it. The fused kernel reads a, b and c and writes the result.
 
 import torch
 
-from stage2_cuda.gemm.matmul import MatmulTile, StridedMatrix, matmul_launch
 from torch_bridge.attention_ops import DTYPES, float32_precision
+from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
 from torch_bridge.triton_launch import check_device, check_equal_kinds, launch
 
 

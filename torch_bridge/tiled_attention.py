@@ -1,6 +1,6 @@
 """FlashAttention-2 in plain PyTorch: the forward pass tile by tile, the backward pass as a compiled formula.
 
-It shows the algorithm of stage2_cuda/kernels/attention_forward.py in a few lines, and runs on any device. Both passes
+It shows the algorithm of stage2_cuda/attention/forward.py in a few lines, and runs on any device. Both passes
 are custom operators, so torch.compile does not unroll the loops over tiles.
 """
 

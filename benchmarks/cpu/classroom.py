@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.errors import ConfigError
+from testing.jobs import ROOT
 
 STAGES = (0, 1, 2, 3)
 BENCHMARK = "benchmarks.cpu.classroom"

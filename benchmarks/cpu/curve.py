@@ -9,12 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.run_log import read_log
+from testing.jobs import ROOT
 
 PAPER_LOSSES = LOSSES["serial"]
 MAX_DEVIATION = 0.25  # the relative difference of a loss from the paper's must be smaller

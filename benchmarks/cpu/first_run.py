@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from testing.jobs import ROOT
 
 COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],

@@ -7,7 +7,7 @@ program captures several calls in a CUDA graph, which is timed by device events,
 TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
 products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
 that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
-stage2_cuda/kernels/attention.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
+stage2_cuda/attention/launches.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
 among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels.
 """
 
@@ -75,7 +75,7 @@ class CausalAttention(ours.Graphs):
     def __init__(self, qkv, dy, n_head, tuned=True, gluon=True):
         import ml_dtypes
 
-        from stage2_cuda.kernels import attention
+        from stage2_cuda.attention import launches as attention
 
         super().__init__()
         self.kernels, self.heads = attention, n_head
@@ -93,19 +93,19 @@ class CausalAttention(ours.Graphs):
         tuned=False: take them from the table, as a training run with --deterministic does. gluon=False: consider only
         the plain Triton kernels. Their choices are kept apart from those of training runs: in no cache file.
         """
+        from stage2_cuda.attention import tuned_tiles
         from stage2_cuda.cuda_backend import CudaBackend
-        from stage2_cuda.tuning import attention_tiles
         from stage2_cuda.tuning.tuner import Tuner
 
         tuner = CudaBackend("bf16", deterministic=not tuned).runtime.tuner
         if not gluon:
-            self.kernels.gluon_table = attention_tiles.gluon_table = lambda *_: {}
+            self.kernels.gluon_table = tuned_tiles.gluon_table = lambda *_: {}
             tuner = Tuner(self.cupy, tuner.tuned_for)
         arguments = self.qkv, self.heads, "ieee"
-        self.forward_tiles = attention_tiles.tuned_forward(tuner, self.forward, self.y, self.lse, *arguments)
+        self.forward_tiles = tuned_tiles.tuned_forward(tuner, self.forward, self.y, self.lse, *arguments)
         self.forward()
         backward = self.backward, self.dqkv, self.delta
-        self.backward_tiles = attention_tiles.tuned_backward(tuner, *backward, *arguments)
+        self.backward_tiles = tuned_tiles.tuned_backward(tuner, *backward, *arguments)
 
     def forward(self, tiles=None):
         self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, tiles=tiles or self.forward_tiles)

@@ -14,9 +14,9 @@ import triton.language as tl
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
-from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
+from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
 # _desc: TMA descriptors, which load and store whole tiles.

@@ -20,7 +20,7 @@ from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, Proc
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.gluon_launches import gluon_kind
+from stage2_cuda.runtime.gluon_launch import gluon_kind
 from stage2_cuda.runtime.triton_launch import gpu_model
 
 BENCHMARK = "benchmarks.gpu.gelu_product"

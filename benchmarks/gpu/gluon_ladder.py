@@ -31,7 +31,7 @@ class CausalAttention(attention.CausalAttention):
     def choose_tiles(self, tuned, gluon):
         if not gluon:
             return super().choose_tiles(tuned, gluon)
-        from stage2_cuda.kernels.gluon_launches import GluonTile
+        from stage2_cuda.attention.hopper_launches import GluonTile
 
         tile = GluonTile(self.design)
         self.forward_tiles = self.kernels.AttentionTiles(forward=tile)

@@ -121,7 +121,7 @@ def embedding(xp, rng, sizes):
 
 def attention(xp, rng, sizes):
     """Section 7: attention forward and backward in 16 bits; only the plain version stores the T x T weights."""
-    from stage2_cuda.kernels import attention as kernels
+    from stage2_cuda.attention import launches as kernels
 
     B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
     qkv, dy = rng(B, T, 3 * sizes.C).astype(np.float16), rng(B, T, sizes.C).astype(np.float16)

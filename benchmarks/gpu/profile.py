@@ -64,10 +64,10 @@ def launches_of(function, backend):
     launch, launch_cuda, matmul = gpu.launch, cuda_launch.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
-        module, name = kernel.fn.__module__.rpartition(".")[2], kernel.__name__
-        if module.startswith("gluon_attention_"):  # the file has the name of the plain kernel
-            name = f"{module.removeprefix('gluon_attention_')}_kernel"
-        module = re.sub("(gluon_)?attention_(forward|backward|dq|dkdv)", "attention", module)  # one group of rows
+        (*_, room, module), name = kernel.fn.__module__.split("."), kernel.__name__
+        if module.startswith("hopper_"):  # the file has the name of the plain kernel
+            name = f"{module.removeprefix('hopper_')}_kernel"
+        module = room if room == "attention" else module  # one group of rows
         named = dict(zip(kernel.arg_names, arguments, strict=False))
         work, title = work_of(module, name, named, options), f"{module}: {name.removesuffix('_kernel')}"
         if module == "gluon_gelu":

@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.start_trace import START
+from testing.jobs import ROOT
 
 BENCHMARK = "benchmarks.gpu.start"
 COMMANDS = {  # {out} is a new directory

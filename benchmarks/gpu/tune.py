@@ -7,7 +7,7 @@ is compiled in a helper process. Its results are compared with those of the curr
 difference). Then it is captured in a CUDA graph and timed in interleaved rounds with changing order; the tables have
 the median of its rounds.
 
-A training run itself times a few tiles of the attention kernels (stage2_cuda/tuning/attention_tiles.py). This script
+A training run itself times a few tiles of the attention kernels (stage2_cuda/attention/tuned_tiles.py). This script
 times more candidates. Its results are the basis of the table DEFAULT_TILES, of the tiles that a training run times, and
 of the constants of the other kernels.
 """
@@ -20,14 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.errors import ConfigError
+from stage2_cuda.attention import launches as attention
 from stage2_cuda.cuda_backend import dtype_of
-from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
+from stage2_cuda.kernels import column_sums, cross_entropy, gelu, layernorm
 from stage2_cuda.runtime.triton_launch import array_module
 from stage2_cuda.tuning.tuner import capture_calls, difference, medians
+from testing.jobs import ROOT
 
 BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101

@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT, Job, launcher
 from benchmarks.harness.processes import progress, run_main, run_to_end
 from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, print_table, save
 from benchmarks.ranks.kill import finished, kill_one
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
+from testing.jobs import ROOT, Job, launcher
 
 BENCHMARK = "benchmarks.gpus.kill"
 END_LIMIT = 30  # allowed seconds from the kill to the end of the job

@@ -7,8 +7,8 @@ for each table of the page; it returns ([], files) if the rows do not exist yet.
 import functools
 
 from benchmarks.harness import gpu_tables
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import cell, load, percent
+from testing.jobs import ROOT
 
 KINDS = FORWARD, GRADIENTS, STEP = "forward", "forward + backward", "step"
 WARM_UPS = 0, 1, 2, 5  # numbers of steps
@@ -327,13 +327,41 @@ def timeline_tables(results):
     return {"rows": rows}
 
 
-# -- the tables of the page --------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+ATTENTION_GRID = "naive", "compiled", "sdpa", "ours", "ours, compiled backward"  # the implementations of its grid
 
 
 def attention_tables(rows):
-    from benchmarks.torch.attention import table_rows  # imports no PyTorch before it measures
+    """{title: the rows of a table}; the grid has a table for each kind, with a column for each implementation."""
+    tables = {}
+    for row in rows:
+        part, *keys = row["name"].split(" / ")
+        if part == "grid":
+            *shape, implementation_name = keys
+            for kind in ("forward", "backward", "both"):
+                table = tables.setdefault(f"grid, {kind}, ms", {})
+                cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(ATTENTION_GRID, "")})
+                cells[implementation_name] = time_cell(row, kind)
+        else:
+            kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
+            cells = {"": ", ".join(keys), **{f"{kind} ms": time_cell(row, kind) for kind in kinds}}
+            if part == "memory":
+                for column, kind in (
+                    ("GiB before backward", "bytes_before_backward"),
+                    ("GiB of weights", "bytes_of_weights"),
+                ):
+                    cells[column] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
+            tables.setdefault(part, {})[row["name"]] = cells
+    return {title: list(table.values()) for title, table in tables.items()}
 
-    return table_rows(rows)
+
+def time_cell(row, kind):
+    """The mean and the standard deviation of a time in ms, as text."""
+    return "out of memory" if row.get("oom") else cell(row[kind])
+
+
+# -- the tables of the page --------------------------------------------------------------------------------------------
 
 
 def table(file, function, title, only=""):

@@ -1,10 +1,10 @@
 """Draw the figures of docs/ASSIGNMENT.md again from the files in results/torch, without a measurement or a GPU."""
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.table_format import load
 from benchmarks.torch import ddp, ddp_model, memory
+from testing.jobs import ROOT
 
 FOLDER = ROOT / "results" / "torch"
 MODELS = {"ddp_model": "ddp", "ddp_model_sockets": "ddp_sockets"}  # a model and the file that it is compared with

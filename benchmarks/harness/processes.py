@@ -24,12 +24,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 
-from benchmarks.harness.jobs import ROOT, end
 from gpt2core.app.after_run import output_error
 from gpt2core.app.command import error_text
 from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
+from testing.jobs import ROOT, end
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT
 from gpt2core.app.flag_parser import Parser
 from gpt2core.tuned_choices import processor
+from testing.jobs import ROOT
 
 # Fields of results that hold lists of measured samples: save() replaces each of these lists by its summary.
 SAMPLES = {

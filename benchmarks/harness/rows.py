@@ -9,9 +9,9 @@ import statistics
 import time
 from datetime import UTC, datetime
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.report import add_save_flags, commit, save
 from stage2_cuda.memory_model import is_out_of_memory
+from testing.jobs import ROOT
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
 

@@ -26,7 +26,7 @@ FUNCTIONS = {
     "GpuLauncher.compile_ahead GpuLauncher.new_variant GpuLauncher.load",
     "stage2_cuda.runtime.compile_threads": "CompileThreads.wait_for",
     "stage2_cuda.runtime.triton_start": "inspect_first_argument key_of_files read_compiler_version",
-    "stage2_cuda.runtime.cuda_runtime": "CudaRuntime.__init__ SideStream.__init__",
+    "stage2_cuda.cuda_runtime": "CudaRuntime.__init__ SideStream.__init__",
     "stage2_cuda.runtime.cuda_graph": "CapturedStep.__init__ CapturedStep.capture StaticInputs",
     "stage2_cuda.gemm.cublaslt": "load_library CublasLt.__init__ CublasLt._choose_algorithm",
     "stage2_cuda.tuning.tuner": "Tuner.time_candidates medians check",

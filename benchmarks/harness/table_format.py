@@ -3,7 +3,7 @@
 import functools
 import json
 
-from benchmarks.harness.jobs import ROOT
+from testing.jobs import ROOT
 
 
 @functools.cache

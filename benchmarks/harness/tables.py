@@ -13,10 +13,10 @@ import re
 import sys
 
 from benchmarks.harness import assignment_tables, cpu_tables, flag_tables, gpu_tables, torch_tables
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.table_format import load, source
+from testing.jobs import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d|$")  # matches a cell with a number, or an empty cell

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from benchmarks.harness import jobs
 from benchmarks.harness.report import nvidia_smi
 from benchmarks.parity import kernels
 from benchmarks.parity.checks import difference, place_of
@@ -35,6 +34,7 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 from stage1_mpi.launch import choose, launch_line
+from testing import jobs
 
 MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
 SMALL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)  # for the interpreter

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
+from testing.jobs import run_mpi
 
 BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
 SIZES = [10**k for k in range(3, 9)]

@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.jobs import Job
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
+from testing.jobs import Job
 
 BENCHMARK = "benchmarks.ranks.kill"
 

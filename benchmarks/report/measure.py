@@ -7,7 +7,6 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.report import nvidia_smi
 from benchmarks.harness.speedups import OtherPrograms
 from benchmarks.ranks.collectives import collective_times
@@ -21,6 +20,7 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted
 from gpt2core.text.tokenizer import Tokenizer
+from testing.jobs import run_mpi
 
 STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.harness.jobs import ROOT, end
 from benchmarks.harness.report import commit, cpu, hardware, to_json
 from benchmarks.harness.speedups import OtherPrograms
 from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose, launch_line
+from testing.jobs import ROOT, end
 
 POLL_SECONDS = 0.2  # between two tests whether a command has ended
 BUSY = 0.5  # a load average or a number of used cores above this means that other programs run

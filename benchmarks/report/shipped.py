@@ -3,9 +3,9 @@
 import json
 from collections import defaultdict
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load
 from benchmarks.report.trace import MICROSECONDS, gpu_op
+from testing.jobs import ROOT
 
 TIMELINE = "gpus/timeline_trace"
 

@@ -2,8 +2,8 @@
 
 Each kernel is timed with each tile: forward, dq, dkdv, and both (dq, dk and dv in one launch). forward and both can
 have several programs for each tile (parts). The fastest are copied by hand into DEFAULT_TILES of
-stage2_cuda/kernels/attention.py, for few programs into SMALL_TILES of torch_bridge/attention_ops.py, for float32 into
-TILES of stage2_cuda/kernels/fp16x3_launches.py. The lines "in use" are the tiles of these tables.
+stage2_cuda/attention/launches.py, for few programs into SMALL_TILES of torch_bridge/attention_ops.py, for float32 into
+TILES of torch_bridge/kernels/fp16x3_launches.py. The lines "in use" are the tiles of these tables.
 
 Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
 """
@@ -16,7 +16,7 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.attention import captured
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig
+from stage2_cuda.attention.launches import AttentionTiles, TileConfig
 
 # T time (queries and keys), D head size
 

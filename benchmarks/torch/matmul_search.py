@@ -17,7 +17,7 @@ import sys
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
 from benchmarks.harness.rows import add_row_flags, run_rows
-from stage2_cuda.gemm.matmul import MatmulTile, StridedMatrix, matmul_launch
+from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
 

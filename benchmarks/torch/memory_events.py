@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD
-from benchmarks.harness.jobs import ROOT
+from testing.jobs import ROOT
 
 HELPERS = {"empty", "floats", "like", "product", "zeros"}  # functions whose caller says more
 UNKNOWN = "PyTorch, without a Python stack"  # backward runs in a thread of C++

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.harness.assignment_tables import value_tables
 from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
-from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
+from testing.torch_ranks import RanksFailed, TorchRanks
 
 VOCABULARY = 10_000
 BACKENDS = {  # name: options of TorchRanks

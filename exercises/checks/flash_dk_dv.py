@@ -4,7 +4,7 @@ import numpy as np
 
 from exercises.checks.flash import FP32, TILE, AttentionCase, wrong_ds
 from exercises.compare import expect
-from stage2_cuda.kernels.attention import AttentionTiles
+from stage2_cuda.attention.launches import AttentionTiles
 
 
 def expect_dkdv(T, names):

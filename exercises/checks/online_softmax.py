@@ -7,7 +7,7 @@ import triton.language as tl
 from exercises.checks.common import random
 from exercises.checks.flash import FP32, AttentionCase
 from exercises.compare import expect
-from stage2_cuda.kernels.attention_forward import softmax_step
+from stage2_cuda.attention.forward import softmax_step
 from stage2_cuda.runtime.triton_launch import launch
 
 

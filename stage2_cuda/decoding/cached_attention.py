@@ -1,7 +1,7 @@
 """Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
 A program computes M new rows (positions) of one head. It loops over the cached keys in blocks of N, then over the new
-keys up to the diagonal, with the softmax steps of kernels/attention_forward.py. gpt2core.sampler.Decoder uses this
+keys up to the diagonal, with the softmax steps of attention/forward.py. gpt2core.sampler.Decoder uses this
 kernel where GpuDecoder cannot be used: with tensor parallelism or a large batch. GpuDecoder has other kernels for
 attention (batched.py, single_row.py).
 """
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.attention import TileConfig, head_shape, padded_head_size
-from stage2_cuda.kernels.attention_forward import LOG2E, causal_mask, softmax_step
+from stage2_cuda.attention.forward import LOG2E, causal_mask, softmax_step
+from stage2_cuda.attention.launches import TileConfig, head_shape, padded_head_size
 from stage2_cuda.runtime.triton_launch import launch
 
 TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned

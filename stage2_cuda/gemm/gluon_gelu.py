@@ -9,15 +9,15 @@ previous tiles: they compute GELU, and write the results. Backward has three con
 sums take longer than a product. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A
 program computes tiles until none is left, so the producer already copies the operands of the next tile.
 
-Rounding: the sums are float32, and y is computed from h before h is rounded, as in gemm/matmul.py. The derivative is
-computed from the rounded h; partials are sums of dh before it is rounded. There are no atomic operations. The steps
-over K are added in ascending order, with the same instructions for all rows. So equal inputs give equal bits, and the
-bits of a row depend neither on M nor on the program that computes the row.
+Rounding: the sums are float32, and y is computed from h before h is rounded. The derivative is computed from the
+rounded h; partials are sums of dh before it is rounded. There are no atomic operations. The steps over K are added in
+ascending order, with the same instructions for all rows. So equal inputs give equal bits, and the bits of a row depend
+neither on M nor on the program that computes the row.
 """
 
 # a (M, K), b (K, N) or its transpose (N, K), results (M, N). A consumer computes a tile of ROWS x COLUMNS, in steps of
 # DEPTH terms, and finishes it in PARTS, which have COLUMNS / PARTS columns each. Barriers and rings: see
-# kernels/gluon_tiles.py. n: number of a tile within a program; c: consumer.
+# runtime/gluon_tiles.py. n: number of a tile within a program; c: consumer.
 
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from stage2_cuda.kernels import gluon_tiles as gt
 from stage2_cuda.kernels.gelu import D0, D2, U1, U3
-from stage2_cuda.kernels.gluon_launches import tile_descriptor
+from stage2_cuda.runtime import gluon_tiles as gt
+from stage2_cuda.runtime.gluon_launch import tile_descriptor
 from stage2_cuda.runtime.triton_launch import Pointer, launch, multiprocessors
 
 # {CONSUMERS: registers per thread of a consumer}, and {CONSUMERS: those per thread of all warps, on average}

@@ -11,8 +11,8 @@ import numpy as np
 
 from gpt2core.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
-from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.memory_model import MIN_FUSED_GELU, WORKSPACE
+from stage2_cuda.runtime.gluon_launch import gluon_kind
 from stage2_cuda.runtime.triton_launch import Pointer, gpu_model
 from stage2_cuda.tuning.tuner import Tuner
 
@@ -38,7 +38,7 @@ class Products:
     @functools.cached_property
     def gluon_gelu(self):
         """The module gluon_gelu, or None if the precision, the GPU or Triton has no such kernels."""
-        if self.precision not in ("bf16", "fp16") or gluon_launches.gluon_kind(*gpu_model()) is None:
+        if self.precision not in ("bf16", "fp16") or gluon_kind(*gpu_model()) is None:
             return None
         return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
 

@@ -418,11 +418,15 @@ def check_interpreter(triton, numpy):
 
 def does_not_fit(kernel, error):
     """A ConfigError for triton.OutOfResources: a kernel that needs too many registers or too much shared memory."""
-    name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
     return ConfigError(
-        f"{name} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} available): "
-        f"use --precision bf16, whose tiles are smaller, or a GPU of compute capability 9.0"
+        f"{kernel_name(kernel)} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} "
+        f"available): use --precision bf16, whose tiles are smaller, or a GPU of compute capability 9.0"
     )
+
+
+def kernel_name(function):
+    """The name of a kernel with its file in its package, such as "attention.forward.forward_kernel"."""
+    return f"{function.__module__.partition('.')[2] or function.__module__}.{function.__name__}"
 
 
 def first_line(error):

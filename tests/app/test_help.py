@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from gpt2core.app import cli, doctor
 from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import started_as
 from gpt2core.communicator import Solo
 from stage1_mpi import launch
+from testing.jobs import ROOT
 from tests.support.help_text import arguments_of, assert_parsed, examples_of
 
 sys.path.append(str(ROOT / "data"))

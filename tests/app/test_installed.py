@@ -39,6 +39,15 @@ def installed(tmp_path_factory):
     return run
 
 
+def test_every_source_file_of_an_installed_package_is_installed(installed):
+    """Python and CUDA C, and the pages of the exercises; pyproject.toml lists packages and data files by folder."""
+    folders = {path.relative_to(installed.site).parts[0] for path in installed.site.rglob("*.py")}
+    files = [file for folder in folders for kind in ("py", "cu", "cuh") for file in (ROOT / folder).rglob(f"*.{kind}")]
+    files += (ROOT / "exercises" / "pages").glob("*.md")
+    assert [str(file) for file in files if not (installed.site / file.relative_to(ROOT)).is_file()] == []
+    assert {"gpt2core", "stage2_cuda", "testing"} <= folders and any(file.suffix == ".cuh" for file in files)
+
+
 @pytest.mark.parametrize("preset, corpus", [("tiny", "dummy.txt"), ("book", "moby_dick.txt")])
 def test_training_finds_the_corpus_and_the_tokenizer_of_a_preset(installed, preset, corpus):
     sizes = ["--steps", 1, "--batch-size", 1, "--seq-len", 8, "--sample", 1]

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.cpu import curve, decode
 from benchmarks.harness import cpu_tables, report, speedups
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
 from gpt2core.errors import ConfigError
+from testing.jobs import ROOT
 from tests.support.help_text import arguments_of, assert_parsed, examples_of
 
 LIBRARIES = ("harness", "peers")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import speedups
-from benchmarks.harness.jobs import ROOT
 from benchmarks.report import __main__ as report
 from benchmarks.report import machine_sections, measure, paper_sections, parts, recording, trace
 from benchmarks.report import page as page_module
@@ -30,6 +29,7 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import buckets_of
 from gpt2core.parallel.thread_communicator import run_ranks
 from stage0_serial.numpy_backend import NumpyBackend
+from testing.jobs import ROOT
 from tests.support.browser import ALT, CONTROL, META, NAMES, SHIFT, Browser, BrowserError, find_browser
 
 RANKS = 4

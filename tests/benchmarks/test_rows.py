@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness import report, rows  # noqa: E402
-from benchmarks.torch import attention, matmul_search  # noqa: E402
+from benchmarks.harness import assignment_tables, report, rows  # noqa: E402
+from benchmarks.torch import matmul_search  # noqa: E402
 
 NAME = "benchmarks.torch.example"
 
@@ -77,7 +77,7 @@ def test_the_tables_of_attention_have_the_means_and_the_rows_without_memory():
     time = rows.mean_and_deviation([1.0, 2.0, 3.0])
     assert time == {"mean": 2.0, "std": 1.0, "n": 3}
     sizes = {"bytes_before_backward": 3 << 30, "bytes_of_weights": 1 << 30}
-    tables = attention.table_rows(
+    tables = assignment_tables.attention_tables(
         [
             {"name": "leaderboard / ours", "both": time},
             {"name": "memory / D 16 / T 256", "forward": time, "backward": time, **sizes},

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks  # noqa: E402
 from benchmarks.torch import ddp, ddp_model  # noqa: E402
 from benchmarks.torch.models import Groups  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
+from testing.torch_ranks import RanksFailed, TorchRanks  # noqa: E402
 
 S, W, CALL = 6e9, 5e10, 2e-5  # bytes, bytes per second, seconds
 SIZES = (10**6, 10**7, 10**8, 10**9)

@@ -14,8 +14,9 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.training_loop import read_batch
-from stage0_serial import cpu_runtime, mkl
-from stage0_serial.bf16_products import MIN_ROWS, Bf16Products
+from stage0_serial import cpu_runtime
+from stage0_serial.blas import mkl
+from stage0_serial.blas.bf16_products import MIN_ROWS, Bf16Products
 from stage0_serial.numpy_backend import NumpyBackend
 from stage0_serial.rows import BLOCK
 from tests.support.training import assert_same, make_trainer

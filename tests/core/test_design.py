@@ -61,9 +61,10 @@ def test_a_stage_imports_only_what_it_adds_to(stage):
 
 
 @pytest.mark.parametrize("path", BRIDGE, ids=name_of)
-def test_of_the_stages_the_bridge_imports_only_kernels_and_products_of_stage_2(path):
+def test_of_the_stages_the_bridge_imports_only_kernels_of_stage_2_and_their_launches(path):
     found = imports_below(path, *STAGES, "gpt2core")
-    allowed = ("stage2_cuda.kernels.", "stage2_cuda.gemm.", "gpt2core.parallel.", "gpt2core.errors.")
+    rooms = tuple(f"stage2_cuda.{room}." for room in ("attention", "kernels", "runtime"))
+    allowed = (*rooms, "gpt2core.parallel.", "gpt2core.errors.")
     assert [name for name in found if not name.startswith(allowed)] == []
 
 
@@ -92,15 +93,12 @@ def test_neither_the_core_nor_a_stage_nor_the_bridge_imports_the_exercises(path)
     assert imports_below(path, "exercises") == []
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in EXERCISES if path.parent.name != "checks"], ids=name_of)
 def test_only_the_checks_of_the_exercises_import_kernels_and_stages(path):
     """The commands read the source of a stage, but never import it: a student's file may be broken."""
-    if path.parent.name == "checks":
-        assert imports_below(path, "pytest", "tests") == []
-    else:
-        found = imports_below(path, *STAGES, "gpt2core", "tests", "pytest")
-        allowed = ("gpt2core.app.", "gpt2core.communicator.", "gpt2core.errors.", "gpt2core.text.input_file.")
-        assert [name for name in found if not name.startswith(allowed)] == []
+    found = imports_below(path, *STAGES, "gpt2core", "testing")
+    allowed = ("gpt2core.app.", "gpt2core.communicator.", "gpt2core.errors.", "gpt2core.text.input_file.")
+    assert [name for name in found if not name.startswith(allowed)] == []
 
 
 def test_no_benchmark_imports_pytest_or_a_test():
@@ -135,25 +133,95 @@ def test_parallel_imports_neither_the_trainer_nor_a_loop_nor_the_engine(path):
     assert imports_below(path, "gpt2core.trainer", "gpt2core.training_loop", "gpt2core.engine") == []
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_no_two_files_of_the_core_import_each_other(path):
-    """Neither directly nor through others."""
-    reached, unread = set(), list(files_imported(path))
-    while unread:
-        file = unread.pop()
-        if file not in reached:
-            reached.add(file)
-            unread += files_imported(file)
-    assert path not in reached
+# {folder on Python's path: the packages in it}: the code of the repository
+SOURCES = {
+    ROOT: ("gpt2core", *STAGES, "torch_bridge", "exercises", "testing", "benchmarks", "data", "tests"),
+    ROOT / "docs" / "notebooks": ("walkthrough",),
+}
 
 
-@functools.cache
-def files_imported(path):
-    """The files of the core that a file imports when it is imported itself."""
-    tree = ast.Module([node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-    names = [name.split(".") for name in modules_imported(tree) if name.startswith("gpt2core.")]
-    files = {ROOT.joinpath(*name[:end]).with_suffix(".py") for name in names for end in range(2, len(name) + 1)}
-    return sorted(file for file in files if file.exists())
+def modules():
+    """{dotted name: path} of every module of the repository; the name of an __init__.py is that of its package."""
+    found = {}
+    for folder, packages in SOURCES.items():
+        for path in (path for package in packages for path in (folder / package).rglob("*.py")):
+            found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+def modules_of(tree, known):
+    """The modules of `known` that a file imports: at its top or in a function, by a statement or by import_module()."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in known else node.module for name in names if {name, node.module} & known)
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("import_module") and node.args:
+            if isinstance(node.args[0], ast.Constant):
+                yield from {node.args[0].value} & known
+            elif isinstance(node.args[0], ast.JoinedStr):  # import_module(f"package.{name}"): any module of the package
+                start = ast.literal_eval(node.args[0].values[0]) if node.args[0].values[0:1] else ""
+                yield from (name for name in known if start and name.startswith(start))
+
+
+def in_circles(imports):
+    """The modules that import themselves, directly or through others. imports: {module: the modules it imports}."""
+    found = set()
+    for module in imports:
+        reached, unread = set(), list(imports[module])
+        while unread:
+            name = unread.pop()
+            if name not in reached:
+                reached.add(name)
+                unread += imports[name]
+        if module in reached:
+            found.add(module)
+    return found
+
+
+def test_no_two_modules_import_each_other():
+    """Neither directly nor through others, nor in a function."""
+    found = modules()
+    imports = {name: set(modules_of(tree_of(path), found.keys())) - {name} for name, path in found.items()}
+    assert in_circles(imports) == set()
+    assert {"gpt2core.ops", "stage2_cuda.runtime", "benchmarks.harness.tables", "walkthrough.setup"} <= found.keys()
+
+
+def test_a_circle_is_found_and_an_import_in_a_function_too():
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"b", "c"}
+    text = (
+        "import a\ndef f():\n    from p import b, value\n    import_module('p.c')\n    x.import_module(f'q.{name}')\n"
+    )
+    known = {"a", "p", "p.b", "p.c", "q.d", "q.e", "r"}
+    assert set(modules_of(ast.parse(text), known)) == known - {"r"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "stage2_cuda" / "runtime").glob("*.py")), ids=name_of)
+def test_the_runtime_of_stage_2_imports_nothing_that_needs_it(path):
+    found = imports_below(path, "stage2_cuda")
+    assert [name for name in found if not name.startswith("stage2_cuda.runtime.")] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "testing").glob("*.py")), ids=name_of)
+def test_what_tests_benchmarks_and_exercises_share_imports_none_of_them(path):
+    assert imports_below(path, "tests", "benchmarks", "exercises", "pytest") == []
+
+
+@pytest.mark.parametrize("path", CODE + BRIDGE, ids=name_of)
+def test_neither_the_core_nor_a_stage_nor_the_bridge_imports_fakes(path):
+    assert imports_below(path, "testing") == []
+
+
+def test_an_installed_module_imports_only_installed_modules():
+    """`pip install .` installs neither benchmarks/ nor tests/, nor their packages."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = modules()
+    installed = {name: path for name, path in found.items() if ".".join(path.relative_to(ROOT).parts[:-1]) in packages}
+    for path in installed.values():
+        assert set(modules_of(tree_of(path), found.keys())) <= installed.keys(), name_of(path)
+        assert imports_below(path, "pytest", "hypothesis") == [], name_of(path)
+    assert {"exercises.checks.canonical_all_reduce", "testing.fake_gpu", "gpt2core.app.cli"} <= installed.keys()
 
 
 MOST_BRANCHES = 15  # of a function; one with more does several things

@@ -16,14 +16,15 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
-from stage0_serial import mkl, row_products, timed_choice
-from stage0_serial import token_step as token_step_module
+from stage0_serial.blas import mkl
 from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
-from stage0_serial.generation import BatchDecoder
+from stage0_serial.generation import row_products, timed_choice
+from stage0_serial.generation import token_step as token_step_module
+from stage0_serial.generation.batch_decoder import BatchDecoder
+from stage0_serial.generation.row_products import PART, RowProducts
+from stage0_serial.generation.token_step import TokenStep, token_step
+from stage0_serial.generation.window import Window
 from stage0_serial.numpy_backend import NumpyBackend
-from stage0_serial.row_products import PART, RowProducts
-from stage0_serial.token_step import TokenStep, token_step
-from stage0_serial.window import Window
 
 
 def runtime_of(threads):

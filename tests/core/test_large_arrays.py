@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 
 from gpt2core.optimizer import adamw_scalars
 from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
+from stage2_cuda.attention import launches as attention  # noqa: E402
 from stage2_cuda.decoding import cached_attention, gather  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
-from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
+from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage3_mpi_cuda.tree_sum import tree_sum  # noqa: E402
 

@@ -10,7 +10,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from gpt2core.errors import ConfigError
-from stage0_serial import cpu_runtime, mkl
+from stage0_serial import cpu_runtime
+from stage0_serial.blas import mkl
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 

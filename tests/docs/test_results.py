@@ -5,8 +5,8 @@ import re
 import pytest
 
 from benchmarks.harness import assignment_tables, flag_tables, table_format, tables
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, number, spread
+from testing.jobs import ROOT
 
 BEGIN, END = re.compile(r"<!-- table: "), re.compile(r"<!-- end -->")
 PAGES = [page for page in tables.pages() if BEGIN.search(page.read_text(encoding="utf-8"))]
@@ -36,7 +36,7 @@ def test_a_page_has_every_table_of_its_subject_once(page, names):
 def test_every_results_file_is_the_source_of_a_table():
     sources = {file for name, table in tables.TABLES.items() if name != "headline" for file in table()[1]}
     files = {str(path.relative_to(ROOT / "results").with_suffix("")) for path in (ROOT / "results").rglob("*.json")}
-    of_tools = {"cpu/same_bits", "cpu/same_speed", "gpu/same_bits", "gpu/same_speed", "cpu/test_long"}  # tests/tools/
+    of_tools = {"cpu/same_bits", "gpu/same_bits", "cpu/test_long"}  # tests/tools/
     of_tools |= {"gpu/ladder"}  # stage 2's notebook draws it
     assert files - sources - of_tools == {"gpus/timeline_trace"}  # docs/RESULTS.md links to it
 

@@ -1,12 +1,12 @@
-"""The fused product of gemm/matmul.py against float64 NumPy: on the GPU, or in Triton's interpreter."""
+"""The fused product of torch_bridge against float64 NumPy: on the GPU, or in Triton's interpreter."""
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-from stage2_cuda.gemm.matmul import TILES, MatmulTile, matmul, select_tile  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module  # noqa: E402
+from torch_bridge.kernels.fused_matmul import TILES, MatmulTile, matmul, select_tile  # noqa: E402
 
 xp = array_module()  # cupy, or numpy under the interpreter
 GPU = xp is not np

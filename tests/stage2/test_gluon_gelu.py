@@ -17,8 +17,8 @@ from gpt2core.tensor import Destination  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import gluon_gelu  # noqa: E402
 from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILE, BACKWARD_TILES, FORWARD_TILE, FORWARD_TILES  # noqa: E402
-from stage2_cuda.kernels.gluon_launches import gluon_kind  # noqa: E402
-from stage2_cuda.kernels.gluon_tiles import slot  # noqa: E402
+from stage2_cuda.runtime.gluon_launch import gluon_kind  # noqa: E402
+from stage2_cuda.runtime.gluon_tiles import slot  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, gpu_model  # noqa: E402
 from tests.support.gradients import arrays  # noqa: E402
 

@@ -33,6 +33,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import cuda_backend
 from stage2_cuda import memory_model as memory
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.cuda_runtime import CudaRuntime
 from stage2_cuda.gemm import products
 from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.memory_model import (
@@ -46,7 +47,6 @@ from stage2_cuda.memory_model import (
     training_memory,
 )
 from stage2_cuda.runtime import triton_launch
-from stage2_cuda.runtime.cuda_runtime import CudaRuntime
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner

@@ -197,32 +197,32 @@ def test_a_second_backward_through_the_head_gives_the_same_gradient(dloss):
 
 # {kernel that no training step, evaluation or generation in fp32 launches: what launches it}
 ELSEWHERE = {
-    "matmul.matmul_kernel": "torch_bridge.matmul and benchmarks",
-    "attention_backward.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
+    "kernels.fused_matmul.matmul_kernel": "torch_bridge.matmul and benchmarks",
+    "attention.backward.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     **{
-        f"gluon_attention_{name}.{design}_kernel": "16 bits on a Hopper GPU"
+        f"attention.hopper_{name}.{design}_kernel": "16 bits on a Hopper GPU"
         for name in ("forward", "dq", "dkdv")
         for design in ("pipelined", "specialized")
     },
     **{
-        f"attention_fp16x3.{name}_kernel": "torch_bridge: attention of float32 arrays"
+        f"kernels.attention_fp16x3.{name}_kernel": "torch_bridge: attention of float32 arrays"
         for name in ("norms", "split", "forward", "backward")
     },
-    "attention_parts.combine_kernel": "torch_bridge: attention with few programs",
-    "attention_parts.add_parts_kernel": "torch_bridge: attention with few programs",
-    "gluon_gelu.gelu_kernel": "16 bits on a Hopper GPU",
-    "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
-    "cast.scale_kernel": "backward() with a gradient other than 1",
-    "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
-    "cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
-    "cached_attention.cached_kernel": "layers divided over ranks: stage 3",
-    "batched.linear_kernel": "generation of two or more sequences",
-    "batched.attention_kernel": "generation of two or more sequences",
-    "batched.split_k_kernel": "generation of two or more sequences",
-    "sampling.append_given_kernel": "a sampling rule defined by the caller",
-    "sampling.first_round_kernel": "top-k and top-p sampling",
-    "sampling.search_kernel": "top-k and top-p sampling",
-    "sampling.append_sampled_kernel": "top-k and top-p sampling",
+    "kernels.attention_parts.combine_kernel": "torch_bridge: attention with few programs",
+    "kernels.attention_parts.add_parts_kernel": "torch_bridge: attention with few programs",
+    "gemm.gluon_gelu.gelu_kernel": "16 bits on a Hopper GPU",
+    "kernels.cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
+    "kernels.cast.scale_kernel": "backward() with a gradient other than 1",
+    "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
+    "kernels.cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
+    "decoding.cached_attention.cached_kernel": "layers divided over ranks: stage 3",
+    "decoding.batched.linear_kernel": "generation of two or more sequences",
+    "decoding.batched.attention_kernel": "generation of two or more sequences",
+    "decoding.batched.split_k_kernel": "generation of two or more sequences",
+    "decoding.sampling.append_given_kernel": "a sampling rule defined by the caller",
+    "decoding.sampling.first_round_kernel": "top-k and top-p sampling",
+    "decoding.sampling.search_kernel": "top-k and top-p sampling",
+    "decoding.sampling.append_sampled_kernel": "top-k and top-p sampling",
 }
 
 
@@ -241,9 +241,13 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     rule = OnlyTokens(Greedy(), np.arange(3))
     list(generate(current_model(trainer), [1] * 15, 3, rule))  # a prefill, a decode step, a window step
     single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
-    generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
-    generation |= {"gather.last_rows", "gather.windows", "cross_entropy.forward"}
-    generation |= {"sampling.append_greedy", "sampling.exclude"}
+    generation = {
+        "decoding.batched.layernorm",
+        "decoding.batched.unembed",
+        *(f"decoding.single_row.{name}" for name in single),
+    }
+    generation |= {"decoding.gather.last_rows", "decoding.gather.windows", "kernels.cross_entropy.forward"}
+    generation |= {"decoding.sampling.append_greedy", "decoding.sampling.exclude"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 

@@ -9,10 +9,12 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.errors import ConfigError  # noqa: E402
+from stage2_cuda.attention import hopper_launches  # noqa: E402
+from stage2_cuda.attention import launches as attention  # noqa: E402
+from stage2_cuda.attention.hopper_launches import GluonTile  # noqa: E402
+from stage2_cuda.attention.launches import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.decoding.cached_attention import attention_cached  # noqa: E402
-from stage2_cuda.kernels import attention, gluon_launches  # noqa: E402
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
-from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
+from stage2_cuda.runtime.gluon_launch import gluon_kind  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module  # noqa: E402
 
 xp = array_module()  # cupy, or numpy under the interpreter
@@ -295,9 +297,9 @@ def test_the_gluon_kernels_never_see_the_future(rng, design, D):
 def test_the_backend_uses_the_gluon_kernels_and_equals_float64(rng, monkeypatch, precision, T, D):
     from stage2_cuda.cuda_backend import CudaBackend
 
-    launched, original = [], gluon_launches.kernel_launch
+    launched, original = [], hopper_launches.kernel_launch
     monkeypatch.setattr(
-        gluon_launches,
+        hopper_launches,
         "kernel_launch",
         lambda kernel, *rest, **options: launched.append(kernel) or original(kernel, *rest, **options),
     )
@@ -312,10 +314,9 @@ def test_the_backend_uses_the_gluon_kernels_and_equals_float64(rng, monkeypatch,
 
 
 def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
-    kind = gluon_launches.gluon_kind
-    assert (kind((9, 0), "NVIDIA H100 80GB HBM3"), kind((9, 0), "NVIDIA H200")) == ("H100", "H200")
-    assert [kind(capability, "a GPU") for capability in ((8, 0), (8, 9), (10, 0), (12, 0))] == [None] * 4
-    serves = gluon_launches.serves
+    assert (gluon_kind((9, 0), "NVIDIA H100 80GB HBM3"), gluon_kind((9, 0), "NVIDIA H200")) == ("H100", "H200")
+    assert [gluon_kind(capability, "a GPU") for capability in ((8, 0), (8, 9), (10, 0), (12, 0))] == [None] * 4
+    serves = hopper_launches.serves
     assert [serves(2, 768, 1024, 1024, D) for D in (16, 64, 80, 128)] == [False, True, False, True]
     assert not serves(4, 768, 1024, 1024, 64)  # fp32
     assert [serves(2, heads, T, T, 64) for heads, T in ((768, 256), (96, 256), (96, 260), (768, 252))] == [
@@ -328,7 +329,7 @@ def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
         for T, D in ((300, 64), (1024, 64), (16384, 64), (300, 128), (4096, 128)):
             tiles = attention.default_tiles(2, T, D, "ieee", table)._asdict()
             for part in ("forward", "dq", "dkdv"):  # each kernel of the table exists
-                assert tiles[part].design in gluon_launches.designs(part, D)
+                assert tiles[part].design in hopper_launches.designs(part, D)
 
 
 @pytest.mark.skipif(HOPPER, reason="needs a GPU without Gluon kernels, or the interpreter")
@@ -349,7 +350,7 @@ def test_the_text_of_a_gluon_tile():
     [(768, 1024, 64, 64), (16, 16384, 64, 4), (64, 4096, 128, 8), (25, 64, 64, 25), (769, 1024, 64, 1)],
 )
 def test_the_heads_of_a_group_fit_the_l2_cache(heads, T, D, group):
-    assert gluon_launches.grid_of(heads, T, D, 192, T) == (group, -(-T // 192), heads // group)
+    assert hopper_launches.grid_of(heads, T, D, 192, T) == (group, -(-T // 192), heads // group)
 
 
 # -- the KV cache ------------------------------------------------------------------------------------------------------

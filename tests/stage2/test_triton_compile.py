@@ -22,43 +22,47 @@ SHARED = {"a100": 163 << 10, "h200": 227 << 10}
 # The kernels that may spill registers to memory, and why that is acceptable. The number of bytes is not asserted: it
 # changes with the release of the compiler.
 SPILLS = {
-    ("h200", "attention_backward.dq_kernel", "tf32x3"): "144 bytes: three products keep an operand of 64 x 64 twice",
-    ("h200", "attention_backward.dkdv_kernel", "tf32x3"): "496 bytes, for the same reason",
+    ("h200", "attention.backward.dq_kernel", "tf32x3"): "144 bytes: three products keep an operand of 64 x 64 twice",
+    ("h200", "attention.backward.dkdv_kernel", "tf32x3"): "496 bytes, for the same reason",
     (
         "h200",
-        "attention_fp16x3.backward_kernel",
+        "kernels.attention_fp16x3.backward_kernel",
         None,
     ): "up to 664 bytes with heads of 128: dk, dv and a product of a tile; up to 32 with heads of 64 that are uneven",
-    ("h200", "attention_fp16x3.forward_kernel", None): "24 bytes, with uneven heads of 128 in parts",
-    ("h200", "gluon_attention_forward.specialized_kernel", None): "16 bytes with Triton 3.9: 160 registers per thread",
-    ("h200", "gluon_attention_dq.specialized_kernel", None): "up to 112 bytes with Triton 3.9, for the same reason",
-    ("h200", "gluon_attention_dkdv.pipelined_kernel", None): "up to 56 bytes: 168 registers let three programs fit",
+    ("h200", "kernels.attention_fp16x3.forward_kernel", None): "24 bytes, with uneven heads of 128 in parts",
+    ("h200", "attention.hopper_forward.specialized_kernel", None): "16 bytes with Triton 3.9: 160 registers per thread",
+    ("h200", "attention.hopper_dq.specialized_kernel", None): "up to 112 bytes with Triton 3.9, for the same reason",
+    ("h200", "attention.hopper_dkdv.pipelined_kernel", None): "up to 56 bytes: 168 registers let three programs fit",
     (
         "h200",
-        "gluon_attention_dkdv.specialized_kernel",
+        "attention.hopper_dkdv.specialized_kernel",
         None,
     ): "64 bytes with heads of 128: dk and dv take 128 registers",
     (
         "h200",
-        "gluon_gelu.gelu_kernel",
+        "gemm.gluon_gelu.gelu_kernel",
         None,
     ): "up to 16 bytes with Triton 3.9: the result of a tile takes 128 registers",
-    ("h200", "batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
-    ("h200", "batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
-    ("h200", "layernorm.backward_kernel", None): "8 bytes, with rows of 2048",
-    ("a100", "attention_backward.both_kernel", "ieee"): "960 bytes: without a TMA unit each element has an address",
-    ("a100", "attention_forward.forward_kernel", "ieee"): "56 bytes, for the same reason, by Triton 3.6",
-    ("a100", "matmul.matmul_kernel", "ieee"): "up to 1176 bytes, for the same reason: its tiles are those of an H200",
-    ("a100", "fp16x3.product_kernel", None): "up to 408 bytes, for the same reason",
+    ("h200", "decoding.batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
+    ("h200", "decoding.batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
+    ("h200", "kernels.layernorm.backward_kernel", None): "8 bytes, with rows of 2048",
+    ("a100", "attention.backward.both_kernel", "ieee"): "960 bytes: without a TMA unit each element has an address",
+    ("a100", "attention.forward.forward_kernel", "ieee"): "56 bytes, for the same reason, by Triton 3.6",
+    (
+        "a100",
+        "kernels.fused_matmul.matmul_kernel",
+        "ieee",
+    ): "up to 1176 bytes, for the same reason: its tiles are those of an H200",
+    ("a100", "gemm.fp16x3.product_kernel", None): "up to 408 bytes, for the same reason",
 }
 
 
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
-    """The output of tests/support/compiled.py --suite, in a child process, because this one uses the interpreter."""
+    """The output of tests/tools/compiled.py --suite, in a child process, because this one uses the interpreter."""
     kept = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
     cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
-    words = [sys.executable, ROOT / "tests" / "support" / "compiled.py", "--suite"]
+    words = [sys.executable, ROOT / "tests" / "tools" / "compiled.py", "--suite"]
     done = subprocess.run(words, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -75,7 +79,7 @@ def test_the_suite_compiles_every_kernel_of_the_repository(compiled):
 @pytest.mark.parametrize("kind", ["*fp32", "*bf16"])
 def test_the_separate_gradient_of_a_bias_adds_rows_in_the_order_of_the_fused_layernorm(compiled, kind):
     """Tiles of four rows, those of C = 384. The order of several rows is that of their layout, which Triton chooses."""
-    layouts = {"layernorm.backward_kernel": [], "column_sums.column_sums_kernel": []}
+    layouts = {"kernels.layernorm.backward_kernel": [], "kernels.column_sums.column_sums_kernel": []}
     for row in compiled["rows"]:
         constants = row["constants"]
         tile = constants.get("BLOCK_ROWS"), constants.get("BLOCK_COLS")

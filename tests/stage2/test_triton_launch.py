@@ -232,13 +232,14 @@ def test_constants_must_come_last():
 
 def test_a_kernel_that_does_not_fit_the_gpu_is_a_one_line_error():
     class Large(Kernel):
-        __module__ = "stage2_cuda.kernels.attention"
+        __module__ = "stage2_cuda.attention.forward"
 
         def warmup(self, *_, **__):
             raise triton.OutOfResources(212992, 166912, "shared memory")
 
     sentence = (
-        r"attention.axpy does not fit this GPU \(shared memory: 212,992 needed, 166,912 available\): use --precision"
+        r"attention\.forward\.axpy does not fit this GPU "
+        r"\(shared memory: 212,992 needed, 166,912 available\): use --precision"
     )
     with pytest.raises(ConfigError, match=sentence):
         gpu_launcher().launch(Large(), (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})

@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 from gpt2core import tuned_choices  # noqa: E402
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
+from stage2_cuda.attention import launches as attention  # noqa: E402
+from stage2_cuda.attention import tuned_tiles  # noqa: E402
+from stage2_cuda.attention.launches import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
+from stage2_cuda.cuda_runtime import CudaRuntime, InterpreterRuntime  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
-from stage2_cuda.kernels import attention  # noqa: E402
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
-from stage2_cuda.runtime.cuda_runtime import CudaRuntime, InterpreterRuntime  # noqa: E402
 from stage2_cuda.runtime.triton_launch import interpreted  # noqa: E402
-from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from stage2_cuda.tuning import tuner as autotune
 from stage2_cuda.tuning.tuner import Tuner  # noqa: E402
 from tests.support.fake_cupy import FakeCupy  # noqa: E402
@@ -334,10 +334,10 @@ def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2, gluon=None)
     tuner, qkv = tuner or Recorder(), np.empty((1, T, 3 * H * D), dtype)
     arrays = np.empty((1, T, H * D), dtype), np.empty((1, H, T), np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, attention_tiles):
+        for module in (attention, tuned_tiles):
             patch.setattr(module, "gluon_table", lambda *_: gluon or {})
-        forward = attention_tiles.tuned_forward(tuner, None, *arrays, qkv, H, precision)
-        backward = attention_tiles.tuned_backward(tuner, None, np.empty_like(qkv), arrays[1], qkv, H, precision)
+        forward = tuned_tiles.tuned_forward(tuner, None, *arrays, qkv, H, precision)
+        backward = tuned_tiles.tuned_backward(tuner, None, np.empty_like(qkv), arrays[1], qkv, H, precision)
     return getattr(tuner, "asked", None), forward, backward
 
 
@@ -385,7 +385,7 @@ def tried():
     """Every tile that may be chosen: (what is multiplied, D, part, tile)."""
     return [
         (kind, D, part, tile)
-        for (kind, D), parts in attention_tiles.TRIED.items()
+        for (kind, D), parts in tuned_tiles.TRIED.items()
         for part, tiles in parts.items()
         for tile in tiles
     ]
@@ -456,7 +456,7 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng
     check_gradients(qkv, dy, y, dqkv, 1, 2e-3)
     assert not backend.runtime.tuner.failed
     *parts, whole = backend.runtime.tuner.tuned.values()
-    tried = attention_tiles.TRIED["16 bits", 64]
+    tried = tuned_tiles.TRIED["16 bits", 64]
     assert whole.startswith(last) and parts == [
         str(AttentionTiles(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
     ]
@@ -487,7 +487,7 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
 
     few = {part: [SMALL] for part in ("forward", "dq", "dkdv")}
     monkeypatch.setattr(autotune, "MAX_CALLS", 1)
-    monkeypatch.setitem(attention_tiles.TRIED, ("tf32x3", 64), few)
+    monkeypatch.setitem(tuned_tiles.TRIED, ("tf32x3", 64), few)
     assert run() == f"timing kernels for this GPU, only once: results are saved in {tmp_path / 'cache' / FILE}\n"
     choices = json.loads((tmp_path / "cache" / FILE).read_text())["choices"]
     assert [what.split()[1] for what in choices] == ["forward", "dq", "dk"]

@@ -452,7 +452,7 @@ FULL = """
 from gpt2core.app.cli import train
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime.cuda_runtime import InterpreterRuntime
+from stage2_cuda.cuda_runtime import InterpreterRuntime
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 original = Trainer.begin

@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks.harness.jobs import ROOT, Job
+from testing.jobs import ROOT, Job
 
 STAGE = ROOT / "stage1_mpi"
 

@@ -1,13 +1,13 @@
 """The MPI launcher and `run_mpi`, which calls a function on every rank; without MPI they skip the test.
 
-`run_mpi` is run_ranks of thread_communicator with processes instead of threads. See benchmarks/harness/jobs.py.
+`run_mpi` is run_ranks of thread_communicator with processes instead of threads. See testing/jobs.py.
 """
 
 import pytest
 
-from benchmarks.harness import jobs
-from benchmarks.harness.jobs import ROOT
 from gpt2core.errors import ConfigError
+from testing import jobs
+from testing.jobs import ROOT
 
 __all__ = ["ROOT", "mpiexec", "run_mpi"]
 

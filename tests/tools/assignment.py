@@ -23,11 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
-from benchmarks.harness.jobs import launcher  # noqa: E402
 from benchmarks.harness.report import print_table  # noqa: E402
 from gpt2core.app.command import run_command  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
+from testing.jobs import launcher  # noqa: E402
 
 BASICS = ("einops", "einx", "jaxtyping")  # what the assignment's own package cs336_basics imports
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")

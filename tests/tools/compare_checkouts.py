@@ -1,21 +1,17 @@
-"""Compare two checkouts of this repository: the bits of their training runs, or with --speed the time they take.
+"""Compare two checkouts of this repository: do their training runs give the same bits?
 
     python tests/tools/compare_checkouts.py ../previous                       # stages 0 and 1
     python tests/tools/compare_checkouts.py ../previous --gpu --gpus 2 --save # stage 2, and stage 3 on two GPUs
-    python tests/tools/compare_checkouts.py ../previous --speed
 
 "This" checkout is the one that contains this file; the argument is the other checkout. Both run the same command lines.
 Every loss, gradient norm and learning rate of the two logs, the hash of the final parameters and the exit codes of the
-runs must be equal. The exit code of this script is 1 if a run differs or, with --speed, if this checkout is slower than
-a bound allows.
+runs must be equal. The exit code of this script is 1 if a run differs.
 """
 
 import argparse
 import json
 import os
-import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +28,6 @@ from benchmarks.harness.report import commit, hardware, print_table  # noqa: E40
 STAGES = ["stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"]
 FIELDS = ("step", "loss", "grad_norm", "lr", "val_loss", "loss_scale", "skipped")  # compared in every row of the log
 HASH = "parameters_sha256"  # compared in the last row
-WARM_UP = 3  # steps that are not timed
 TIMEOUT = 600  # seconds for one run
 LARGE_SCALE = 2.0**30  # an fp16 loss scale with which gradients overflow
 
@@ -273,123 +268,17 @@ def compare_bits(cases, other):
     return rows
 
 
-# -- speed ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A command whose time is compared."""
-
-    name: str
-    arguments: tuple  # of Python
-    bound: float  # smallest accepted ratio: time in the other checkout / time in this checkout
-
-
-def train_timing(name, stage, steps, bound, *flags):
-    """The Timing of a training with `steps` steps."""
-    script = ("-m", f"{STAGES[stage]}.train_gpt2", "--sample", "0", "--steps", str(steps))
-    return Timing(f"{name}, seconds per step", (*script, *flags), bound)
-
-
-def decode_timing(name, stage, tokens, bound, *flags):
-    """The Timing of an inference with `tokens` new tokens."""
-    script = ("-m", f"{STAGES[stage]}.inference", "--stats", "--max-new-tokens", str(tokens))
-    return Timing(f"{name}, seconds per token", (*script, *flags), bound)
-
-
-def cpu_timings():
-    for threads in ("1", "2"):
-        yield train_timing(f"stage 0, paper, {threads} threads", 0, 20, 0.97, "--preset", "paper", "--threads", threads)
-    yield decode_timing("stage 0, decode", 0, 100, 0.97, "--threads", "1")
-
-
-def gpu_timings(gpus):
-    for preset, flags in (("paper", ()), ("paper", ("--precision", "bf16")), ("gpt2", ("--precision", "bf16"))):
-        yield train_timing(" ".join(("stage 2", preset, *flags)), 2, 100, 0.99, "--preset", preset, *flags)
-    yield decode_timing("stage 2, decode", 2, 200, 0.99)
-    if gpus >= 2:
-        launch = ("-m", "stage1_mpi.launch", "-n", "2", "--")
-        for preset in ("paper", "gpt2"):
-            flags = ("--preset", preset, "--precision", "bf16")
-            timing = train_timing(f"stage 3, 2 GPUs, {preset} bf16", 3, 100, 0.99, *flags)
-            yield replace(timing, arguments=(*launch, *timing.arguments))
-
-
-# A program that runs a training module and writes the times at which the steps are logged. The times in the log itself
-# are not used, because their meaning may differ between two versions. Its arguments: the file to write, the module, the
-# flags of the module.
-TIMING_PROGRAM = """
-import atexit, json, pathlib, runpy, sys, time
-import gpt2core
-if (pathlib.Path(gpt2core.__file__).parent / "app").exists():
-    from gpt2core.app.run_log import RunLog
-else:  # before the restructuring
-    from gpt2core.runlog import RunLog
-file, module, times, report = sys.argv[1], sys.argv[2], [], RunLog.__call__
-
-def timed(self, *arguments):
-    times.append(time.perf_counter())
-    return report(self, *arguments)
-
-RunLog.__call__ = timed
-atexit.register(lambda: times and json.dump(times, open(file, "w")))  # only rank 0 has times
-sys.argv = sys.argv[2:]
-runpy.run_module(module, run_name="__main__", alter_sys=True)
-"""
-
-
-def measure(timing, checkout):
-    """Run a Timing in one checkout; return the median seconds per step, or the seconds per token (from --stats)."""
-    with tempfile.TemporaryDirectory() as directory:
-        times_file, arguments = Path(directory) / "times.json", timing.arguments
-        if "--steps" in arguments:
-            # replace the last -m, that of the training module; the launcher has another one
-            index = max(number for number, argument in enumerate(arguments) if argument == "-m")
-            program = Path(directory) / "timed.py"
-            program.write_text(TIMING_PROGRAM)
-            arguments = (*arguments[:index], str(program), str(times_file), *arguments[index + 1 :])
-        process = start(arguments, checkout)
-        out, error = communicate(process)
-        if process.returncode:
-            raise RunFailed(f"{timing.name} in {checkout}: {error.strip()}")
-        if times_file.exists():
-            times = json.loads(times_file.read_text())[WARM_UP:]
-            return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
-        return float(re.search(r"([\d.]+) ms/token", out)[1]) / 1000
-
-
-def compare_speed(timings, other, rounds):
-    """Measure each Timing in both checkouts, and print its ratio. Returns the rows of the table.
-
-    The checkouts take turns in the order A B B A, so that a slow change of the machine affects both equally.
-    """
-    rows = []
-    for timing in timings:
-        seconds = {ROOT: [], other: []}
-        for index in range(rounds):
-            for checkout in (ROOT, other) if index % 2 else (other, ROOT):
-                seconds[checkout].append(measure(timing, checkout))
-        here, there = (statistics.median(seconds[checkout]) for checkout in (ROOT, other))
-        ratio = statistics.median(a / b for a, b in zip(seconds[other], seconds[ROOT], strict=True))
-        row = {"what": timing.name, "other": f"{there:.6f}", "here": f"{here:.6f}", "ratio": f"{ratio:.3f}"}
-        rows.append(row | {"at least": timing.bound, "result": "holds" if ratio >= timing.bound else "slower"})
-        print(f"{timing.name}: {ratio:.3f}", file=sys.stderr, flush=True)
-    return rows
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
 def save(rows, other, name, this_commit):
     """Write the table to results/{name}.json, with date, both commits and hardware."""
     path = ROOT / "results" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", "tests/tools/compare_checkouts.py", "OTHER", *sys.argv[2:]])
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": this_commit,
         "other_commit": commit_of(other),
-        "command": command,
+        "command": " ".join(["python", "tests/tools/compare_checkouts.py", "OTHER", *sys.argv[2:]]),
         "hardware": hardware(),
         "results": rows,
     }
@@ -410,8 +299,6 @@ def main():
     add("--gpu", action="store_true", help="compare stages 2 and 3 instead of stages 0 and 1")
     add("--gpus", type=int, default=1, help="GPUs; stage 3 is compared if there are two (default 1)")
     add("--only", default="", metavar="TEXT", help="compare only the runs whose names contain this text")
-    add("--speed", action="store_true", help="compare times instead of bits")
-    add("--rounds", type=int, default=4, help="with --speed: runs of each command in each checkout (default 4)")
     add("--commit", help="the commit of this checkout, if the checkout has no .git")
     add("--save", action="store_true", help="write the table to results/")
     args = parser.parse_args()
@@ -421,18 +308,13 @@ def main():
     if other == ROOT:
         parser.error(f"other {args.other}: is this checkout; give the root of another checkout")
 
-    if args.speed:
-        items = gpu_timings(args.gpus) if args.gpu else cpu_timings()
-    else:
-        items = gpu_cases(args.gpus) if args.gpu else cpu_cases()
-    items = [item for item in items if args.only in item.name]
-    rows = compare_speed(items, other, args.rounds) if args.speed else compare_bits(items, other)
+    cases = gpu_cases(args.gpus) if args.gpu else cpu_cases()
+    rows = compare_bits([case for case in cases if args.only in case.name], other)
     print_table(rows)
-    good = [row for row in rows if row["result"] in ("equal", "holds")]
-    print(f"\n{len(good)} of {len(rows)} {'are within their bound' if args.speed else 'are bitwise identical'}")
+    good = [row for row in rows if row["result"] == "equal"]
+    print(f"\n{len(good)} of {len(rows)} are bitwise identical")
     if args.save:
-        name = "same_speed" if args.speed else "same_bits"
-        save(rows, other, f"{'gpu' if args.gpu else 'cpu'}/{name}", args.commit or commit())
+        save(rows, other, f"{'gpu' if args.gpu else 'cpu'}/same_bits", args.commit or commit())
     return int(len(good) < len(rows))
 
 

@@ -28,33 +28,36 @@ from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_scalars  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
+from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
+from stage2_cuda.attention import launches as attention  # noqa: E402
+from stage2_cuda.attention.hopper_launches import GluonTile  # noqa: E402
+from stage2_cuda.attention.launches import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.decoding import batched, cached_attention, cluster_step, gather, sampling, single_row  # noqa: E402
-from stage2_cuda.gemm import fp16x3, matmul  # noqa: E402
+from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
-    attention,
     cast,
     codecs,
     column_sums,
     cross_entropy,
     embedding,
-    fp16x3_launches,
     gelu,
     layernorm,
     losses,
     rounding,
 )
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
-from stage2_cuda.kernels.gluon_launches import GluonTile, gluon_kind  # noqa: E402
 from stage2_cuda.kernels.segment_sum import segment_sum  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
+from stage2_cuda.runtime.gluon_launch import gluon_kind  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
+from torch_bridge import kernels as bridge_kernels  # noqa: E402
+from torch_bridge.kernels import attention_parts, fp16x3_launches, fused_matmul  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
 STAGE_3_MODULES = tree_sum.__name__, codecs.__name__  # modules whose kernels only stage 3 launches
-WARP_SPECIALIZED = "specialized_kernel", "gelu_kernel"  # in the files gluon_*.py: kernels that racecheck does not run
+WARP_SPECIALIZED = "specialized_kernel", "gelu_kernel"  # in Gluon: kernels that racecheck does not run
 ERROR_FOUND = 9  # the exit code of compute-sanitizer if it finds an error
 
 
@@ -156,9 +159,9 @@ def launch_fp16x3(a):
 def launch_matmul(a):
     for M, N, K in ((170, 72, 40), (65, 33, 9)):  # by descriptors, and by pointers with masks
         d, h, product = a.x(M, N), a.x(M, N), (a.x(M, K), a.x(K, N))
-        matmul.matmul(d, *product, a.x(M, N), "relu")
-        matmul.matmul(d, *product, a.x(N), "gelu", h)
-        matmul.matmul(d, *product)
+        fused_matmul.matmul(d, *product, a.x(M, N), "relu")
+        fused_matmul.matmul(d, *product, a.x(N), "gelu", h)
+        fused_matmul.matmul(d, *product)
 
 
 def launch_adamw(a):
@@ -187,7 +190,7 @@ def attend_separately(a, shape, precision, tiles=None):
     """Attention of separate q, k and v (B, H, T, D), not causal and causal, with a natural logarithm."""
     B, H, T_q, T_k, D = shape
     arrays = [a.x(B, H, T, D) for T in (T_q, T_k, T_k, T_q, T_q, T_k, T_k, T_q)]
-    q, k, v, y, dq, dk, dv, dy = map(attention.heads_of, arrays)
+    q, k, v, y, dq, dk, dv, dy = map(attention_parts.heads_of, arrays)
     lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
     T = max(T_q, T_k)
     gluon = attention.gluon_table(q.base.dtype.itemsize, B * H, T, D)
@@ -224,7 +227,7 @@ def attend_in_parts(a, shape, tiles, kernels):
     """As attend_separately(), with the launches of `kernels`, a module; several programs may have one tile."""
     B, H, T_q, T_k, D = shape
     arrays = [a.x(B, H, T, D) for T in (T_q, T_k, T_k, T_q, T_q, T_k, T_k, T_q)]
-    q, k, v, y, dq, dk, dv, dy = map(attention.heads_of, arrays)
+    q, k, v, y, dq, dk, dv, dy = map(attention_parts.heads_of, arrays)
     lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
     for causal in (False, True):
         forward, backward = (y, lse, q, k, v, tiles.forward, a.empty), (dq, dk, dv, delta, dy, q, k, v, y, lse)
@@ -242,7 +245,7 @@ def launch_attention_in_parts(a):
     for T_q, T_k in ((70, 133), (300, 170)):
         for D, tiles in fp16x3_launches.TILES.items():
             in_parts = AttentionTiles(TileConfig(64, 32, 4, 2, parts=4), both=TileConfig(32, 32, 4, 2, parts=4))
-            attend_in_parts(a, (2, 3, T_q, T_k, D - 8), in_parts, attention)
+            attend_in_parts(a, (2, 3, T_q, T_k, D - 8), in_parts, attention_parts)
             if np.dtype(a.dtype).itemsize == 4:
                 for parts in (1, 2):
                     config = AttentionTiles(*[tile and tile._replace(parts=parts) for tile in tiles])
@@ -365,13 +368,18 @@ def launch_codecs(a):
 
 
 def name_of(kernel):
-    """The name of a kernel with its file, such as "batched.layernorm_kernel"."""
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+    """The name of a kernel with its file, such as "decoding.batched.layernorm_kernel"."""
+    return triton_launch.kernel_name(kernel.fn)
+
+
+def is_gluon(name):
+    """Whether the kernel of this name is written in Gluon."""
+    return name.split(".")[1].startswith(("gluon_", "hopper_"))
 
 
 def all_kernels(stages=(2, 3)):
     """Yield the names of all kernels of these stages; a kernel is a function whose name ends in _kernel."""
-    packages = kernels, gemm, decoding
+    packages = attention_package, kernels, gemm, decoding, bridge_kernels
     stage_2 = [f"{p.__name__}.{module.name}" for p in packages for module in pkgutil.iter_modules(p.__path__)]
     stage_2 = [name for name in stage_2 if name not in STAGE_3_MODULES]
     for module in [*(stage_2 if 2 in stages else ()), *(STAGE_3_MODULES if 3 in stages else ())]:
@@ -389,9 +397,9 @@ def call_all_launches(xp, dtypes, skip_warp_specialized=False):
     launch = launcher.launch
 
     def record_and_launch(kernel, *arguments):
-        launched.add(name_of(kernel))
-        module, _, name = name_of(kernel).partition(".")
-        if not (skip_warp_specialized and module.startswith("gluon") and name in WARP_SPECIALIZED):
+        name = name_of(kernel)
+        launched.add(name)
+        if not (skip_warp_specialized and is_gluon(name) and name.rpartition(".")[2] in WARP_SPECIALIZED):
             launch(kernel, *arguments)
 
     launcher.launch = record_and_launch
@@ -403,7 +411,7 @@ def call_all_launches(xp, dtypes, skip_warp_specialized=False):
     finally:
         launcher.launch = launch
     gluon = attention.gluon_table(2, 1, 300, 64)  # {} on a GPU without Gluon kernels
-    return {name for name in all_kernels() if gluon or not name.startswith("gluon")} - launched
+    return {name for name in all_kernels() if gluon or not is_gluon(name)} - launched
 
 
 def run_on_gpu(skip_warp_specialized):

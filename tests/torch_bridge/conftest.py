@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from benchmarks.harness.torch_ranks import TorchRanks
+from testing.torch_ranks import TorchRanks
 from tests.support.torch_models import on_gpu
 
 RANKS = [

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
+from stage2_cuda.attention.launches import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.runtime import faster_interpreter  # noqa: E402
 from tests.support.attention_oracle import assert_near, error_bounds, oracle, results  # noqa: E402
 from torch_bridge import attention_ops, tiled_attention, triton_launch  # noqa: E402

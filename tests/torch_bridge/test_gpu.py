@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from stage2_cuda.kernels.attention import AttentionTiles  # noqa: E402
-from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
+from stage2_cuda.attention.hopper_launches import GluonTile  # noqa: E402
+from stage2_cuda.attention.launches import AttentionTiles  # noqa: E402
 from tests.support.attention_oracle import assert_near, error_bounds, oracle, results  # noqa: E402
 from torch_bridge import attention_ops  # noqa: E402
 from torch_bridge.flash_attention import (  # noqa: E402
@@ -235,7 +235,7 @@ def test_the_kernels_run_on_the_current_stream(rng):
 
 def test_stage_2_and_a_kernel_of_inductor_run_beside_the_bridge(rng):
     cupy = pytest.importorskip("cupy")
-    from stage2_cuda.kernels.attention import attention_forward
+    from stage2_cuda.attention.launches import attention_forward
     from stage2_cuda.runtime.triton_launch import array_module
 
     B, T, H, D = 2, 300, 3, 64

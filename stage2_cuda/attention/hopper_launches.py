@@ -1,18 +1,17 @@
 """Launches of the Gluon kernels of attention, which are faster than the plain Triton kernels on a Hopper GPU.
 
-GLUON_TILES in attention.py and serves() say which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16,
-head sizes 64 and 128, T_q a multiple of 4, any T_k, causal or not. The plain kernels of attention_forward.py and
-attention_backward.py serve all others. Importing this file does not import Gluon: the kernels are imported when
-has_gluon() is called.
+GLUON_TILES in launches.py and serves() say which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16,
+head sizes 64 and 128, T_q a multiple of 4, any T_k, causal or not. The plain kernels of forward.py and backward.py
+serve all others. Importing this file does not import Gluon: a kernel is imported when its launch is described.
 """
 
 # B batch, T time, H heads, D head size
 
-import functools
 import importlib
 import math
 from typing import NamedTuple
 
+from stage2_cuda.runtime.gluon_launch import tile_descriptor
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 HEAD_SIZES = 64, 128
@@ -21,7 +20,7 @@ HEAD_SIZES = 64, 128
 SHORT, MANY_HEADS = 256, 512
 ALIGNED_ROWS = 4  # a copy of the logsumexp (float32) starts at a multiple of 16 bytes, or the GPU reports an error
 GROUP_BYTES = 16 << 20  # of keys and values of the heads that are computed at a time: they fit the L2 cache
-ROWS = 64  # queries or keys of a tile of one warp group: ROWS of gluon_tiles.py
+ROWS = 64  # queries or keys of a tile of one warp group: ROWS of hopper_tiles.py
 MAX_HEADS = 2**16 - 1  # limit of CUDA for the third dimension of a grid
 
 
@@ -54,27 +53,8 @@ CONSTANTS = {
 WARP_GROUPS = {"dq": 3, "dkdv": 2}
 
 
-def gluon_kind(capability, name):
-    """The key of GLUON_TILES for a GPU of this compute capability and name; None if it has no Gluon kernels."""
-    if tuple(capability) != (9, 0) or not has_gluon():
-        return None
-    return "H100" if "H100" in name or "H800" in name else "H200"
-
-
-@functools.cache
-def has_gluon():
-    """Whether this Triton has the parts of Gluon that the kernels use: Triton 3.6 and later."""
-    try:
-        for kernel in ("forward", "dq", "dkdv"):
-            module_of(kernel)
-        importlib.import_module("stage2_cuda.gemm.gluon_gelu")
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
 def module_of(kernel):
-    return importlib.import_module(f"stage2_cuda.kernels.gluon_attention_{kernel}")
+    return importlib.import_module(f"stage2_cuda.attention.hopper_{kernel}")
 
 
 def serves(itemsize, heads, T_q, T_k, D):
@@ -91,23 +71,6 @@ def designs(kernel, D):
 
 
 # -- descriptors -------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def shared_layout(block_shape, dtype_name):
-    """The layout of a tile in shared memory, swizzled so that the tensor cores read it without bank conflicts."""
-    from triton.experimental.gluon import language as gl
-
-    dtype = {"float32": gl.float32, "float16": gl.float16, "bfloat16": gl.bfloat16}[dtype_name]
-    return gl.NVMMASharedLayout.get_default_for(list(block_shape), dtype)
-
-
-def tile_descriptor(base, shape, strides, block_shape):
-    """A Gluon tensor descriptor. base: a Pointer or a PyTorch tensor."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = shared_layout(tuple(block_shape), str(base.dtype).rpartition(".")[2])
-    return TensorDescriptor(base, list(shape), list(strides), list(block_shape), layout)
 
 
 def head_descriptors(block_rows, *heads):
@@ -143,7 +106,7 @@ def rows_of(kernel, tile, D):
 
 
 def forward_launch(y, lse, q, k, v, tile, causal, natural, log2e):
-    """As forward_launch() of attention.py, for a GluonTile."""
+    """As forward_launch() of launches.py, for a GluonTile."""
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     block_n = CONSTANTS["forward", tile.design, D]["BLOCK_N"]
     y, q, *kv = *head_descriptors(ROWS, y, q), *head_descriptors(block_n, k, v)
@@ -154,7 +117,7 @@ def forward_launch(y, lse, q, k, v, tile, causal, natural, log2e):
 
 
 def dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tile, causal):
-    """The KernelLaunch of dq, delta and lse2; the arguments are those of backward_launches() of attention.py."""
+    """The KernelLaunch of dq, delta and lse2; the arguments are those of backward_launches() of launches.py."""
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     block_n = CONSTANTS["dq", tile.design, D]["BLOCK_N"]
     dq, dy, y, q = head_descriptors(ROWS, dq, dy, y, q)

@@ -11,11 +11,11 @@ In causal attention query i attends to the keys 0 to i only: s is -inf above the
 skipped, and only tiles on the diagonal are masked. The programs with the longest loops are launched first, so that all
 processors finish at about the same time.
 
-The kernels are in attention_forward.py and attention_backward.py. This file chooses their tiles and describes their
-launches: attention_forward() and attention_backward() for a packed array of the model, forward_launches() and
-backward_launches() for separate q, k and v of any strides. For a short T one kernel computes dq, dk and dv: half of its
-programs compute dq, the other half dk and dv. With few tiles, several programs can have a part of one tile's loop each;
-a second launch adds their results (attention_parts.py).
+The kernels are in forward.py and backward.py, and in Gluon for Hopper GPUs in hopper_*.py. This file chooses their
+tiles and describes their launches: attention_forward() and attention_backward() for a packed array of the model,
+forward_launch() and backward_launches() for separate q, k and v of any strides. For a short T one kernel computes dq,
+dk and dv: half of its programs compute dq, the other half dk and dv. With few tiles, several programs can have a part
+of one tile's loop each; torch_bridge/kernels/attention_parts.py then adds their results.
 """
 
 # B batch, T time, C channels, H heads, D = C // H head size, HEAD_DIM = D rounded up to a power of two
@@ -29,11 +29,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels import gluon_launches
-from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
-from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
-from stage2_cuda.kernels.attention_parts import PART_ROWS, PART_WARPS, add_parts_kernel, combine_kernel
-from stage2_cuda.kernels.gluon_launches import GluonTile, mask_keys
+from stage2_cuda.attention import hopper_launches
+from stage2_cuda.attention.backward import both_kernel, dkdv_kernel, dq_kernel
+from stage2_cuda.attention.forward import LOG2E, forward_kernel
+from stage2_cuda.attention.hopper_launches import GluonTile, mask_keys
+from stage2_cuda.runtime.gluon_launch import gluon_kind
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, gpu_model
 
 
@@ -43,7 +43,7 @@ class TileConfig(NamedTuple):
     loops: 1 loop over all tiles, with a test for the diagonal in each iteration, or 2 loops: one over the tiles below
     the diagonal, which need no mask, and one over the tiles on it.
     parts: the number of programs that divide the loop of one tile, a power of two. Above 1 only for the kernels forward
-    and both, in forward_launches() and backward_launches(); not for packed arrays.
+    and both, and not for packed arrays: torch_bridge/kernels/attention_parts.py.
     """
 
     block_m: int  # queries
@@ -97,7 +97,7 @@ DEFAULT_TILES = {
         (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
     },
 }
-# {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, where gluon_launches.serves() is true. Other arrays
+# {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, where hopper_launches.serves() is true. Other arrays
 # have the plain tiles of DEFAULT_TILES.
 PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
 HOPPER_TILES = {
@@ -135,11 +135,12 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
 
     q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array. With
     natural=True it is the lse of the formula, a natural logarithm; otherwise it is in base 2, log2(e) times as large.
-    tile: a TileConfig or a GluonTile; with tile.parts > 1, y and lse are those of all parts, see forward_parts().
+    tile: a TileConfig or a GluonTile; with tile.parts > 1, y (B, H * parts, T_q, D) and
+    lse (B, H * parts, T_q) are those of each part.
     precision: as for attention_forward().
     """
     if isinstance(tile, GluonTile):
-        return gluon_launches.forward_launch(y, lse, q, k, v, tile, causal, natural, LOG2E.value)
+        return hopper_launches.forward_launch(y, lse, q, k, v, tile, causal, natural, LOG2E.value)
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     arrays = y.descriptor(tile.block_m), lse, q.descriptor(tile.block_m), *descriptors(tile.block_n, k, v)
     arguments = *arrays, T_q, T_k, H, LOG2E.value / math.sqrt(D)
@@ -149,45 +150,27 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
     return KernelLaunch(forward_kernel, grid, arguments, options)
 
 
-def forward_launches(y, lse, q, k, v, tile, empty, precision="ieee", causal=True, natural=False):
-    """Yield the one or two KernelLaunches that compute y and lse, as forward_launch(), with any tile.parts.
-
-    empty(dtype, *shape) returns an uninitialised array; dtype: "float32" or "float16".
-    """
-    if isinstance(tile, GluonTile) or tile.parts == 1:
-        yield forward_launch(y, lse, q, k, v, tile, precision, causal, natural)
-        return
-    parts = forward_parts(q, tile, empty)
-    yield forward_launch(heads_of(parts[0]), parts[1], q, k, v, tile, precision, causal)
-    yield combine_launch(y, lse, parts, tile, natural)
-
-
-def backward_launches(
-    dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None, empty=None
-):
+def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None):
     """Yield the one or two KernelLaunches that compute dq, dk and dv.
 
     dq, dk, dv, dy, q, k, v, y: Heads. lse and delta: contiguous float32 arrays (B, H, T_q); lse is that of
     forward_launch(), delta is scratch. lse2: None if lse is in base 2. If lse is a natural logarithm, lse2 is scratch
-    like delta, and a kernel writes lse in base 2 to it. empty: as for forward_launches(), if tiles.both has parts.
+    like delta, and a kernel writes lse in base 2 to it.
 
     tiles: AttentionTiles. With only `dq`, dk and dv are not computed. With only `dkdv`, dq is not computed, and delta
-    and lse2 must contain the values that a launch with `dq` has written.
+    and lse2 must contain the values that a launch with `dq` has written. With tiles.both.parts > 1, dq, dk and dv are
+    the terms of each part: (B, H * parts, T, D).
     """
     (B, H, T_q, D), T_k, scale, natural = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3]), lse2 is not None
     if tile := tiles.both:
-        gradients, parts = (dq, dk, dv), backward_parts((q, k, v), tile, empty)
-        written = map(heads_of, parts) if parts else gradients
-        arrays = *descriptors(tile.block_m, *written, dy, y), lse, *descriptors(tile.block_m, q, k, v)
+        arrays = *descriptors(tile.block_m, dq, dk, dv, dy, y), lse, *descriptors(tile.block_m, q, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
         options = launch_options(tile, D, precision, NATURAL=natural, IN_PARTS=tile.parts > 1, **masks)
         grid = parts_grid((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
         yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
-        if parts:
-            yield add_parts_launch(gradients, parts, tile)
         return
     if isinstance(tiles.dq, GluonTile):
-        yield gluon_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tiles.dq, causal)
+        yield hopper_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tiles.dq, causal)
     elif tile := tiles.dq:
         dq_m, dy_m, y_m, q_m = descriptors(tile.block_m, dq, dy, y, q)
         arrays = dq_m, delta, lse2, dy_m, y_m, lse, q_m, *descriptors(tile.block_n, k, v)
@@ -196,7 +179,7 @@ def backward_launches(
         yield KernelLaunch(dq_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), (*arrays, T_q, T_k, H, scale), options)
     if isinstance(tiles.dkdv, GluonTile):
         lse_in = lse2 if natural else lse
-        yield gluon_launches.dkdv_launch(dk, dv, delta, dy, lse_in, q, k, v, tiles.dkdv, causal)
+        yield hopper_launches.dkdv_launch(dk, dv, delta, dy, lse_in, q, k, v, tiles.dkdv, causal)
     elif tile := tiles.dkdv:
         dk_n, dv_n, k_n, v_n = descriptors(tile.block_n, dk, dv, k, v)
         dy_m, q_m = descriptors(tile.block_m, dy, q)
@@ -209,50 +192,8 @@ def backward_launches(
         yield KernelLaunch(dkdv_kernel, (B * H, triton.cdiv(T_k, tile.block_n)), (*arrays, T_q, H, scale), options)
 
 
-# An array of all parts (B, H * parts, T, D) is that of attention_parts.py, (B, H, parts, T, D), with two axes in one.
-
-
-def forward_parts(q, tile, empty):
-    """The arrays of y and lse of all parts."""
-    B, H, T, D = q.shape
-    return empty("float32", B, H * tile.parts, T, D), empty("float32", B, H * tile.parts, T)
-
-
-def combine_launch(y, lse, parts, tile, natural):
-    """The KernelLaunch that computes y and lse from forward_parts()."""
-    B, H, T, D = y.shape
-    grid, arguments = (B * H, triton.cdiv(T, PART_ROWS)), (y.descriptor(PART_ROWS), lse, *parts, T, D, H)
-    return KernelLaunch(combine_kernel, grid, arguments, parts_options(tile, D, NATURAL=natural))
-
-
-def backward_parts(inputs, tile, empty):
-    """The arrays of dq, dk and dv of all parts; [] if there is only one part. inputs: q, k and v."""
-    if tile.parts == 1:
-        return []
-    return [empty("float32", B, H * tile.parts, T, D) for B, H, T, D in (x.shape for x in inputs)]
-
-
-def add_parts_launch(gradients, parts, tile):
-    """The KernelLaunch that computes dq, dk and dv (`gradients`) from backward_parts()."""
-    (B, H, T_q, D), T_k = gradients[0].shape, gradients[1].shape[2]
-    arguments = *descriptors(PART_ROWS, *gradients), *parts, T_q, T_k, D, H
-    grid = B * H, triton.cdiv(max(T_q, T_k), PART_ROWS), 3
-    return KernelLaunch(add_parts_kernel, grid, arguments, parts_options(tile, D))
-
-
-def parts_options(tile, D, **constants):
-    shared = {"PARTS": tile.parts, "ROWS": PART_ROWS, "HEAD_DIM": padded_head_size(D)}
-    return {**shared, "num_warps": PART_WARPS, **constants}
-
-
 def parts_grid(grid, tile):
     return (*grid, tile.parts) if tile.parts > 1 else grid
-
-
-def heads_of(array):
-    """Heads of a contiguous array (B, H, T, D)."""
-    _, H, T, D = array.shape
-    return Heads(pointer(array), tuple(array.shape), (H * T * D, T * D, D, 1))
 
 
 def pointer(array):
@@ -348,12 +289,12 @@ def select_tiles(qkv, n_head, precision):
 
 def gluon_table(itemsize, heads, T, D):
     """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
-    return gluon_tiles_of(*gpu_model()) if gluon_launches.serves(itemsize, heads, T, T, D) else {}
+    return gluon_tiles_of(*gpu_model()) if hopper_launches.serves(itemsize, heads, T, T, D) else {}
 
 
 def gluon_tiles_of(capability, name):
     """The entries of GLUON_TILES for a GPU of this compute capability and name; {} if it has no Gluon kernels."""
-    return GLUON_TILES.get(gluon_launches.gluon_kind(capability, name), {})
+    return GLUON_TILES.get(gluon_kind(capability, name), {})
 
 
 def default_tiles(itemsize, T, D, precision, gluon=None):

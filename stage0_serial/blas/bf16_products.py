@@ -8,7 +8,7 @@ kernels are those of fp32.
 
 import numpy as np
 
-from stage0_serial import mkl
+from stage0_serial.blas import mkl
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.rows import block_rows, blocks
 

@@ -20,10 +20,10 @@ element, or 2^-39 of the size of its row if that is more; if even 2^-29, and 2^-
 two add no rounding errors. A row that contains infinity or NaN gives NaN to all results that depend on it.
 
 Launches: norms_kernel, split_kernel (which also computes delta), then forward_kernel or backward_kernel. The formulas
-are those of attention.py.
+are those of attention/launches.py of stage 2.
 """
 
-# Symbols and constants: see attention_forward.py. x, x_low: the high and the low fp16 numbers of a tile.
+# Symbols and constants: see attention/forward.py of stage 2. x, x_low: the high and the low fp16 numbers of a tile.
 # scale: log2(e) / sqrt(D) in forward; in backward 1 / sqrt(D), and score_scale is log2(e) / sqrt(D)
 # lse and delta (B, H, T_q): float32
 # q_desc, k_desc, v_desc, dy_desc: descriptors of float32 arrays in norms_kernel and split_kernel, then of halves
@@ -35,8 +35,8 @@ are those of attention.py.
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.attention_backward import load_rows, query_range, row_delta
-from stage2_cuda.kernels.attention_forward import (
+from stage2_cuda.attention.backward import load_rows, query_range, row_delta
+from stage2_cuda.attention.forward import (
     LN2,
     LOG2E,
     LOWEST,
@@ -312,7 +312,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """As forward_kernel in attention_forward.py; q_desc, k_desc and v_desc are those of the halves."""
+    """As forward_kernel in attention/forward.py of stage 2; q_desc, k_desc and v_desc are those of the halves."""
     if is_uneven(sizes, stride, 3):
         forward_tile(
             y_desc, lse_ptr, q_desc, k_desc, v_desc, sizes, stride, T_q, T_k, H, scale,

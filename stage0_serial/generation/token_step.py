@@ -17,9 +17,9 @@ import numpy as np
 from gpt2core.architecture import forward_plan
 from gpt2core.communicator import Solo
 from gpt2core.parallel.threads import WorkerPool
-from stage0_serial.bf16_products import MIN_ROWS
-from stage0_serial.timed_choice import fastest_way, stored_choice
-from stage0_serial.window import Window
+from stage0_serial.blas.bf16_products import MIN_ROWS
+from stage0_serial.generation.timed_choice import fastest_way, stored_choice
+from stage0_serial.generation.window import Window
 
 MIN_TIMED = 1 << 15  # elements of a window (T, C); a smaller one takes a few milliseconds, and BLAS computes it
 TIMED_SECONDS = 0.5  # for which each way to compute a window is timed

@@ -1,6 +1,6 @@
-"""dq of attention in Gluon, for Hopper GPUs; kernels/attention.py says when it is used.
+"""dq of attention in Gluon, for Hopper GPUs; launches.py says when it is used.
 
-The algorithm is that of dq_kernel in attention_backward.py. A tile of 64 queries walks over its blocks of keys from the
+The algorithm is that of dq_kernel in backward.py. A tile of 64 queries walks over its blocks of keys from the
 last one, which the masks concern, to the first. Both kernels keep the tensor cores busy during the exponentials:
 
 pipelined_kernel: small programs of one warp group. dq of block j - 1 and dp of block j are in flight while p of block j
@@ -9,7 +9,7 @@ specialized_kernel: three warp groups compute, one more warp starts the copies. 
 computed; nothing stays in flight between two steps. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: 1 / sqrt(D). delta, lse and lse2: see attention_backward.py
+# Symbols: see hopper_tiles.py. scale: 1 / sqrt(D). delta, lse and lse2: see backward.py
 # Tiles in registers: s, p, dp and ds are (ROWS, BLOCK_N), dq is (ROWS, D)
 
 from triton.experimental import gluon
@@ -17,8 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from stage2_cuda.kernels import gluon_tiles as gt
-from stage2_cuda.kernels.attention_forward import LOG2E
+from stage2_cuda.attention import hopper_tiles as ht
+from stage2_cuda.attention.forward import LOG2E
+from stage2_cuda.runtime import gluon_tiles as gt
 
 
 @gluon.jit
@@ -33,9 +34,9 @@ def row_values(
     READ: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     delta = gl.sum(y.load(READ).to(gl.float32) * dy.load(READ).to(gl.float32), 1)
     first = head.to(gl.int64) * T_q + row
-    offs = gl.arange(0, gt.ROWS, gl.SliceLayout(1, READ))
+    offs = gl.arange(0, ht.ROWS, gl.SliceLayout(1, READ))
     gl.store(delta_ptr + first + offs, delta, mask=row + offs < T_q)
-    offs = gl.arange(0, gt.ROWS, gl.SliceLayout(1, layout))
+    offs = gl.arange(0, ht.ROWS, gl.SliceLayout(1, layout))
     lse = gl.load(lse_ptr + first + offs, mask=row + offs < T_q, other=0.0)
     if NATURAL:
         lse *= LOG2E
@@ -63,37 +64,37 @@ def pipelined_kernel(
     k_full, v_full = gt.new_barriers(K_STAGES, 1), gt.new_barriers(V_STAGES, 1)
     gt.make_barriers_visible()
     # blocks are numbered from the last to the first; `last` is the first key of block 0
-    head, b, h, row, blocks, last = gt.tile_rows(T_k, H, BLOCK_N, CAUSAL)
-    gt.load_tile(q_desc, b, h, row, q_full, q_tile, 0)
+    head, b, h, row, blocks, last = ht.tile_rows(T_k, H, BLOCK_N, CAUSAL)
+    ht.load_tile(q_desc, b, h, row, q_full, q_tile, 0)
     for i in gl.static_range(K_STAGES):
-        gt.load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
+        ht.load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
         if i == 0:
-            gt.load_tile(dy_desc, b, h, row, dy_full, dy_tile, 0)
-            gt.load_tile(y_desc, b, h, row, y_full, y_tile, 0)
+            ht.load_tile(dy_desc, b, h, row, dy_full, dy_tile, 0)
+            ht.load_tile(y_desc, b, h, row, y_full, y_tile, 0)
         if i < V_STAGES:
-            gt.load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
+            ht.load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
 
-    q, dy, scale2 = gt.matrix(q_tile, 0), gt.matrix(dy_tile, 0), scale * LOG2E
+    q, dy, scale2 = ht.matrix(q_tile, 0), ht.matrix(dy_tile, 0), scale * LOG2E
     mbarrier.wait(dy_full.index(0), 0)
     mbarrier.wait(y_full.index(0), 0)
     pointers = (delta_ptr, lse2_ptr, lse_ptr)
-    delta, lse = row_values(dy, gt.matrix(y_tile, 0), pointers, head, row, T_q, NATURAL, S, D, num_warps)
-    zeros = gl.zeros([gt.ROWS, BLOCK_N], gl.float32, S)
+    delta, lse = row_values(dy, ht.matrix(y_tile, 0), pointers, head, row, T_q, NATURAL, S, D, num_warps)
+    zeros = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
-    s = gt.start_product(q, k_tiles, 0, zeros)
+    s = ht.start_product(q, k_tiles, 0, zeros)
     # The assembler runs products one after the other unless the same products are in flight before the loop and at its
     # end. So dq starts as a product in flight too: 0 times 16 rows of k.
-    nothing = gl.convert_layout(gl.zeros([gt.ROWS, 16], dtype, S), DS)
-    dq = gl.zeros([gt.ROWS, D], gl.float32, DQ)
-    dq = warpgroup_mma(nothing, gt.matrix(k_tiles, 0).slice(0, 16), dq, use_acc=False, is_async=True)
-    dp = gt.start_product(dy, v_tiles, 0, zeros)
+    nothing = gl.convert_layout(gl.zeros([ht.ROWS, 16], dtype, S), DS)
+    dq = gl.zeros([ht.ROWS, D], gl.float32, DQ)
+    dq = warpgroup_mma(nothing, ht.matrix(k_tiles, 0).slice(0, 16), dq, use_acc=False, is_async=True)
+    dp = ht.start_product(dy, v_tiles, 0, zeros)
     s, dq, dp = warpgroup_mma_wait(0, [s, dq, dp])
     dq, dp = hopper.warpgroup_mma_init(dq), hopper.warpgroup_mma_init(dp)
     p = gt.exp2(s * scale2 - lse[:, None])
-    p = gt.mask_tile(p, 0.0, row, last, T_k, S, CAUSAL, MASK_KEYS)
-    ds = gl.convert_layout(gl.zeros([gt.ROWS, BLOCK_N], dtype, S), DS)
+    p = ht.mask_tile(p, 0.0, row, last, T_k, S, CAUSAL, MASK_KEYS)
+    ds = gl.convert_layout(gl.zeros([ht.ROWS, BLOCK_N], dtype, S), DS)
     for j in range(blocks - 1):  # p of block j is in registers; dq of block j - 1 and dp of block j are in flight
         k_slot, _ = gt.slot(j, K_STAGES)
         next_k, next_k_parity = gt.slot(j + 1, K_STAGES)
@@ -101,25 +102,25 @@ def pipelined_kernel(
         # The branch in this wait keeps the assembler from moving the next wait up.
         mbarrier.wait(k_full.index(next_k), next_k_parity)
         dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
-        s = gt.start_product(q, k_tiles, next_k, zeros)
+        s = ht.start_product(q, k_tiles, next_k, zeros)
         gt.synchronize()  # all warps have read k of block j - 1 and v of block j
         old_k, _ = gt.slot(j + K_STAGES - 1, K_STAGES)
         old_v, _ = gt.slot(j, V_STAGES)
         more_k, more_v = (j > 0) & (j - 1 + K_STAGES < blocks), j + V_STAGES < blocks
-        gt.load_tile(k_desc, b, h, last - (j - 1 + K_STAGES) * BLOCK_N, k_full, k_tiles, old_k, more_k)
-        gt.load_tile(v_desc, b, h, last - (j + V_STAGES) * BLOCK_N, v_full, v_tiles, old_v, more_v)
+        ht.load_tile(k_desc, b, h, last - (j - 1 + K_STAGES) * BLOCK_N, k_full, k_tiles, old_k, more_k)
+        ht.load_tile(v_desc, b, h, last - (j + V_STAGES) * BLOCK_N, v_full, v_tiles, old_v, more_v)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
-        dq = warpgroup_mma(ds, gt.matrix(k_tiles, k_slot), dq, is_async=True)
+        dq = warpgroup_mma(ds, ht.matrix(k_tiles, k_slot), dq, is_async=True)
         mbarrier.wait(v_full.index(next_v), next_v_parity)
-        dp = gt.start_product(dy, v_tiles, next_v, zeros)
+        dp = ht.start_product(dy, v_tiles, next_v, zeros)
         s = warpgroup_mma_wait(2, [s])
         p = gt.exp2(s * scale2 - lse[:, None])
     dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
     k_slot, _ = gt.slot(blocks - 1, K_STAGES)
-    dq = warpgroup_mma(ds, gt.matrix(k_tiles, k_slot), dq, is_async=True)
+    dq = warpgroup_mma(ds, ht.matrix(k_tiles, k_slot), dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, [dq, ds])
-    gt.store_tile(dq_desc, b, h, row, q_tile, 0, dq * scale)
+    ht.store_tile(dq_desc, b, h, row, q_tile, 0, dq * scale)
     tma.store_wait(0)
 
 
@@ -136,15 +137,15 @@ def producer(
     q_tiles, dy_tiles, y_tiles, k_tiles, v_tiles = tiles
     q_full, dy_full, y_full, k_full, k_empty, v_full, v_empty = barriers
     q_desc, dy_desc, y_desc, k_desc, v_desc = descs
-    head, b, h, row, blocks = gt.query_rows(sizes, 0, BLOCK_N, WARP_GROUPS, CAUSAL)
-    gt.load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
+    head, b, h, row, blocks = ht.query_rows(sizes, 0, BLOCK_N, WARP_GROUPS, CAUSAL)
+    ht.load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
     start = (blocks - 1) * BLOCK_N
     for j in range(blocks):
-        gt.load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, K_STAGES)
+        ht.load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, K_STAGES)
         if j == 0:
-            gt.load_rows(dy_desc, b, h, row, dy_full.index(0), dy_tiles, WARP_GROUPS)
-            gt.load_rows(y_desc, b, h, row, y_full.index(0), y_tiles, WARP_GROUPS)
-        gt.load_when_released(v_desc, b, h, start, (v_full, v_empty), v_tiles, j, V_STAGES)
+            ht.load_rows(dy_desc, b, h, row, dy_full.index(0), dy_tiles, WARP_GROUPS)
+            ht.load_rows(y_desc, b, h, row, y_full.index(0), y_tiles, WARP_GROUPS)
+        ht.load_when_released(v_desc, b, h, start, (v_full, v_empty), v_tiles, j, V_STAGES)
         start -= BLOCK_N
 
 
@@ -160,7 +161,7 @@ def step(
     v_slot, v_parity = gt.slot(j, V_STAGES)
     next_k, next_parity = gt.slot(j + 1, K_STAGES)
     mbarrier.wait(v_full.index(v_slot), v_parity)
-    dp = gt.start_product(dy, v_tiles, v_slot, zeros)
+    dp = ht.start_product(dy, v_tiles, v_slot, zeros)
     p = gt.exp2(s * scale2 - lse[:, None])
     # The branch in this wait keeps the assembler from moving the next wait up, before the exponentials.
     mbarrier.wait(k_full.index(next_k), next_parity, pred=j + 1 < blocks)
@@ -168,8 +169,8 @@ def step(
     mbarrier.arrive(v_empty.index(v_slot))
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
     if not LAST:
-        s = gt.start_product(q, k_tiles, next_k, zeros)
-    dq = warpgroup_mma(ds, gt.matrix(k_tiles, k_slot), dq, is_async=True)
+        s = ht.start_product(q, k_tiles, next_k, zeros)
+    dq = warpgroup_mma(ds, ht.matrix(k_tiles, k_slot), dq, is_async=True)
     if LAST:
         dq, ds = warpgroup_mma_wait(0, [dq, ds])
     else:
@@ -192,26 +193,26 @@ def consumer(
     DQ: gl.constexpr = gt.product_layout(D)
     DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     dtype: gl.constexpr = dq_desc.dtype
-    head, b, h, row, blocks = gt.query_rows(sizes, c, BLOCK_N, WARP_GROUPS, CAUSAL)
+    head, b, h, row, blocks = ht.query_rows(sizes, c, BLOCK_N, WARP_GROUPS, CAUSAL)
     mbarrier.wait(dy_full.index(0), 0)
     mbarrier.wait(y_full.index(0), 0)
-    delta, lse = row_values(gt.matrix(dy_tiles, c), gt.matrix(y_tiles, c), pointers, head, row, T_q, NATURAL, S, D, 4)
+    delta, lse = row_values(ht.matrix(dy_tiles, c), ht.matrix(y_tiles, c), pointers, head, row, T_q, NATURAL, S, D, 4)
     k_barriers, v_barriers = (k_full, k_empty), (v_full, v_empty)
-    skipped, left = gt.skip_blocks(row, blocks, T_k, k_barriers, v_barriers, BLOCK_N, K_STAGES, V_STAGES, CAUSAL)
+    skipped, left = ht.skip_blocks(row, blocks, T_k, k_barriers, v_barriers, BLOCK_N, K_STAGES, V_STAGES, CAUSAL)
 
-    zeros, scale2 = gl.zeros([gt.ROWS, BLOCK_N], gl.float32, S), scale * LOG2E
+    zeros, scale2 = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S), scale * LOG2E
     mbarrier.wait(q_full.index(0), 0)
     if KEEP_OPERANDS:  # in registers: then a product reads half as much shared memory
-        q = gt.matrix(q_tiles, c).load(gl.DotOperandLayout(0, S, 2))
-        dy = gt.matrix(dy_tiles, c).load(gl.DotOperandLayout(0, S, 2))
+        q = ht.matrix(q_tiles, c).load(gl.DotOperandLayout(0, S, 2))
+        dy = ht.matrix(dy_tiles, c).load(gl.DotOperandLayout(0, S, 2))
     else:
-        q, dy = gt.matrix(q_tiles, c), gt.matrix(dy_tiles, c)
+        q, dy = ht.matrix(q_tiles, c), ht.matrix(dy_tiles, c)
     i, parity = gt.slot(skipped, K_STAGES)
     mbarrier.wait(k_full.index(i), parity)
-    s = gt.start_product(q, k_tiles, i, zeros)
+    s = ht.start_product(q, k_tiles, i, zeros)
     s = warpgroup_mma_wait(0, [s])
-    s = gt.mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
-    dq = gl.zeros([gt.ROWS, D], gl.float32, DQ)
+    s = ht.mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
+    dq = gl.zeros([ht.ROWS, D], gl.float32, DQ)
     ring, ring_barriers = (k_tiles, v_tiles), (k_full, k_empty, v_full, v_empty)
     for j in range(skipped, blocks - 1):
         dq, s = step(
@@ -223,7 +224,7 @@ def consumer(
         K_STAGES, V_STAGES, DS,
     )  # fmt: skip
     if row < T_q:
-        gt.store_tile(dq_desc, b, h, row, q_tiles, c, dq * scale)
+        ht.store_tile(dq_desc, b, h, row, q_tiles, c, dq * scale)
     tma.store_wait(0)
 
 

@@ -1,6 +1,6 @@
-"""The forward pass of attention in Gluon, for Hopper GPUs; kernels/attention.py says when it is used.
+"""The forward pass of attention in Gluon, for Hopper GPUs; launches.py says when it is used.
 
-The algorithm is that of attention_forward.py. The gain comes from two products in flight. A tile of 64 queries walks
+The algorithm is that of forward.py. The gain comes from two products in flight. A tile of 64 queries walks
 over its blocks of keys from the last one, which the masks concern, to the first. In each step the tensor cores compute
 s of this block and p v of the previous block, and the exponentials of this block run under the second product:
 
@@ -10,22 +10,23 @@ pipelined_kernel: small programs of one warp group, three on a multiprocessor; a
 specialized_kernel: two or three warp groups compute, one more warp starts the copies. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: log2(e) / sqrt(D). y, lse and NATURAL: see attention_forward.py
+# Symbols: see hopper_tiles.py. scale: log2(e) / sqrt(D). y, lse and NATURAL: see forward.py
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from stage2_cuda.kernels import gluon_tiles as gt
-from stage2_cuda.kernels.attention_forward import LN2
+from stage2_cuda.attention import hopper_tiles as ht
+from stage2_cuda.attention.forward import LN2
+from stage2_cuda.runtime import gluon_tiles as gt
 
 # -- the online softmax ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def first_softmax(s, scale, operand_layout: gl.constexpr, dtype: gl.constexpr):
-    """(p as an operand, row_max, row_sum) of the first block of keys; see softmax_step of attention_forward.py."""
+    """(p as an operand, row_max, row_sum) of the first block of keys; see softmax_step of forward.py."""
     row_max = gl.max(s, 1) * scale
     p = gt.exp2(s * scale - row_max[:, None])
     return gl.convert_layout(p.to(dtype), operand_layout), row_max, gl.sum(p, 1)
@@ -51,7 +52,7 @@ def start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, layout: gl.
     """Start acc * rescale + p v, once the copy to the tile v_slot has arrived."""
     acc = rescaled(acc, rescale, layout)
     mbarrier.wait(v_full.index(v_slot), v_parity)
-    return warpgroup_mma(p, gt.matrix(v_tiles, v_slot), acc, is_async=True)
+    return warpgroup_mma(p, ht.matrix(v_tiles, v_slot), acc, is_async=True)
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL: gl.constexpr, 
     lse = row_max + gt.log2(row_sum)
     if NATURAL:
         lse *= LN2
-    rows = row + gl.arange(0, gt.ROWS, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, ht.ROWS, gl.SliceLayout(1, layout))
     gl.store(lse_ptr + head.to(gl.int64) * T_q + rows, lse, mask=rows < T_q)
 
 
@@ -80,29 +81,29 @@ def pipelined_kernel(
     q_full, k_full, v_full = gt.new_barriers(1, 1), gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1)
     gt.make_barriers_visible()
     # blocks are numbered from the last to the first; `last` is the first key of block 0
-    head, b, h, row, blocks, last = gt.tile_rows(T_k, H, BLOCK_N, CAUSAL)
-    gt.load_tile(q_desc, b, h, row, q_full, q_tile, 0)
+    head, b, h, row, blocks, last = ht.tile_rows(T_k, H, BLOCK_N, CAUSAL)
+    ht.load_tile(q_desc, b, h, row, q_full, q_tile, 0)
     for i in gl.static_range(STAGES):
-        gt.load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
-        gt.load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
+        ht.load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
+        ht.load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
 
-    q = gt.matrix(q_tile, 0)
-    zeros = gl.zeros([gt.ROWS, BLOCK_N], gl.float32, S)
+    q = ht.matrix(q_tile, 0)
+    zeros = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
-    s = gt.start_product(q, k_tiles, 0, zeros)
+    s = ht.start_product(q, k_tiles, 0, zeros)
     s = warpgroup_mma_wait(0, [s])
     gt.synchronize()  # all warps have read k of block 0
-    gt.load_tile(k_desc, b, h, last - STAGES * BLOCK_N, k_full, k_tiles, 0, STAGES < blocks)
-    s = gt.mask_tile(s, float("-inf"), row, last, T_k, S, CAUSAL, MASK_KEYS)
+    ht.load_tile(k_desc, b, h, last - STAGES * BLOCK_N, k_full, k_tiles, 0, STAGES < blocks)
+    s = ht.mask_tile(s, float("-inf"), row, last, T_k, S, CAUSAL, MASK_KEYS)
     p, row_max, row_sum = first_softmax(s, scale, P, q_desc.dtype)
-    acc = gl.zeros([gt.ROWS, D], gl.float32, Y)
-    rescale = gl.full([gt.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    acc = gl.zeros([ht.ROWS, D], gl.float32, Y)
+    rescale = gl.full([ht.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
     mbarrier.wait(k_full.index(1), 0, pred=blocks > 1)
     for j in range(1, blocks):  # k of block j has arrived
         v_slot, v_parity = gt.slot(j - 1, STAGES)
         k_slot, k_parity = gt.slot(j, STAGES)
-        s = gt.start_product(q, k_tiles, k_slot, zeros)
+        s = ht.start_product(q, k_tiles, k_slot, zeros)
         acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
         s = warpgroup_mma_wait(1, [s])
         next_p, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, scale, P, q_desc.dtype)
@@ -113,14 +114,14 @@ def pipelined_kernel(
         p = next_p
         gt.synchronize()  # all warps have read k of block j and v of block j - 1
         row_of_k = last - (j + STAGES) * BLOCK_N
-        gt.load_tile(v_desc, b, h, row_of_k + BLOCK_N, v_full, v_tiles, v_slot, j - 1 + STAGES < blocks)
-        gt.load_tile(k_desc, b, h, row_of_k, k_full, k_tiles, k_slot, j + STAGES < blocks)
+        ht.load_tile(v_desc, b, h, row_of_k + BLOCK_N, v_full, v_tiles, v_slot, j - 1 + STAGES < blocks)
+        ht.load_tile(k_desc, b, h, row_of_k, k_full, k_tiles, k_slot, j + STAGES < blocks)
 
     v_slot, v_parity = gt.slot(blocks - 1, STAGES)
     acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
     store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL, S)
     acc, p = warpgroup_mma_wait(0, [acc, p])
-    gt.store_tile(y_desc, b, h, row, q_tile, 0, rescaled(acc, 1.0 / row_sum, Y))
+    ht.store_tile(y_desc, b, h, row, q_tile, 0, rescaled(acc, 1.0 / row_sum, Y))
     tma.store_wait(0)
 
 
@@ -136,14 +137,14 @@ def producer(
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     q_desc, k_desc, v_desc = descs
-    head, b, h, row, blocks = gt.query_rows(sizes, 0, BLOCK_N, WARP_GROUPS, CAUSAL)
-    gt.load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
+    head, b, h, row, blocks = ht.query_rows(sizes, 0, BLOCK_N, WARP_GROUPS, CAUSAL)
+    ht.load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
     start = (blocks - 1) * BLOCK_N
     for j in range(blocks + 1):
         if j < blocks:
-            gt.load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, STAGES)
+            ht.load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, STAGES)
         if j > 0:
-            gt.load_when_released(v_desc, b, h, start + BLOCK_N, (v_full, v_empty), v_tiles, j - 1, STAGES)
+            ht.load_when_released(v_desc, b, h, start + BLOCK_N, (v_full, v_empty), v_tiles, j - 1, STAGES)
         start -= BLOCK_N
 
 
@@ -161,28 +162,28 @@ def consumer(
     S: gl.constexpr = gt.product_layout(BLOCK_N)
     Y: gl.constexpr = gt.product_layout(D)
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
-    head, b, h, row, blocks = gt.query_rows(sizes, c, BLOCK_N, WARP_GROUPS, CAUSAL)
+    head, b, h, row, blocks = ht.query_rows(sizes, c, BLOCK_N, WARP_GROUPS, CAUSAL)
     k_barriers, v_barriers = (k_full, k_empty), (v_full, v_empty)
-    skipped, left = gt.skip_blocks(row, blocks, T_k, k_barriers, v_barriers, BLOCK_N, STAGES, STAGES, CAUSAL)
+    skipped, left = ht.skip_blocks(row, blocks, T_k, k_barriers, v_barriers, BLOCK_N, STAGES, STAGES, CAUSAL)
 
-    q = gt.matrix(q_tiles, c)
-    zeros = gl.zeros([gt.ROWS, BLOCK_N], gl.float32, S)
+    q = ht.matrix(q_tiles, c)
+    zeros = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     i, parity = gt.slot(skipped, STAGES)
     mbarrier.wait(k_full.index(i), parity)
-    s = gt.start_product(q, k_tiles, i, zeros)
+    s = ht.start_product(q, k_tiles, i, zeros)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(i))
-    s = gt.mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
+    s = ht.mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
     p, row_max, row_sum = first_softmax(s, scale, P, y_desc.dtype)
-    acc = gl.zeros([gt.ROWS, D], gl.float32, Y)
-    rescale = gl.full([gt.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    acc = gl.zeros([ht.ROWS, D], gl.float32, Y)
+    rescale = gl.full([ht.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
     next_slot, next_parity = gt.slot(skipped + 1, STAGES)
     mbarrier.wait(k_full.index(next_slot), next_parity, pred=left > 1)
     for j in range(skipped + 1, blocks):  # k of block j has arrived
         v_slot, v_parity = gt.slot(j - 1, STAGES)
         k_slot, k_parity = gt.slot(j, STAGES)
-        s = gt.start_product(q, k_tiles, k_slot, zeros)
+        s = ht.start_product(q, k_tiles, k_slot, zeros)
         acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(k_slot))
@@ -199,7 +200,7 @@ def consumer(
     store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL, S)
     acc, p = warpgroup_mma_wait(0, [acc, p])
     if row < T_q:
-        gt.store_tile(y_desc, b, h, row, q_tiles, c, rescaled(acc, 1.0 / row_sum, Y))
+        ht.store_tile(y_desc, b, h, row, q_tiles, c, rescaled(acc, 1.0 / row_sum, Y))
     tma.store_wait(0)
 
 

@@ -1,4 +1,4 @@
-"""Processes of one torch.distributed process group that call a function on every rank. Tests use this module too.
+"""Processes of one torch.distributed process group that call a function on every rank.
 
 A process loads PyTorch in seconds, so the same processes run many functions. They meet in a file, so no port is used.
 """

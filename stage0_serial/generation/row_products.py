@@ -9,8 +9,8 @@ import functools
 
 import numpy as np
 
-from stage0_serial import mkl
-from stage0_serial.timed_choice import fastest_way, stored_choice
+from stage0_serial.blas import mkl
+from stage0_serial.generation.timed_choice import fastest_way, stored_choice
 
 MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums

@@ -1,7 +1,6 @@
 """Start MPI jobs from Python: Job runs a command line, run_mpi() a function on every rank.
 
-At the end both kill every process of the job that still runs. Benchmarks and tests use this module, so it does not
-import pytest.
+At the end both kill every process of the job that still runs.
 """
 
 import faulthandler
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from stage1_mpi.launch import choose
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Limit in seconds for the start of the ranks of run_mpi(), and for each wait of a Job. After it the job is killed.
 LIMIT = 180
@@ -168,7 +167,7 @@ def run_mpi(size, function, *args, timeout=LIMIT):
     with tempfile.TemporaryDirectory() as folder:
         job_file = Path(folder) / "job"  # the ranks write their results beside this file; see main()
         job_file.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
-        program = [sys.executable, "-m", "benchmarks.harness.jobs", str(job_file), str(timeout)]
+        program = [sys.executable, "-m", "testing.jobs", str(job_file), str(timeout)]
         command = [*launcher(), "-n", str(size), *program]
         environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREAD_VARIABLES, "1"))
         with open(Path(folder) / "out", "w+") as out, open(Path(folder) / "err", "w+") as err:

@@ -6,23 +6,25 @@ import math
 
 import triton
 
-from stage2_cuda.kernels import attention_fp16x3
-from stage2_cuda.kernels.attention import (
+from stage2_cuda.attention.forward import LOG2E
+from stage2_cuda.attention.hopper_launches import mask_keys
+from stage2_cuda.attention.launches import (
     AttentionTiles,
     TileConfig,
-    add_parts_launch,
-    backward_parts,
-    combine_launch,
     descriptors,
-    forward_parts,
-    heads_of,
     padded_head_size,
     parts_grid,
     tile_options,
 )
-from stage2_cuda.kernels.attention_forward import LOG2E
-from stage2_cuda.kernels.gluon_launches import mask_keys
 from stage2_cuda.runtime.triton_launch import KernelLaunch
+from torch_bridge.kernels import attention_fp16x3
+from torch_bridge.kernels.attention_parts import (
+    add_parts_launch,
+    backward_parts,
+    combine_launch,
+    forward_parts,
+    heads_of,
+)
 
 ROWS = attention_fp16x3.ROWS.value
 # {largest D: tiles}. The fastest with one head on an H100; with D above 64, backward spills registers with any tile.
@@ -59,7 +61,7 @@ def sizes_of_heads(q, k, arrays, empty):
 
 
 def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
-    """Yield the KernelLaunches that compute y and lse. The arguments are those of attention.forward_launches()."""
+    """Yield the KernelLaunches that compute y and lse; for the arguments see attention_parts.forward_launches()."""
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     halves, sizes = [halves_of(x, empty) for x in (q, k, v)], sizes_of_heads(q, k, 3, empty)
     yield from split_launches((q, k, v), halves, sizes, empty)
@@ -79,7 +81,7 @@ def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
 def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tile, empty, causal=True, natural=False):
     """Yield the KernelLaunches that compute dq, dk and dv.
 
-    tile: a TileConfig with block_m = block_n. The other arguments are those of attention.backward_launches().
+    tile: a TileConfig with block_m = block_n. The other arguments: see attention_parts.backward_launches().
     """
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     halves, sizes = [halves_of(x, empty) for x in (q, k, v, dy)], sizes_of_heads(q, k, 4, empty)

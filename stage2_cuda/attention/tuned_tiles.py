@@ -1,4 +1,4 @@
-"""The attention tiles that a Tuner times, in addition to those of the tables of kernels/attention.py.
+"""The attention tiles that a Tuner times, in addition to those of the tables of launches.py.
 
 Three kernels are timed separately: forward, dq, and dk with dv. Then the whole backward pass is timed: with the default
 tiles, with the fastest dq and dk-dv tiles, and, unless T is long, in one launch. For long T the forward pass uses the
@@ -10,7 +10,8 @@ because a tuning cache that an earlier version wrote may name it.
 
 # B batch, T time, C channels, H heads, D = C // H
 
-from stage2_cuda.kernels.attention import (
+from stage2_cuda.attention.hopper_launches import GluonTile, designs
+from stage2_cuda.attention.launches import (
     AttentionTiles,
     TileConfig,
     default_tiles,
@@ -18,7 +19,6 @@ from stage2_cuda.kernels.attention import (
     head_shape,
     select_tiles,
 )
-from stage2_cuda.kernels.gluon_launches import GluonTile, designs
 
 LONG = 4096  # tokens; for a longer T: the default forward tile, and no backward pass in one launch
 TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAULT_TILES}
@@ -59,7 +59,7 @@ TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAUL
 def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
     """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse.
 
-    Shapes and dtypes of the arrays: as for attention_forward() in kernels/attention.py.
+    Shapes and dtypes of the arrays: as for attention_forward() in launches.py.
     """
     table, tried, about = tiles_for(qkv, n_head, precision)
     first = AttentionTiles(forward=table.forward)
@@ -70,7 +70,7 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
     """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta.
 
-    Shapes and dtypes of the arrays: as for attention_backward() in kernels/attention.py.
+    Shapes and dtypes of the arrays: as for attention_backward() in launches.py.
     """
     table, tried, about = tiles_for(qkv, n_head, precision)
     C, first, rest = qkv.shape[2] // 3, table._replace(forward=None), []

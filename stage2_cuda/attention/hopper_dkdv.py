@@ -1,6 +1,6 @@
-"""dk and dv of attention in Gluon, for Hopper GPUs; kernels/attention.py says when they are used.
+"""dk and dv of attention in Gluon, for Hopper GPUs; launches.py says when they are used.
 
-The algorithm is that of dkdv_kernel in attention_backward.py. A tile of 64 keys walks over blocks of 64 queries, from
+The algorithm is that of dkdv_kernel in backward.py. A tile of 64 keys walks over blocks of 64 queries, from
 the diagonal on. The tiles of s, p, dp and ds are transposed, so p and ds are in registers where the products dv and dk
 need them as first operands. The tensor cores compute dp of block i while the exponentials of this block are computed,
 and s of block i + 1 together with dk of block i. Nothing is in flight between two steps.
@@ -9,7 +9,7 @@ pipelined_kernel: small programs of one warp group. For a short T.
 specialized_kernel: two warp groups compute, one more warp starts the copies. For a long T.
 """
 
-# Symbols: see gluon_tiles.py. scale: 1 / sqrt(D). A block has ROWS queries; s, p, dp and ds are (ROWS keys, ROWS
+# Symbols: see hopper_tiles.py. scale: 1 / sqrt(D). A block has ROWS queries; s, p, dp and ds are (ROWS keys, ROWS
 # queries), dk and dv are (ROWS, D). lse is in base 2; it is copied with the q of its block, delta with dy.
 
 from triton.experimental import gluon
@@ -17,14 +17,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from stage2_cuda.kernels import gluon_tiles as gt
-from stage2_cuda.kernels.attention_forward import LOG2E
+from stage2_cuda.attention import hopper_tiles as ht
+from stage2_cuda.attention.forward import LOG2E
+from stage2_cuda.runtime import gluon_tiles as gt
 
 
 @gluon.jit
 def new_vectors(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT vectors of ROWS values of the logsumexp or delta."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, gt.ROWS], desc.layout)
+    return gl.allocate_shared_memory(gl.float32, [COUNT, ht.ROWS], desc.layout)
 
 
 @gluon.jit
@@ -37,7 +38,7 @@ def load_block(descs, b, h, row, head_start, full, ring, i, pred=True):
     desc, vector_desc = descs
     tiles, vectors = ring
     tile_bytes: gl.constexpr = desc.block_type.nbytes
-    mbarrier.expect(full.index(i), tile_bytes + gt.ROWS * 4, pred=pred)
+    mbarrier.expect(full.index(i), tile_bytes + ht.ROWS * 4, pred=pred)
     gt.start_load(desc, [b, h, row, 0], full.index(i), tiles.index(i), pred=pred)
     gt.start_load(vector_desc, [head_start + row], full.index(i), vectors.index(i), pred=pred)
 
@@ -47,7 +48,7 @@ def query_blocks(first_key, T_q, WARP_GROUPS: gl.constexpr, CAUSAL: gl.constexpr
     """(first row, number of blocks of queries) for the keys of a program, at least one block for each warp group."""
     begin = first_key if CAUSAL else gl.to_tensor(0)
     least: gl.constexpr = WARP_GROUPS if CAUSAL else 1  # with a causal mask warp group c starts at block c
-    return begin, gl.maximum(gl.cdiv(T_q - begin, gt.ROWS), least)
+    return begin, gl.maximum(gl.cdiv(T_q - begin, ht.ROWS), least)
 
 
 @gluon.jit
@@ -68,34 +69,34 @@ def step(
     begin, blocks, T_q = place
     here, parity = gt.slot(i, STAGES)
     after, next_parity = gt.slot(i + 1, STAGES)
-    rows = begin + i * gt.ROWS + gl.arange(0, gt.ROWS, gl.SliceLayout(0, S))
+    rows = begin + i * ht.ROWS + gl.arange(0, ht.ROWS, gl.SliceLayout(0, S))
     mbarrier.wait(dy_full.index(here), parity)
-    dp = gt.start_product(v, dy_tiles, here, zeros)
+    dp = ht.start_product(v, dy_tiles, here, zeros)
     lse = lse_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         lse = gl.where(rows < T_q, lse, float("inf"))  # then p is 0
     p = gt.exp2(s * scale2 - lse[None, :])
     if MASK and CAUSAL:
-        keys = key + gl.arange(0, gt.ROWS, gl.SliceLayout(1, S))
+        keys = key + gl.arange(0, ht.ROWS, gl.SliceLayout(1, S))
         p = gl.where(rows[None, :] >= keys[:, None], p, 0.0)
     p16 = gl.convert_layout(p.to(dtype), P)
     if LEAN:
-        dv = warpgroup_mma(p16, gt.matrix(dy_tiles, here), dv, is_async=True)
+        dv = warpgroup_mma(p16, ht.matrix(dy_tiles, here), dv, is_async=True)
         mbarrier.wait(q_full.index(after), next_parity, pred=i + 1 < blocks)
         dp, dv, p16 = warpgroup_mma_wait(0, [dp, dv, p16])
     else:
         mbarrier.wait(q_full.index(after), next_parity, pred=i + 1 < blocks)
         dp = warpgroup_mma_wait(0, [dp])
-        dv = warpgroup_mma(p16, gt.matrix(dy_tiles, here), dv, is_async=True)
+        dv = warpgroup_mma(p16, ht.matrix(dy_tiles, here), dv, is_async=True)
         if not LAST:
-            s = gt.start_product(k, q_tiles, after, zeros)
+            s = ht.start_product(k, q_tiles, after, zeros)
     delta = delta_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         delta = gl.where(rows < T_q, delta, 0.0)
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), P)
     if LEAN and not LAST:
-        s = gt.start_product(k, q_tiles, after, zeros)
-    dk = warpgroup_mma(ds, gt.matrix(q_tiles, here), dk, is_async=True)
+        s = ht.start_product(k, q_tiles, after, zeros)
+    dk = warpgroup_mma(ds, ht.matrix(q_tiles, here), dk, is_async=True)
     if LAST:
         dk, dv, p16, ds = warpgroup_mma_wait(0, [dk, dv, p16, ds])
     elif LEAN:
@@ -114,8 +115,8 @@ def first_products(
     If dk and dv were set to 0, the assembler would run the products of the loop one after the other. Their operands
     differ, because equal products would be merged and then copied.
     """
-    nothing = gl.convert_layout(gl.zeros([gt.ROWS, 16], dtype, S), P)
-    empty = gl.zeros([gt.ROWS, D], gl.float32, DK)
+    nothing = gl.convert_layout(gl.zeros([ht.ROWS, 16], dtype, S), P)
+    empty = gl.zeros([ht.ROWS, D], gl.float32, DK)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dv = warpgroup_mma(nothing, q.slice(0, 16), empty, use_acc=False, is_async=True)
     dk = warpgroup_mma(nothing, q.slice(16, 16), empty, use_acc=False, is_async=True)
@@ -131,7 +132,7 @@ def pipelined_kernel(
     D: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr, CAUSAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, by one warp group."""
-    S: gl.constexpr = gt.product_layout(gt.ROWS, num_warps)
+    S: gl.constexpr = gt.product_layout(ht.ROWS, num_warps)
     DK: gl.constexpr = gt.product_layout(D, num_warps)
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     dtype: gl.constexpr = q_desc.dtype
@@ -141,23 +142,23 @@ def pipelined_kernel(
     k_full, v_full = gt.new_barriers(1, 1), gt.new_barriers(1, 1)
     q_full, dy_full = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1)
     gt.make_barriers_visible()
-    head, b, h = gt.program_head(H)
+    head, b, h = ht.program_head(H)
     head_start = head * T_q
-    key = gl.program_id(1) * gt.ROWS  # first keys first: with a mask they have the longest loops
+    key = gl.program_id(1) * ht.ROWS  # first keys first: with a mask they have the longest loops
     begin, blocks = query_blocks(key, T_q, 1, CAUSAL)
     q_descs, dy_descs = (q_desc, lse_desc), (dy_desc, delta_desc)
-    gt.load_tile(k_desc, b, h, key, k_full, k_tile, 0)
+    ht.load_tile(k_desc, b, h, key, k_full, k_tile, 0)
     for i in gl.static_range(STAGES):
-        load_block(q_descs, b, h, begin + i * gt.ROWS, head_start, q_full, q_ring, i, i < blocks)
+        load_block(q_descs, b, h, begin + i * ht.ROWS, head_start, q_full, q_ring, i, i < blocks)
         if i == 0:
-            gt.load_tile(v_desc, b, h, key, v_full, v_tile, 0)
-        load_block(dy_descs, b, h, begin + i * gt.ROWS, head_start, dy_full, dy_ring, i, i < blocks)
+            ht.load_tile(v_desc, b, h, key, v_full, v_tile, 0)
+        load_block(dy_descs, b, h, begin + i * ht.ROWS, head_start, dy_full, dy_ring, i, i < blocks)
 
-    k, v, scale2 = gt.matrix(k_tile, 0), gt.matrix(v_tile, 0), scale * LOG2E
-    zeros = gl.zeros([gt.ROWS, gt.ROWS], gl.float32, S)
+    k, v, scale2 = ht.matrix(k_tile, 0), ht.matrix(v_tile, 0), scale * LOG2E
+    zeros = gl.zeros([ht.ROWS, ht.ROWS], gl.float32, S)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s, dk, dv = first_products(k, gt.matrix(q_ring[0], 0), zeros, dtype, D, S, DK, P)
+    s, dk, dv = first_products(k, ht.matrix(q_ring[0], 0), zeros, dtype, D, S, DK, P)
     mbarrier.wait(v_full.index(0), 0)
     s, dk, dv = warpgroup_mma_wait(0, [s, dk, dv])
     place, rings, barriers = (begin, blocks, T_q), (q_ring, dy_ring), (q_full, dy_full)
@@ -180,8 +181,8 @@ def pipelined_kernel(
         dk, dv, s, blocks - 1, k, v, zeros, scale2, key, place, rings, barriers, dtype, True, True, LEAN,
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
-    gt.store_tile(dv_desc, b, h, key, v_tile, 0, dv)
-    gt.store_tile(dk_desc, b, h, key, k_tile, 0, dk * scale)
+    ht.store_tile(dv_desc, b, h, key, v_tile, 0, dv)
+    ht.store_tile(dk_desc, b, h, key, k_tile, 0, dk * scale)
     tma.store_wait(0)
 
 
@@ -192,7 +193,7 @@ def reload(q_descs, dy_descs, b, h, begin, head_start, i, blocks, rings, barrier
     q_full, dy_full = barriers
     gt.synchronize()  # all warps have read block i
     here, _ = gt.slot(i, STAGES)
-    row = begin + (i + STAGES) * gt.ROWS
+    row = begin + (i + STAGES) * ht.ROWS
     load_block(dy_descs, b, h, row, head_start, dy_full, dy_ring, here, i + STAGES < blocks)
     load_block(q_descs, b, h, row, head_start, q_full, q_ring, here, i + STAGES < blocks)
 
@@ -210,17 +211,17 @@ def producer(
     k_full, v_full, q_full, q_empty, dy_full, dy_empty = barriers
     k_desc, v_desc, q_descs, dy_descs = descs
     T_q, H = sizes
-    head, b, h = gt.program_head(H)
-    key = gl.program_id(1) * WARP_GROUPS * gt.ROWS
+    head, b, h = ht.program_head(H)
+    key = gl.program_id(1) * WARP_GROUPS * ht.ROWS
     begin, blocks = query_blocks(key, T_q, WARP_GROUPS, CAUSAL)
-    gt.load_rows(k_desc, b, h, key, k_full.index(0), k_tiles, WARP_GROUPS)
+    ht.load_rows(k_desc, b, h, key, k_full.index(0), k_tiles, WARP_GROUPS)
     for i in range(blocks):
-        row = begin + i * gt.ROWS
+        row = begin + i * ht.ROWS
         j, parity = gt.slot(i, STAGES)
         mbarrier.wait(q_empty.index(j), parity ^ 1)
         load_block(q_descs, b, h, row, head * T_q, q_full, q_ring, j)
         if i == 0:
-            gt.load_rows(v_desc, b, h, key, v_full.index(0), v_tiles, WARP_GROUPS)
+            ht.load_rows(v_desc, b, h, key, v_full.index(0), v_tiles, WARP_GROUPS)
         mbarrier.wait(dy_empty.index(j), parity ^ 1)
         load_block(dy_descs, b, h, row, head * T_q, dy_full, dy_ring, j)
 
@@ -236,27 +237,27 @@ def consumer(
     k_full, v_full, q_full, q_empty, dy_full, dy_empty = barriers
     dk_desc, dv_desc = out_descs
     T_q, H = sizes
-    S: gl.constexpr = gt.product_layout(gt.ROWS)
+    S: gl.constexpr = gt.product_layout(ht.ROWS)
     DK: gl.constexpr = gt.product_layout(D)
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     dtype: gl.constexpr = dk_desc.dtype
-    head, b, h = gt.program_head(H)
-    first_key = gl.program_id(1) * WARP_GROUPS * gt.ROWS
+    head, b, h = ht.program_head(H)
+    first_key = gl.program_id(1) * WARP_GROUPS * ht.ROWS
     begin, blocks = query_blocks(first_key, T_q, WARP_GROUPS, CAUSAL)
-    key = first_key + c * gt.ROWS
+    key = first_key + c * ht.ROWS
     skipped = gl.to_tensor(0)
     if CAUSAL:  # earlier blocks concern only earlier keys
         skipped = gl.to_tensor(c)
         for i in range(skipped):
-            gt.release_unread((q_full, q_empty), i, STAGES)
-            gt.release_unread((dy_full, dy_empty), i, STAGES)
+            ht.release_unread((q_full, q_empty), i, STAGES)
+            ht.release_unread((dy_full, dy_empty), i, STAGES)
 
-    k, v, scale2 = gt.matrix(k_tiles, c), gt.matrix(v_tiles, c), scale * LOG2E
-    zeros = gl.zeros([gt.ROWS, gt.ROWS], gl.float32, S)
+    k, v, scale2 = ht.matrix(k_tiles, c), ht.matrix(v_tiles, c), scale * LOG2E
+    zeros = gl.zeros([ht.ROWS, ht.ROWS], gl.float32, S)
     mbarrier.wait(k_full.index(0), 0)
     j, parity = gt.slot(skipped, STAGES)
     mbarrier.wait(q_full.index(j), parity)
-    s, dk, dv = first_products(k, gt.matrix(q_ring[0], j), zeros, dtype, D, S, DK, P)
+    s, dk, dv = first_products(k, ht.matrix(q_ring[0], j), zeros, dtype, D, S, DK, P)
     mbarrier.wait(v_full.index(0), 0)
     s, dk, dv = warpgroup_mma_wait(0, [s, dk, dv])
     place, rings, full = (begin, blocks, T_q), (q_ring, dy_ring), (q_full, dy_full)
@@ -279,8 +280,8 @@ def consumer(
         dk, dv, s, blocks - 1, k, v, zeros, scale2, key, place, rings, full, dtype, True, True, LEAN,
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
-    gt.store_tile(dv_desc, b, h, key, v_tiles, c, dv)
-    gt.store_tile(dk_desc, b, h, key, k_tiles, c, dk * scale)
+    ht.store_tile(dv_desc, b, h, key, v_tiles, c, dv)
+    ht.store_tile(dk_desc, b, h, key, k_tiles, c, dk * scale)
     tma.store_wait(0)
 
 

@@ -1,4 +1,4 @@
-"""The forward kernel of attention.py, and the functions on tiles that its backward kernels share.
+"""The forward kernel of launches.py, and the functions on tiles that its backward kernels share.
 
 A kernel reads q, k and v (B, H, T, D) through tensor descriptors, which hold the addresses, shapes and strides of the
 arrays. On a Hopper GPU the TMA unit then copies a tile between global and shared memory without using registers. Reads
@@ -10,7 +10,7 @@ in a softmax.
 # T_q queries, T_k keys, D head size, HEAD_DIM = D rounded up to a power of two, H heads
 # a tile of the scores s is BLOCK_M queries (rows) by BLOCK_N keys (columns); offs_m and offs_n are their positions
 # CAUSAL: query i attends to the keys 0 to i. MASK_KEYS: tiles may contain keys beyond T_k that no causal mask hides.
-# LOOPS: 1 or 2, see TileConfig in attention.py
+# LOOPS: 1 or 2, see TileConfig in launches.py
 # IN_PARTS: several programs divide the loop of one tile; tl.program_id(2) is the number of the part
 
 import math
@@ -127,7 +127,7 @@ def forward_kernel(
     """y and the logsumexp of BLOCK_M queries; scale: log2(e) / sqrt(D).
 
     NATURAL: store the logsumexp as a natural logarithm; otherwise in base 2, as the kernels compute it. With IN_PARTS,
-    both are those of a part of the keys, for combine_kernel in attention_parts.py.
+    both are those of a part of the keys, for combine_kernel in torch_bridge/kernels/attention_parts.py.
     """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # last queries first: they have the longest loops

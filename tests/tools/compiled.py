@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU without having one, and print their registers, spills and shared memory.
 
-    python tests/support/compiled.py --preset gpt2 --precision bf16
-    python tests/support/compiled.py --precision fp32 --gpu a100 --kernel attention --keep out/kernels
+    python tests/tools/compiled.py --preset gpt2 --precision bf16
+    python tests/tools/compiled.py --precision fp32 --gpu a100 --kernel attention --keep out/kernels
 
 Training and generation of a preset with two layers run on NumPy arrays. Each launch is recorded as a variant (the
 kernel and everything that Triton specialises on), which is compiled and never run. --keep writes PTX and machine code,
@@ -49,14 +49,15 @@ from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: 
 from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402
 from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
+from stage2_cuda.attention import launches as attention  # noqa: E402
+from stage2_cuda.attention import tuned_tiles  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
-from stage2_cuda.gemm import gluon_gelu, matmul  # noqa: E402
-from stage2_cuda.kernels import attention, fp16x3_launches  # noqa: E402
+from stage2_cuda.gemm import gluon_gelu  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
-from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from tests.tools import sanitize  # noqa: E402
+from torch_bridge.kernels import attention_parts, fp16x3_launches, fused_matmul  # noqa: E402
 
 
 class Target(NamedTuple):
@@ -255,7 +256,7 @@ def attend_with_all_tiles(precision, T, D):
     backend, H = Backend(precision), 2
     qkv, y = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
-    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot_precision)[1].items():
+    for part, candidates in tuned_tiles.tiles_for(qkv, H, backend.dot_precision)[1].items():
         for tile in candidates:
             tiles = attention.AttentionTiles(**{part: tile})
             if part == "forward":
@@ -277,7 +278,7 @@ def fuse(precision, M, N, K):
     dtype = Backend(precision).compute_dtype
     d, a, b, c = (np.empty(shape, dtype) for shape in ((M, N), (M, K), (K, N), (M, N)))
     for added, activation in ((None, None), (c[0], None), (c, "relu"), (c[0], "gelu")):
-        matmul.matmul(d, a, b, added, activation)
+        fused_matmul.matmul(d, a, b, added, activation)
 
 
 def multiply_with_gelu(precision, M, N, K):
@@ -368,7 +369,7 @@ def suite(gpu):
             sanitize.attend_in_parts(sanitize.Arrays(np, "float32"), (1, 2, 1000, 777, D), config, fp16x3_launches)
     both = attention.TileConfig(64, 64, 4, 2, parts=4)
     small = attention.AttentionTiles(attention.TileConfig(64, 64, 4, 3, parts=4), both=both)
-    sanitize.attend_in_parts(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), small, attention)
+    sanitize.attend_in_parts(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), small, attention_parts)
     reduce_gradients("bfloat16")
     for precision in ("bf16", "fp16"):
         multiply_with_gelu(precision, 16384, 3072, 768)
@@ -440,15 +441,15 @@ def resident(row):
 
 
 def print_table(rows):
-    print(f"{'kernel':32} {'registers':>9} {'spilled':>8} {'shared':>8} {'warps':>5} {'resident':>8}  constants, types")
+    print(f"{'kernel':42} {'registers':>9} {'spilled':>8} {'shared':>8} {'warps':>5} {'resident':>8}  constants, types")
     for row in rows:
         constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
         words = f"{constants} | {' '.join(row['types'])} {row.get('file', '')}"
         if "error" in row:
-            print(f"{row['kernel']:32} {row['error']}  {words}")
+            print(f"{row['kernel']:42} {row['error']}  {words}")
         else:
             sizes = f"{row['registers']:9} {row['local']:8} {row['shared']:8} {row['warps']:5} {resident(row):8}"
-            print(f"{row['kernel']:32} {sizes}  {words}", flush=True)
+            print(f"{row['kernel']:42} {sizes}  {words}", flush=True)
 
 
 def main():

@@ -15,7 +15,11 @@ dq, dk and dv are sums over the loop, so the results of the parts are added. The
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.attention_forward import LN2, store_tile
+from stage2_cuda.attention import launches
+from stage2_cuda.attention.forward import LN2, store_tile
+from stage2_cuda.attention.hopper_launches import GluonTile
+from stage2_cuda.attention.launches import Heads, descriptors, forward_launch, padded_head_size, pointer
+from stage2_cuda.runtime.triton_launch import KernelLaunch
 
 PART_ROWS = 16  # rows of one program: few, so that small arrays have enough programs for all multiprocessors
 PART_WARPS = 4
@@ -74,3 +78,74 @@ def add_parts_kernel(
         add_parts(dk_desc, dk_parts, T_k, D, H, PARTS, ROWS, HEAD_DIM)
     else:
         add_parts(dv_desc, dv_parts, T_k, D, H, PARTS, ROWS, HEAD_DIM)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+# An array of all parts (B, H * parts, T, D) is that of the kernels, (B, H, PARTS, T, D), with two axes in one.
+
+
+def forward_launches(y, lse, q, k, v, tile, empty, precision="ieee", causal=True, natural=False):
+    """Yield the one or two KernelLaunches that compute y and lse, as forward_launch(), with any tile.parts.
+
+    empty(dtype, *shape) returns an uninitialised array; dtype: "float32" or "float16".
+    """
+    if isinstance(tile, GluonTile) or tile.parts == 1:
+        yield forward_launch(y, lse, q, k, v, tile, precision, causal, natural)
+        return
+    parts = forward_parts(q, tile, empty)
+    yield forward_launch(heads_of(parts[0]), parts[1], q, k, v, tile, precision, causal)
+    yield combine_launch(y, lse, parts, tile, natural)
+
+
+def backward_launches(
+    dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None, empty=None
+):
+    """Yield the one or two KernelLaunches that compute dq, dk and dv, with any tiles.both.parts.
+
+    empty: as for forward_launches(). The other arguments are those of backward_launches() of stage 2.
+    """
+    gradients, parts = (dq, dk, dv), backward_parts((q, k, v), tiles.both, empty) if tiles.both else []
+    written = map(heads_of, parts) if parts else gradients
+    yield from launches.backward_launches(*written, delta, dy, q, k, v, y, lse, tiles, precision, causal, lse2)
+    if parts:
+        yield add_parts_launch(gradients, parts, tiles.both)
+
+
+def forward_parts(q, tile, empty):
+    """The arrays of y and lse of all parts."""
+    B, H, T, D = q.shape
+    return empty("float32", B, H * tile.parts, T, D), empty("float32", B, H * tile.parts, T)
+
+
+def combine_launch(y, lse, parts, tile, natural):
+    """The KernelLaunch that computes y and lse from forward_parts()."""
+    B, H, T, D = y.shape
+    grid, arguments = (B * H, triton.cdiv(T, PART_ROWS)), (y.descriptor(PART_ROWS), lse, *parts, T, D, H)
+    return KernelLaunch(combine_kernel, grid, arguments, parts_options(tile, D, NATURAL=natural))
+
+
+def backward_parts(inputs, tile, empty):
+    """The arrays of dq, dk and dv of all parts; [] if there is only one part. inputs: q, k and v."""
+    if tile.parts == 1:
+        return []
+    return [empty("float32", B, H * tile.parts, T, D) for B, H, T, D in (x.shape for x in inputs)]
+
+
+def add_parts_launch(gradients, parts, tile):
+    """The KernelLaunch that computes dq, dk and dv (`gradients`) from backward_parts()."""
+    (B, H, T_q, D), T_k = gradients[0].shape, gradients[1].shape[2]
+    arguments = *descriptors(PART_ROWS, *gradients), *parts, T_q, T_k, D, H
+    grid = B * H, triton.cdiv(max(T_q, T_k), PART_ROWS), 3
+    return KernelLaunch(add_parts_kernel, grid, arguments, parts_options(tile, D))
+
+
+def parts_options(tile, D, **constants):
+    shared = {"PARTS": tile.parts, "ROWS": PART_ROWS, "HEAD_DIM": padded_head_size(D)}
+    return {**shared, "num_warps": PART_WARPS, **constants}
+
+
+def heads_of(array):
+    """Heads of a contiguous array (B, H, T, D)."""
+    _, H, T, D = array.shape
+    return Heads(pointer(array), tuple(array.shape), (H * T * D, T * D, D, 1))

@@ -1,17 +1,17 @@
-"""The backward kernels of attention.py: dq_kernel and dkdv_kernel, or for a short T both in one launch.
+"""The backward kernels of launches.py: dq_kernel and dkdv_kernel, or for a short T both in one launch.
 
 dq: one program per BLOCK_M queries; it loops over the keys, BLOCK_N at a time. dk and dv: one program per BLOCK_N keys;
 it loops over the queries, BLOCK_M at a time. Every program recomputes p from the logsumexp. Each tile of dq, dk or dv
 is computed by one program, without atomic additions, so every run gives the same bits.
 """
 
-# Symbols and constants: see attention_forward.py. scale: 1 / sqrt(D). The logsumexp is in base 2 (lse = log2 of the
+# Symbols and constants: see forward.py. scale: 1 / sqrt(D). The logsumexp is in base 2 (lse = log2 of the
 # sum of exp2(s scale log2(e))), or with NATURAL a natural logarithm, which the kernel multiplies by log2(e).
 
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.attention_forward import (
+from stage2_cuda.attention.forward import (
     LOG2E,
     causal_mask,
     head_of_output,
@@ -212,7 +212,8 @@ def both_kernel(
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs.
 
-    Both kinds of program compute delta themselves. With IN_PARTS, add_parts_kernel (attention_parts.py) adds them.
+    Both kinds of program compute delta themselves. With IN_PARTS, add_parts_kernel in
+    torch_bridge/kernels/attention_parts.py adds the terms.
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
     tile, n_tiles, lse_ptr = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse_ptr + head_start

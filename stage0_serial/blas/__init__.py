@@ -1,0 +1,1 @@
+"""Libraries of matrix products besides NumPy's: MKL, and products in bf16."""

@@ -1,0 +1,1 @@
+"""Generation on a CPU: the logits of a new token, products of one row, and choices by timing."""
