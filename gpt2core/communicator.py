@@ -156,25 +156,23 @@ class Communicator:
         padded = self.all_gather(np.resize(payload, lengths.max())).reshape(self.size, -1)
         return [pickle.loads(row[:length]) for row, length in zip(padded, lengths, strict=True)]
 
+    def check_rank(self, rank, role):
+        """Raise ConfigError unless `rank` is a rank of this group; `role` ("root", "to", "source"): the argument."""
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"{role} {rank} is not a rank of a group of {self.size}: choose 0 to {self.size - 1}")
+
+    def check_peer(self, peer, role):
+        """Raise ConfigError unless `peer` is another rank of this group; `role` as in check_rank."""
+        self.check_rank(peer, role)
+        if peer == self.rank:
+            raise ConfigError(f"{role} {peer} is rank {self.rank} itself: a message needs two different ranks")
+
 
 def check_op(op):
     """The NumPy function of `op`; raises ConfigError for an unknown `op`."""
     if op not in REDUCTIONS:
         raise ConfigError(f"unknown reduction {op!r}: choose one of {', '.join(REDUCTIONS)}")
     return REDUCTIONS[op]
-
-
-def check_rank(rank, size, role):
-    """Raise ConfigError unless 0 <= rank < size; `role` ("root", "to", "source") names the argument."""
-    if not 0 <= rank < size:
-        raise ConfigError(f"{role} {rank} is not a rank of a group of {size}: choose 0 to {size - 1}")
-
-
-def check_peer(peer, me, size, role):
-    """Raise ConfigError unless `peer` is a rank of a group of `size` and is not `me`; `role` as in check_rank."""
-    check_rank(peer, size, role)
-    if peer == me:
-        raise ConfigError(f"{role} {peer} is rank {me} itself: a message needs two different ranks")
 
 
 def check_out(out, shape, dtype):
@@ -233,14 +231,14 @@ class Solo(Communicator):
         return self.all_gather_start(x, out)
 
     def broadcast_start(self, x, root=0, out=None):
-        check_rank(root, 1, "root")
+        self.check_rank(root, "root")
         return self.all_reduce_start(x, out=out)
 
     def send_start(self, x, to, tag=0):
-        check_peer(to, 0, 1, "to")
+        self.check_peer(to, "to")
 
     def recv_start(self, out, source, tag=0):
-        check_peer(source, 0, 1, "source")
+        self.check_peer(source, "source")
 
     def barrier(self):
         pass

@@ -23,7 +23,7 @@ collective communication operations in MPICH, 2005.
 
 import numpy as np
 
-from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_per_part
+from gpt2core.communicator import Handle, Solo, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
 from gpt2core.tree_sum import tree_reduce
 
@@ -107,7 +107,7 @@ def broadcast(comm, x, root=0, out=None):
     receives the next.
     """
     x = np.asarray(x)
-    check_rank(root, comm.size, "root")
+    comm.check_rank(root, "root")
     check_out(out, x.shape, x.dtype)
     out = _output(out, x.shape, x.dtype)
     if comm.rank == root:

@@ -1,7 +1,8 @@
 """Check a host file by the grammar of the mpiexec that will read it, and report the first wrong line.
 
 The launchers report a wrong line in many lines of their own, and MPICH's mpiexec crashes or hangs on some, for example
-"localhost:0", "localhost:-1" and "localhost user". So this check accepts no line that the launcher in use refuses.
+"localhost:0", "localhost:-1" and "localhost user". So this check accepts no line that the launcher in use refuses. No
+library reads these files: ClusterShell and python-hostlist read lists such as node[1-4].
 """
 
 import contextlib

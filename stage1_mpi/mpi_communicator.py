@@ -20,17 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from gpt2core.communicator import (
-    Communicator,
-    CommunicatorError,
-    Handle,
-    Solo,
-    check_op,
-    check_out,
-    check_peer,
-    check_rank,
-    rows_per_part,
-)
+from gpt2core.communicator import Communicator, CommunicatorError, Handle, Solo, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
 from stage1_mpi import collectives
 from stage1_mpi.import_mpi import FLUSH_TIME, import_mpi
@@ -192,7 +182,7 @@ class MpiCommunicator(Communicator):
 
     def _broadcast(self, x, root=0, out=None):
         x, p = np.asarray(x), self.size
-        check_rank(root, p, "root")
+        self.check_rank(root, "root")
 
         def native():
             self._polled_barrier()
@@ -294,11 +284,11 @@ class MpiCommunicator(Communicator):
     # Messages, barrier, groups
 
     def send_start(self, x, to, tag=0):
-        check_peer(to, self.rank, self.size, "to")
+        self.check_peer(to, "to")
         return self._messages.send_start(np.asarray(x), to, tag)
 
     def recv_start(self, out, source, tag=0):
-        check_peer(source, self.rank, self.size, "source")
+        self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
         return self._messages.recv_start(out, source, tag)
 

@@ -1,6 +1,7 @@
 """The Runtime of one GPU: CUDA graphs, a side stream, tuning by timing, memory use, and names for a profiler."""
 
 import weakref
+from operator import attrgetter
 
 import numpy as np
 
@@ -64,13 +65,7 @@ class CudaRuntime(SideStreamRuntime):
 
     # -- tuning by timing --------------------------------------------------------------------------------------------
 
-    @property
-    def tuned(self):
-        return self.tuner.tuned
-
-    @property
-    def tuned_for(self):
-        return self.tuner.tuned_for
+    tuned, tuned_for = property(attrgetter("tuner.tuned")), property(attrgetter("tuner.tuned_for"))
 
     def load_tuned(self, tuned, final=False):
         if self.tuner.load_tuned(tuned, final):

@@ -10,16 +10,7 @@ become the fork and the join of the CUDA graph, so capture needs no other code.
 import contextlib
 import ctypes
 
-from gpt2core.communicator import (
-    Communicator,
-    Handle,
-    address,
-    check_op,
-    check_out,
-    check_peer,
-    check_rank,
-    rows_per_part,
-)
+from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
 
@@ -127,7 +118,7 @@ class NcclCollectives(Communicator):
         return self._enqueue(run, x, out)
 
     def broadcast_start(self, x, root=0, out=None):
-        check_rank(root, self.size, "root")
+        self.check_rank(root, "root")
         check_out(out, x.shape, x.dtype)
         x, out = self._input(x, out, offset=0), self._output(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
@@ -166,13 +157,13 @@ class NcclCollectives(Communicator):
     # group: outside a group, two ranks that first send to each other and then receive would both wait forever.
 
     def send_start(self, x, to, tag=0):
-        check_peer(to, self.rank, self.size, "to")
+        self.check_peer(to, "to")
         x = self._xp.ascontiguousarray(x)
         self.bytes_sent += x.nbytes
         return self._message(self._comm.send, x, to, tag)
 
     def recv_start(self, out, source, tag=0):
-        check_peer(source, self.rank, self.size, "source")
+        self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
         return self._message(self._comm.recv, out, source, tag, result=out)
 

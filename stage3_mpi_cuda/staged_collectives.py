@@ -10,16 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from gpt2core.communicator import (
-    Communicator,
-    Handle,
-    address,
-    check_op,
-    check_out,
-    check_peer,
-    check_rank,
-    rows_per_part,
-)
+from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part
 
 CHUNK = 8 << 20  # bytes of an all-reduce that the host sums in one call
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # values of cudaMemcpyKind
@@ -71,16 +62,16 @@ class StagedCollectives(Communicator):
         return self._staged(x, out, x.shape, self._thread_group.all_to_all)
 
     def broadcast_start(self, x, root=0, out=None):
-        check_rank(root, self.size, "root")
+        self.check_rank(root, "root")
         call = lambda host_x, host_out: self._thread_group.broadcast(host_x, root, host_out)  # noqa: E731
         return self._staged(x, out, x.shape, call)
 
     def send_start(self, x, to, tag=0):
-        check_peer(to, self.rank, self.size, "to")
+        self.check_peer(to, "to")
         return self._mpi_group.send_start(x.get(), to, tag)
 
     def recv_start(self, out, source, tag=0):
-        check_peer(source, self.rank, self.size, "source")
+        self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
         return _PendingReceive(self._mpi_group.recv_start(np.empty(out.shape, out.dtype), source, tag), out)
 

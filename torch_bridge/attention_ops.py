@@ -22,7 +22,7 @@ from stage2_cuda.attention.hopper_launches import serves
 from stage2_cuda.attention.launches import AttentionTiles, Heads, TileConfig, default_tiles, gluon_tiles_of
 from torch_bridge.kernels import fp16x3_launches
 from torch_bridge.kernels.attention_parts import backward_launches, forward_launches
-from torch_bridge.triton_launch import check_device, interpreted, launch
+from torch_bridge.triton_launch import check_device, check_equal_kinds, interpreted, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
@@ -40,11 +40,7 @@ SMALL_TILES = AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4
 
 def check_inputs(q, k, v):
     """Raise TypeError or ValueError, naming both values, unless q, k and v have matching shapes, dtypes and devices."""
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"q has dtype {q.dtype}, {name} has {x.dtype}: convert one of them")
-        if x.device != q.device:
-            raise ValueError(f"q is on {q.device}, {name} is on {x.device}: move one of them")
+    check_equal_kinds(q=q, k=k, v=v)
     if q.dtype not in DTYPES:
         raise TypeError(f"q has dtype {q.dtype}: attention takes {', '.join(map(str, DTYPES))}")
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)

@@ -10,7 +10,7 @@ import torch
 
 from torch_bridge.attention_ops import DTYPES, float32_precision
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
-from torch_bridge.triton_launch import check_device, launch
+from torch_bridge.triton_launch import check_device, check_equal_kinds, launch
 
 
 def matmul_add_relu(a, b, c, tile=None):
@@ -27,11 +27,7 @@ def matmul_add_relu(a, b, c, tile=None):
 
 def check_inputs(a, b, c):
     """Raise TypeError or ValueError, naming both values, unless the kernel can compute ReLU(a b + c)."""
-    for name, x in (("b", b), ("c", c)):
-        if x.dtype != a.dtype:
-            raise TypeError(f"a has dtype {a.dtype}, {name} has {x.dtype}: convert one of them")
-        if x.device != a.device:
-            raise ValueError(f"a is on {a.device}, {name} is on {x.device}: move one of them")
+    check_equal_kinds(a=a, b=b, c=c)
     if a.dtype not in DTYPES:
         raise TypeError(f"a has dtype {a.dtype}: matmul_add_relu takes {', '.join(map(str, DTYPES))}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:

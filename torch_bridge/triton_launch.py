@@ -13,6 +13,16 @@ def interpreted():
     return triton.knobs.runtime.interpret
 
 
+def check_equal_kinds(**tensors):
+    """Raise TypeError or ValueError, naming both values, unless all tensors have the dtype and device of the first."""
+    (first_name, first), *others = tensors.items()
+    for name, x in others:
+        if x.dtype != first.dtype:
+            raise TypeError(f"{first_name} has dtype {first.dtype}, {name} has {x.dtype}: convert one of them")
+        if x.device != first.device:
+            raise ValueError(f"{first_name} is on {first.device}, {name} is on {x.device}: move one of them")
+
+
 def check_device(x, name, alternative):
     """Raise ValueError or TypeError unless kernels can run on tensor x.
 

@@ -13,6 +13,8 @@ these lines are replaced:
 A block after a line "From [...](...):" quotes code and stays text. A block that begins with "# first.py" is a file of
 the lesson: it becomes a code cell, and the import of this file is removed from later cells. Links are relative to the
 folder of the stage. run.py executes the notebooks; it needs the packages of `make test`, as does this program.
+
+The library jupytext is not used: it makes a code cell of each ```python block, also of one that quotes code.
 """
 
 import argparse

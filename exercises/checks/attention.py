@@ -58,12 +58,18 @@ def attention_output(backend, qkv, H):
     return got
 
 
-def attention_values():
-    for T in (6, 70):
-        expect_attention(T)
+def for_two_lengths(check):
+    """The check without arguments that runs check(T) for a short and for a longer sequence."""
+
+    def run():
+        for T in (6, 70):
+            check(T)
+
+    return run
 
 
-def expect_attention(T):
+@for_two_lengths
+def attention_values(T):
     backend, qkv, _, H = attention_case(T)
     y, _ = attention_output(backend, qkv, H)
     q, k, v = heads_of(qkv, 3, H)
@@ -119,12 +125,8 @@ def attention_future():
         raise Mismatch("y does not depend on the input", "Look at attention_forward.")
 
 
-def attention_gradient():
-    for T in (6, 70):
-        expect_attention_gradient(T)
-
-
-def expect_attention_gradient(T):
+@for_two_lengths
+def attention_gradient(T):
     backend, qkv, dy, H = attention_case(T)
     y, aux = attention_output(backend, qkv, H)
     given = dy.copy(), qkv.copy()

@@ -1,4 +1,7 @@
-"""Refuse a model that cannot fit into the memory of this host: Linux would kill the process without a message."""
+"""Refuse a model that cannot fit into the memory of this host: Linux would kill the process without a message.
+
+The library psutil is not used: it does not read the limits of control groups, which a container or a batch job has.
+"""
 
 import contextlib
 import os

@@ -21,7 +21,7 @@ from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared
 from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens
 
-EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last EDGE bytes are hashed
+EDGE = 1 << 22  # bytes of a file, or tokens, that are hashed at each end
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,28 @@ def file_digest(path):
 
     Raises DataError if the file cannot be read.
     """
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            for start in (0, max(EDGE, size - EDGE)):
+
+            def read(start, count):
                 file.seek(start)
-                digest.update(file.read(EDGE))
+                return file.read(count)
+
+            size = os.fstat(file.fileno()).st_size
+            return f"{size}:{hash_of_ends(size, read)}"
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
-    return f"{size}:{digest.hexdigest()[:16]}"
+
+
+def hash_of_ends(size, read):
+    """A hash of `size` items, 16 hexadecimal digits; of more than 2 EDGE items only both ends are hashed.
+
+    read(start, count): the bytes of the items from `start` on, at most `count` items.
+    """
+    digest = hashlib.sha256()
+    for start in (0, max(EDGE, size - EDGE)):
+        digest.update(read(start, EDGE))
+    return digest.hexdigest()[:16]
 
 
 # -- flags of another stage -------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Create the content of state.json, which has the progress and the flags of a run, and continue a run from it."""
 
-import hashlib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import gpt2core
 from gpt2core.app.presets import SHIPPED
+from gpt2core.app.rank_agreement import hash_of_ends
 from gpt2core.app.setting_fields import SAVED, flag, has_type, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError, DataError
@@ -14,7 +14,6 @@ from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
-EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
 LIMIT = 1 << 31  # numbers of steps and of sequences per step are always smaller than this
 
 
@@ -89,11 +88,9 @@ def edited_notes(checkpoint):
 
 
 def fingerprint(tokens):
-    """Text with the number of training tokens and their hash; of a large corpus only both ends are hashed (EDGE)."""
-    digest = hashlib.sha256()
-    for part in (tokens[:EDGE], tokens[max(EDGE, len(tokens) - EDGE) :]):
-        digest.update(part.tobytes())
-    return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
+    """Text with the number of training tokens and their hash; see hash_of_ends()."""
+    hashed = hash_of_ends(len(tokens), lambda start, count: tokens[start : start + count].tobytes())
+    return f"{len(tokens):,} tokens with hash {hashed}"
 
 
 def find_data(checkpoint, args):

@@ -3,6 +3,8 @@
 A run locks the file DIR/.lock, in which it writes its process id and host name. The operating system releases the lock
 when the process ends, also if it is killed with `kill -9`. A program that only reads a checkpoint needs no lock. In a
 run of many ranks, only the root locks the directory.
+
+The library filelock is not used: its lock file does not name the process that holds the lock, and is not removed.
 """
 
 import contextlib

@@ -7,8 +7,9 @@ A file has three parts:
                         bytes of the data; an entry "__metadata__" is optional
     other bytes         the data of all tensors without gaps, little-endian
 
-The `safetensors` library writes files with exactly the same bytes. Reading, writing and hashing release Python's GIL,
-so two threads can process two files at the same time.
+The `safetensors` library writes files with exactly the same bytes. It is not used here: it returns no SHA-256, so each
+file would be read a second time, and its NumPy interface cannot read bfloat16. Reading, writing and hashing release
+Python's GIL, so two threads can process two files at the same time.
 """
 
 import hashlib

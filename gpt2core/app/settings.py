@@ -29,6 +29,8 @@ RANKS = ("many ranks", "How the ranks of stages 1 and 3 divide the work.")
 INPUT = ("input", None)
 GENERATION = ("generation", None)
 
+WRITTEN = dict(kept=AGAIN, written=True)  # the options of a file that the run writes
+
 # Help texts that both commands have
 EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 BLAS = (
@@ -153,30 +155,18 @@ class TrainSettings(Settings):
     )
     accept_edited: bool = setting(OUTPUTS, EDITED, False)
     log: Path = setting(
-        OUTPUTS,
-        "log file, with one JSON object per line (default: no log)",
-        None,
-        AGAIN,
-        metavar="FILE.jsonl",
-        written=True,
+        OUTPUTS, "log file, with one JSON object per line (default: no log)", metavar="FILE.jsonl", **WRITTEN
     )
     log_every: int = setting(OUTPUTS, "print and log one line for every N steps", 1, SAVED, metavar="N", at_least=1)
     plot: Path = setting(
-        OUTPUTS,
-        "image file for a plot of the loss curve (default: no plot)",
-        None,
-        AGAIN,
-        metavar="FILE.png",
-        written=True,
+        OUTPUTS, "image file for a plot of the loss curve (default: no plot)", metavar="FILE.png", **WRITTEN
     )
     trace: Path = setting(
         OUTPUTS,
         "file for a trace of the first steps, in Chrome's format, which ui.perfetto.dev opens: when each kernel and "
         "each collective ran, on every rank; the steps take longer, the losses are the same (default: no trace)",
-        None,
-        AGAIN,
         metavar="FILE.json",
-        written=True,
+        **WRITTEN,
     )
     trace_steps: int = setting(OUTPUTS, "number of steps in the --trace", 5, AGAIN, metavar="N", at_least=1)
     sample: int = setting(

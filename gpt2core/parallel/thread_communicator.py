@@ -10,17 +10,7 @@ import threading
 
 import numpy as np
 
-from gpt2core.communicator import (
-    Communicator,
-    CommunicatorError,
-    Handle,
-    Solo,
-    check_op,
-    check_out,
-    check_peer,
-    check_rank,
-    rows_per_part,
-)
+from gpt2core.communicator import Communicator, CommunicatorError, Handle, Solo, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
 from gpt2core.tree_sum import tree_reduce
 
@@ -78,18 +68,18 @@ class ThreadCommunicator(Communicator):
 
     def broadcast_start(self, x, root=0, out=None):
         x, p = np.asarray(x), self.size
-        check_rank(root, p, "root")
+        self.check_rank(root, "root")
         self.bytes_sent += (p - 1) * x.nbytes if self.rank == root else 0
         return self._collective(f"broadcast(root {root})", x, lambda parts: parts[root], ..., x.shape, out)
 
     def send_start(self, x, to, tag=0):
         x = np.asarray(x)
-        check_peer(to, self.rank, self.size, "to")
+        self.check_peer(to, "to")
         self.bytes_sent += x.nbytes
         return self._message(self.rank, to, tag, x, np.array(x, order="C"), _nothing, original=x)
 
     def recv_start(self, out, source, tag=0):
-        check_peer(source, self.rank, self.size, "source")
+        self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
         return self._message(source, self.rank, tag, out, None, lambda parts: _copied(parts[source], out))
 

@@ -44,11 +44,13 @@ def load_rows(x, head_start, offs_m, start_m, T_q, EVEN: tl.constexpr, USE_DESCR
 
 @triton.jit
 def query_range(
-    start_n, T_q, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr, CAUSAL: tl.constexpr
-):
+    start_n, T_q, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr, CAUSAL: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+):  # fmt: skip
     """[begin, end) of the queries in this loop, for the tile of keys [start_n, start_n + BLOCK_N).
 
-    With two loops: loop 0 covers the tiles on the diagonal, loop 1 the tiles that need no mask.
+    With two loops: loop 0 covers the tiles on the diagonal, loop 1 the tiles that need no mask. IN_PARTS: see
+    key_range().
     """
     begin, end = 0, T_q
     if CAUSAL:
@@ -61,7 +63,7 @@ def query_range(
             end = full_begin
         else:
             begin = full_begin
-    return begin, end
+    return part_of_range(begin, end, BLOCK_M, IN_PARTS)
 
 
 @triton.jit
@@ -94,9 +96,7 @@ def dq_tile(
         tl.store(lse2_ptr + offs_m, lse, mask=offs_m < T_q)
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
-        begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS)
-        if IN_PARTS:
-            begin, end = part_of_range(begin, end, BLOCK_N)
+        begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS, IN_PARTS)
         for start_n in tl.range(begin, end, BLOCK_N):
             start_n = tl.multiple_of(start_n, BLOCK_N)
             k = load_tile(k_desc, b, h, start_n, BLOCK_N, HEAD_DIM)
@@ -130,9 +130,7 @@ def dkdv_tile(
     v = load_tile(v_desc, b, h, start_n, BLOCK_N, HEAD_DIM)
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
-        begin, end = query_range(start_n, T_q, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL)
-        if IN_PARTS:
-            begin, end = part_of_range(begin, end, BLOCK_M)
+        begin, end = query_range(start_n, T_q, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, IN_PARTS)
         for start_m in tl.range(begin, end, BLOCK_M):
             start_m = tl.multiple_of(start_m, BLOCK_M)
             offs_m = start_m + tl.arange(0, BLOCK_M)

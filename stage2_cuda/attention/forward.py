@@ -39,11 +39,12 @@ def store_tile(desc, tile, b, h, row, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.con
 @triton.jit
 def key_range(
     start_m, T_k, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """[begin, end) of the keys in this loop, for the tile of queries [start_m, start_m + BLOCK_M).
 
-    With two loops: loop 0 covers the tiles that need no mask, loop 1 the tiles on the diagonal and at the end.
+    With two loops: loop 0 covers the tiles that need no mask, loop 1 the tiles on the diagonal and at the end. With
+    IN_PARTS: only those of this program's part, which may be empty.
     """
     begin, end = 0, T_k
     if CAUSAL:
@@ -58,15 +59,17 @@ def key_range(
             end = full_end
         else:
             begin = full_end
-    return begin, end
+    return part_of_range(begin, end, BLOCK_N, IN_PARTS)
 
 
 @triton.jit
-def part_of_range(begin, end, BLOCK: tl.constexpr):
+def part_of_range(begin, end, BLOCK: tl.constexpr, IN_PARTS: tl.constexpr):
     """[begin, end) of this program's part of a range with steps of BLOCK; it may be empty."""
-    size = tl.cdiv(tl.cdiv(end - begin, BLOCK), tl.num_programs(2)) * BLOCK
-    begin += size * tl.program_id(2)
-    return begin, tl.minimum(begin + size, end)
+    if IN_PARTS:
+        size = tl.cdiv(tl.cdiv(end - begin, BLOCK), tl.num_programs(2)) * BLOCK
+        begin += size * tl.program_id(2)
+        end = tl.minimum(begin + size, end)
+    return begin, end
 
 
 @triton.jit
@@ -135,9 +138,7 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
-        begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS)
-        if IN_PARTS:
-            begin, end = part_of_range(begin, end, BLOCK_N)
+        begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS, IN_PARTS)
         for start_n in tl.range(begin, end, BLOCK_N):
             start_n = tl.multiple_of(start_n, BLOCK_N)
             k = load_tile(k_desc, b, h, start_n, BLOCK_N, HEAD_DIM)

@@ -14,40 +14,18 @@ specialized_kernel: two warp groups compute, one more warp starts the copies. Fo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from stage2_cuda.attention import hopper_tiles as ht
 from stage2_cuda.attention.forward import LOG2E
-from stage2_cuda.attention.hopper_tiles import (
-    ROWS,
-    load_rows,
-    load_tile,
-    matrix,
-    program_head,
-    release_unread,
-    start_product,
-    store_tile,
-)
-from stage2_cuda.runtime.gluon_tiles import (
-    PRODUCER_REGISTERS,
-    exp2,
-    new_barriers,
-    new_tiles,
-    slot,
-    start_load,
-    synchronize,
-)
+from stage2_cuda.runtime import gluon_tiles as gt
 
 
 @gluon.jit
 def new_vectors(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT vectors of ROWS values of the logsumexp or delta."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, ROWS], desc.layout)
+    return gl.allocate_shared_memory(gl.float32, [COUNT, ht.ROWS], desc.layout)
 
 
 @gluon.jit
@@ -60,9 +38,9 @@ def load_block(descs, b, h, row, head_start, full, ring, i, pred=True):
     desc, vector_desc = descs
     tiles, vectors = ring
     tile_bytes: gl.constexpr = desc.block_type.nbytes
-    mbarrier.expect(full.index(i), tile_bytes + ROWS * 4, pred=pred)
-    start_load(desc, [b, h, row, 0], full.index(i), tiles.index(i), pred=pred)
-    start_load(vector_desc, [head_start + row], full.index(i), vectors.index(i), pred=pred)
+    mbarrier.expect(full.index(i), tile_bytes + ht.ROWS * 4, pred=pred)
+    gt.start_load(desc, [b, h, row, 0], full.index(i), tiles.index(i), pred=pred)
+    gt.start_load(vector_desc, [head_start + row], full.index(i), vectors.index(i), pred=pred)
 
 
 @gluon.jit
@@ -70,7 +48,7 @@ def query_blocks(first_key, T_q, WARP_GROUPS: gl.constexpr, CAUSAL: gl.constexpr
     """(first row, number of blocks of queries) for the keys of a program, at least one block for each warp group."""
     begin = first_key if CAUSAL else gl.to_tensor(0)
     least: gl.constexpr = WARP_GROUPS if CAUSAL else 1  # with a causal mask warp group c starts at block c
-    return begin, gl.maximum(gl.cdiv(T_q - begin, ROWS), least)
+    return begin, gl.maximum(gl.cdiv(T_q - begin, ht.ROWS), least)
 
 
 @gluon.jit
@@ -89,36 +67,36 @@ def step(
     dy_tiles, delta_vectors = dy_ring
     q_full, dy_full = barriers
     begin, blocks, T_q = place
-    here, parity = slot(i, STAGES)
-    after, next_parity = slot(i + 1, STAGES)
-    rows = begin + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
+    here, parity = gt.slot(i, STAGES)
+    after, next_parity = gt.slot(i + 1, STAGES)
+    rows = begin + i * ht.ROWS + gl.arange(0, ht.ROWS, gl.SliceLayout(0, S))
     mbarrier.wait(dy_full.index(here), parity)
-    dp = start_product(v, dy_tiles, here, zeros)
+    dp = ht.start_product(v, dy_tiles, here, zeros)
     lse = lse_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         lse = gl.where(rows < T_q, lse, float("inf"))  # then p is 0
-    p = exp2(s * scale2 - lse[None, :])
+    p = gt.exp2(s * scale2 - lse[None, :])
     if MASK and CAUSAL:
-        keys = key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        keys = key + gl.arange(0, ht.ROWS, gl.SliceLayout(1, S))
         p = gl.where(rows[None, :] >= keys[:, None], p, 0.0)
     p16 = gl.convert_layout(p.to(dtype), P)
     if LEAN:
-        dv = warpgroup_mma(p16, matrix(dy_tiles, here), dv, is_async=True)
+        dv = warpgroup_mma(p16, ht.matrix(dy_tiles, here), dv, is_async=True)
         mbarrier.wait(q_full.index(after), next_parity, pred=i + 1 < blocks)
         dp, dv, p16 = warpgroup_mma_wait(0, [dp, dv, p16])
     else:
         mbarrier.wait(q_full.index(after), next_parity, pred=i + 1 < blocks)
         dp = warpgroup_mma_wait(0, [dp])
-        dv = warpgroup_mma(p16, matrix(dy_tiles, here), dv, is_async=True)
+        dv = warpgroup_mma(p16, ht.matrix(dy_tiles, here), dv, is_async=True)
         if not LAST:
-            s = start_product(k, q_tiles, after, zeros)
+            s = ht.start_product(k, q_tiles, after, zeros)
     delta = delta_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         delta = gl.where(rows < T_q, delta, 0.0)
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), P)
     if LEAN and not LAST:
-        s = start_product(k, q_tiles, after, zeros)
-    dk = warpgroup_mma(ds, matrix(q_tiles, here), dk, is_async=True)
+        s = ht.start_product(k, q_tiles, after, zeros)
+    dk = warpgroup_mma(ds, ht.matrix(q_tiles, here), dk, is_async=True)
     if LAST:
         dk, dv, p16, ds = warpgroup_mma_wait(0, [dk, dv, p16, ds])
     elif LEAN:
@@ -137,8 +115,8 @@ def first_products(
     If dk and dv were set to 0, the assembler would run the products of the loop one after the other. Their operands
     differ, because equal products would be merged and then copied.
     """
-    nothing = gl.convert_layout(gl.zeros([ROWS, 16], dtype, S), P)
-    empty = gl.zeros([ROWS, D], gl.float32, DK)
+    nothing = gl.convert_layout(gl.zeros([ht.ROWS, 16], dtype, S), P)
+    empty = gl.zeros([ht.ROWS, D], gl.float32, DK)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dv = warpgroup_mma(nothing, q.slice(0, 16), empty, use_acc=False, is_async=True)
     dk = warpgroup_mma(nothing, q.slice(16, 16), empty, use_acc=False, is_async=True)
@@ -154,33 +132,33 @@ def pipelined_kernel(
     D: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr, CAUSAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, by one warp group."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    S: gl.constexpr = gt.product_layout(ht.ROWS, num_warps)
+    DK: gl.constexpr = gt.product_layout(D, num_warps)
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     dtype: gl.constexpr = q_desc.dtype
-    k_tile, v_tile = new_tiles(k_desc, 1), new_tiles(v_desc, 1)
-    q_ring = (new_tiles(q_desc, STAGES), new_vectors(lse_desc, STAGES))
-    dy_ring = (new_tiles(dy_desc, STAGES), new_vectors(delta_desc, STAGES))
-    k_full, v_full = new_barriers(1, 1), new_barriers(1, 1)
-    q_full, dy_full = new_barriers(STAGES, 1), new_barriers(STAGES, 1)
-    fence_async_shared()
-    synchronize()
-    head, b, h = program_head(H)
-    head_start, key = head * T_q, gl.program_id(1) * ROWS  # first keys first: with a mask they have the longest loops
+    k_tile, v_tile = gt.new_tiles(k_desc, 1), gt.new_tiles(v_desc, 1)
+    q_ring = (gt.new_tiles(q_desc, STAGES), new_vectors(lse_desc, STAGES))
+    dy_ring = (gt.new_tiles(dy_desc, STAGES), new_vectors(delta_desc, STAGES))
+    k_full, v_full = gt.new_barriers(1, 1), gt.new_barriers(1, 1)
+    q_full, dy_full = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1)
+    gt.make_barriers_visible()
+    head, b, h = ht.program_head(H)
+    head_start = head * T_q
+    key = gl.program_id(1) * ht.ROWS  # first keys first: with a mask they have the longest loops
     begin, blocks = query_blocks(key, T_q, 1, CAUSAL)
     q_descs, dy_descs = (q_desc, lse_desc), (dy_desc, delta_desc)
-    load_tile(k_desc, b, h, key, k_full, k_tile, 0)
+    ht.load_tile(k_desc, b, h, key, k_full, k_tile, 0)
     for i in gl.static_range(STAGES):
-        load_block(q_descs, b, h, begin + i * ROWS, head_start, q_full, q_ring, i, i < blocks)
+        load_block(q_descs, b, h, begin + i * ht.ROWS, head_start, q_full, q_ring, i, i < blocks)
         if i == 0:
-            load_tile(v_desc, b, h, key, v_full, v_tile, 0)
-        load_block(dy_descs, b, h, begin + i * ROWS, head_start, dy_full, dy_ring, i, i < blocks)
+            ht.load_tile(v_desc, b, h, key, v_full, v_tile, 0)
+        load_block(dy_descs, b, h, begin + i * ht.ROWS, head_start, dy_full, dy_ring, i, i < blocks)
 
-    k, v, scale2 = matrix(k_tile, 0), matrix(v_tile, 0), scale * LOG2E
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    k, v, scale2 = ht.matrix(k_tile, 0), ht.matrix(v_tile, 0), scale * LOG2E
+    zeros = gl.zeros([ht.ROWS, ht.ROWS], gl.float32, S)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s, dk, dv = first_products(k, matrix(q_ring[0], 0), zeros, dtype, D, S, DK, P)
+    s, dk, dv = first_products(k, ht.matrix(q_ring[0], 0), zeros, dtype, D, S, DK, P)
     mbarrier.wait(v_full.index(0), 0)
     s, dk, dv = warpgroup_mma_wait(0, [s, dk, dv])
     place, rings, barriers = (begin, blocks, T_q), (q_ring, dy_ring), (q_full, dy_full)
@@ -203,8 +181,8 @@ def pipelined_kernel(
         dk, dv, s, blocks - 1, k, v, zeros, scale2, key, place, rings, barriers, dtype, True, True, LEAN,
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
-    store_tile(dv_desc, b, h, key, v_tile, 0, dv)
-    store_tile(dk_desc, b, h, key, k_tile, 0, dk * scale)
+    ht.store_tile(dv_desc, b, h, key, v_tile, 0, dv)
+    ht.store_tile(dk_desc, b, h, key, k_tile, 0, dk * scale)
     tma.store_wait(0)
 
 
@@ -213,9 +191,9 @@ def reload(q_descs, dy_descs, b, h, begin, head_start, i, blocks, rings, barrier
     """Start to copy later blocks to the slots of block i."""
     q_ring, dy_ring = rings
     q_full, dy_full = barriers
-    synchronize()  # all warps have read block i
-    here, _ = slot(i, STAGES)
-    row = begin + (i + STAGES) * ROWS
+    gt.synchronize()  # all warps have read block i
+    here, _ = gt.slot(i, STAGES)
+    row = begin + (i + STAGES) * ht.ROWS
     load_block(dy_descs, b, h, row, head_start, dy_full, dy_ring, here, i + STAGES < blocks)
     load_block(q_descs, b, h, row, head_start, q_full, q_ring, here, i + STAGES < blocks)
 
@@ -233,17 +211,17 @@ def producer(
     k_full, v_full, q_full, q_empty, dy_full, dy_empty = barriers
     k_desc, v_desc, q_descs, dy_descs = descs
     T_q, H = sizes
-    head, b, h = program_head(H)
-    key = gl.program_id(1) * WARP_GROUPS * ROWS
+    head, b, h = ht.program_head(H)
+    key = gl.program_id(1) * WARP_GROUPS * ht.ROWS
     begin, blocks = query_blocks(key, T_q, WARP_GROUPS, CAUSAL)
-    load_rows(k_desc, b, h, key, k_full.index(0), k_tiles, WARP_GROUPS)
+    ht.load_rows(k_desc, b, h, key, k_full.index(0), k_tiles, WARP_GROUPS)
     for i in range(blocks):
-        row = begin + i * ROWS
-        j, parity = slot(i, STAGES)
+        row = begin + i * ht.ROWS
+        j, parity = gt.slot(i, STAGES)
         mbarrier.wait(q_empty.index(j), parity ^ 1)
         load_block(q_descs, b, h, row, head * T_q, q_full, q_ring, j)
         if i == 0:
-            load_rows(v_desc, b, h, key, v_full.index(0), v_tiles, WARP_GROUPS)
+            ht.load_rows(v_desc, b, h, key, v_full.index(0), v_tiles, WARP_GROUPS)
         mbarrier.wait(dy_empty.index(j), parity ^ 1)
         load_block(dy_descs, b, h, row, head * T_q, dy_full, dy_ring, j)
 
@@ -259,27 +237,27 @@ def consumer(
     k_full, v_full, q_full, q_empty, dy_full, dy_empty = barriers
     dk_desc, dv_desc = out_descs
     T_q, H = sizes
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    S: gl.constexpr = gt.product_layout(ht.ROWS)
+    DK: gl.constexpr = gt.product_layout(D)
     P: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     dtype: gl.constexpr = dk_desc.dtype
-    head, b, h = program_head(H)
-    first_key = gl.program_id(1) * WARP_GROUPS * ROWS
+    head, b, h = ht.program_head(H)
+    first_key = gl.program_id(1) * WARP_GROUPS * ht.ROWS
     begin, blocks = query_blocks(first_key, T_q, WARP_GROUPS, CAUSAL)
-    key = first_key + c * ROWS
+    key = first_key + c * ht.ROWS
     skipped = gl.to_tensor(0)
     if CAUSAL:  # earlier blocks concern only earlier keys
         skipped = gl.to_tensor(c)
         for i in range(skipped):
-            release_unread((q_full, q_empty), i, STAGES)
-            release_unread((dy_full, dy_empty), i, STAGES)
+            ht.release_unread((q_full, q_empty), i, STAGES)
+            ht.release_unread((dy_full, dy_empty), i, STAGES)
 
-    k, v, scale2 = matrix(k_tiles, c), matrix(v_tiles, c), scale * LOG2E
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    k, v, scale2 = ht.matrix(k_tiles, c), ht.matrix(v_tiles, c), scale * LOG2E
+    zeros = gl.zeros([ht.ROWS, ht.ROWS], gl.float32, S)
     mbarrier.wait(k_full.index(0), 0)
-    j, parity = slot(skipped, STAGES)
+    j, parity = gt.slot(skipped, STAGES)
     mbarrier.wait(q_full.index(j), parity)
-    s, dk, dv = first_products(k, matrix(q_ring[0], j), zeros, dtype, D, S, DK, P)
+    s, dk, dv = first_products(k, ht.matrix(q_ring[0], j), zeros, dtype, D, S, DK, P)
     mbarrier.wait(v_full.index(0), 0)
     s, dk, dv = warpgroup_mma_wait(0, [s, dk, dv])
     place, rings, full = (begin, blocks, T_q), (q_ring, dy_ring), (q_full, dy_full)
@@ -302,15 +280,15 @@ def consumer(
         dk, dv, s, blocks - 1, k, v, zeros, scale2, key, place, rings, full, dtype, True, True, LEAN,
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
-    store_tile(dv_desc, b, h, key, v_tiles, c, dv)
-    store_tile(dk_desc, b, h, key, k_tiles, c, dk * scale)
+    ht.store_tile(dv_desc, b, h, key, v_tiles, c, dv)
+    ht.store_tile(dk_desc, b, h, key, k_tiles, c, dk * scale)
     tma.store_wait(0)
 
 
 @gluon.jit
 def release(q_empty, dy_empty, i, STAGES: gl.constexpr):
     """Tell the producer that this warp group has read block i."""
-    here, _ = slot(i, STAGES)
+    here, _ = gt.slot(i, STAGES)
     mbarrier.arrive(dy_empty.index(here))
     mbarrier.arrive(q_empty.index(here))
 
@@ -321,17 +299,17 @@ def specialized_kernel(
     D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LEAN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 128 keys. REGISTERS: of each thread that computes."""
-    q_ring = (new_tiles(q_desc, STAGES), new_vectors(lse_desc, STAGES))
-    dy_ring = (new_tiles(dy_desc, STAGES), new_vectors(delta_desc, STAGES))
-    tiles = (new_tiles(k_desc, 2), new_tiles(v_desc, 2), q_ring, dy_ring)
-    q_full, q_empty = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
-    dy_full, dy_empty = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
-    barriers = (new_barriers(1, 1), new_barriers(1, 1), q_full, q_empty, dy_full, dy_empty)
-    fence_async_shared()
+    q_ring = (gt.new_tiles(q_desc, STAGES), new_vectors(lse_desc, STAGES))
+    dy_ring = (gt.new_tiles(dy_desc, STAGES), new_vectors(delta_desc, STAGES))
+    tiles = (gt.new_tiles(k_desc, 2), gt.new_tiles(v_desc, 2), q_ring, dy_ring)
+    q_full, q_empty = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 2)
+    dy_full, dy_empty = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 2)
+    barriers = (gt.new_barriers(1, 1), gt.new_barriers(1, 1), q_full, q_empty, dy_full, dy_empty)
+    hopper.fence_async_shared()
     descs, out_descs = (k_desc, v_desc, (q_desc, lse_desc), (dy_desc, delta_desc)), (dk_desc, dv_desc)
     sizes = (T_q, H)
     gl.warp_specialize([
         (consumer, (tiles, barriers, out_descs, sizes, scale, 0, 2, D, STAGES, LEAN, CAUSAL)),
         (consumer, (tiles, barriers, out_descs, sizes, scale, 1, 2, D, STAGES, LEAN, CAUSAL)),
         (producer, (tiles, barriers, descs, sizes, 2, STAGES, CAUSAL)),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    ], [4, 1], [REGISTERS, gt.PRODUCER_REGISTERS])  # fmt: skip

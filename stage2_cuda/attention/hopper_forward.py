@@ -14,30 +14,12 @@ specialized_kernel: two or three warp groups compute, one more warp starts the c
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from stage2_cuda.attention import hopper_tiles as ht
 from stage2_cuda.attention.forward import LN2
-from stage2_cuda.attention.hopper_tiles import (
-    ROWS,
-    key_blocks,
-    load_rows,
-    load_tile,
-    load_when_released,
-    mask_tile,
-    matrix,
-    program_head,
-    query_rows,
-    release_unread,
-    start_product,
-    store_tile,
-)
-from stage2_cuda.runtime.gluon_tiles import PRODUCER_REGISTERS, exp2, log2, new_barriers, new_tiles, slot, synchronize
+from stage2_cuda.runtime import gluon_tiles as gt
 
 # -- the online softmax ------------------------------------------------------------------------------------------------
 
@@ -46,7 +28,7 @@ from stage2_cuda.runtime.gluon_tiles import PRODUCER_REGISTERS, exp2, log2, new_
 def first_softmax(s, scale, operand_layout: gl.constexpr, dtype: gl.constexpr):
     """(p as an operand, row_max, row_sum) of the first block of keys; see softmax_step of forward.py."""
     row_max = gl.max(s, 1) * scale
-    p = exp2(s * scale - row_max[:, None])
+    p = gt.exp2(s * scale - row_max[:, None])
     return gl.convert_layout(p.to(dtype), operand_layout), row_max, gl.sum(p, 1)
 
 
@@ -54,8 +36,8 @@ def first_softmax(s, scale, operand_layout: gl.constexpr, dtype: gl.constexpr):
 def softmax_step(s, row_max, row_sum, scale, operand_layout: gl.constexpr, dtype: gl.constexpr):
     """(p as an operand, new row_max, new row_sum, the factor for acc) of another block of keys."""
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
-    p = exp2(s * scale - new_max[:, None])
-    rescale = exp2(row_max - new_max)
+    p = gt.exp2(s * scale - new_max[:, None])
+    rescale = gt.exp2(row_max - new_max)
     row_sum = row_sum * rescale + gl.sum(p, 1)
     return gl.convert_layout(p.to(dtype), operand_layout), new_max, row_sum, rescale
 
@@ -66,11 +48,19 @@ def rescaled(acc, rescale, layout: gl.constexpr):
 
 
 @gluon.jit
+def start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, layout: gl.constexpr):
+    """Start acc * rescale + p v, once the copy to the tile v_slot has arrived."""
+    acc = rescaled(acc, rescale, layout)
+    mbarrier.wait(v_full.index(v_slot), v_parity)
+    return warpgroup_mma(p, ht.matrix(v_tiles, v_slot), acc, is_async=True)
+
+
+@gluon.jit
 def store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL: gl.constexpr, layout: gl.constexpr):
-    lse = row_max + log2(row_sum)
+    lse = row_max + gt.log2(row_sum)
     if NATURAL:
         lse *= LN2
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, ht.ROWS, gl.SliceLayout(1, layout))
     gl.store(lse_ptr + head.to(gl.int64) * T_q + rows, lse, mask=rows < T_q)
 
 
@@ -84,62 +74,54 @@ def pipelined_kernel(
     CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """y and the logsumexp of 64 queries, by one warp group."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    S: gl.constexpr = gt.product_layout(BLOCK_N, num_warps)
+    Y: gl.constexpr = gt.product_layout(D, num_warps)
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
-    dtype: gl.constexpr = q_desc.dtype
-    q_tile, k_tiles, v_tiles = new_tiles(q_desc, 1), new_tiles(k_desc, STAGES), new_tiles(v_desc, STAGES)
-    q_full, k_full, v_full = new_barriers(1, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
-    fence_async_shared()
-    synchronize()
-    head, b, h = program_head(H)
-    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS  # last queries first: they have the longest loops
-    blocks = key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL)
-    last = (blocks - 1) * BLOCK_N  # the first key of block 0, because blocks are numbered from the last to the first
-    load_tile(q_desc, b, h, row, q_full, q_tile, 0)
+    q_tile, k_tiles, v_tiles = gt.new_tiles(q_desc, 1), gt.new_tiles(k_desc, STAGES), gt.new_tiles(v_desc, STAGES)
+    q_full, k_full, v_full = gt.new_barriers(1, 1), gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1)
+    gt.make_barriers_visible()
+    # blocks are numbered from the last to the first; `last` is the first key of block 0
+    head, b, h, row, blocks, last = ht.tile_rows(T_k, H, BLOCK_N, CAUSAL)
+    ht.load_tile(q_desc, b, h, row, q_full, q_tile, 0)
     for i in gl.static_range(STAGES):
-        load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
-        load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
+        ht.load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
+        ht.load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
 
-    q = matrix(q_tile, 0)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    q = ht.matrix(q_tile, 0)
+    zeros = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
-    s = start_product(q, k_tiles, 0, zeros)
+    s = ht.start_product(q, k_tiles, 0, zeros)
     s = warpgroup_mma_wait(0, [s])
-    synchronize()  # all warps have read k of block 0
-    load_tile(k_desc, b, h, last - STAGES * BLOCK_N, k_full, k_tiles, 0, STAGES < blocks)
-    s = mask_tile(s, float("-inf"), row, last, T_k, S, CAUSAL, MASK_KEYS)
-    p, row_max, row_sum = first_softmax(s, scale, P, dtype)
-    acc = gl.zeros([ROWS, D], gl.float32, Y)
-    rescale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    gt.synchronize()  # all warps have read k of block 0
+    ht.load_tile(k_desc, b, h, last - STAGES * BLOCK_N, k_full, k_tiles, 0, STAGES < blocks)
+    s = ht.mask_tile(s, float("-inf"), row, last, T_k, S, CAUSAL, MASK_KEYS)
+    p, row_max, row_sum = first_softmax(s, scale, P, q_desc.dtype)
+    acc = gl.zeros([ht.ROWS, D], gl.float32, Y)
+    rescale = gl.full([ht.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
     mbarrier.wait(k_full.index(1), 0, pred=blocks > 1)
     for j in range(1, blocks):  # k of block j has arrived
-        v_slot, v_parity = slot(j - 1, STAGES)
-        k_slot, k_parity = slot(j, STAGES)
-        s = start_product(q, k_tiles, k_slot, zeros)
-        acc = rescaled(acc, rescale, Y)
-        mbarrier.wait(v_full.index(v_slot), v_parity)
-        acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)
+        v_slot, v_parity = gt.slot(j - 1, STAGES)
+        k_slot, k_parity = gt.slot(j, STAGES)
+        s = ht.start_product(q, k_tiles, k_slot, zeros)
+        acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
         s = warpgroup_mma_wait(1, [s])
-        next_p, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, scale, P, dtype)
+        next_p, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, scale, P, q_desc.dtype)
         # The branch in this wait keeps the assembler from moving the next wait up, before the exponentials.
-        next_slot, next_parity = slot(j + 1, STAGES)
+        next_slot, next_parity = gt.slot(j + 1, STAGES)
         mbarrier.wait(k_full.index(next_slot), next_parity, pred=j + 1 < blocks)
         acc, p = warpgroup_mma_wait(0, [acc, p])  # p stays in its registers until the product has read it
         p = next_p
-        synchronize()  # all warps have read k of block j and v of block j - 1
+        gt.synchronize()  # all warps have read k of block j and v of block j - 1
         row_of_k = last - (j + STAGES) * BLOCK_N
-        load_tile(v_desc, b, h, row_of_k + BLOCK_N, v_full, v_tiles, v_slot, j - 1 + STAGES < blocks)
-        load_tile(k_desc, b, h, row_of_k, k_full, k_tiles, k_slot, j + STAGES < blocks)
+        ht.load_tile(v_desc, b, h, row_of_k + BLOCK_N, v_full, v_tiles, v_slot, j - 1 + STAGES < blocks)
+        ht.load_tile(k_desc, b, h, row_of_k, k_full, k_tiles, k_slot, j + STAGES < blocks)
 
-    acc = rescaled(acc, rescale, Y)
-    v_slot, v_parity = slot(blocks - 1, STAGES)
-    mbarrier.wait(v_full.index(v_slot), v_parity)
-    acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)
+    v_slot, v_parity = gt.slot(blocks - 1, STAGES)
+    acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
     store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL, S)
     acc, p = warpgroup_mma_wait(0, [acc, p])
-    store_tile(y_desc, b, h, row, q_tile, 0, rescaled(acc, 1.0 / row_sum, Y))
+    ht.store_tile(y_desc, b, h, row, q_tile, 0, rescaled(acc, 1.0 / row_sum, Y))
     tma.store_wait(0)
 
 
@@ -155,16 +137,14 @@ def producer(
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     q_desc, k_desc, v_desc = descs
-    T_q, T_k, H = sizes
-    head, b, h = program_head(H)
-    row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
-    load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
+    head, b, h, row, blocks = ht.query_rows(sizes, 0, BLOCK_N, WARP_GROUPS, CAUSAL)
+    ht.load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
     start = (blocks - 1) * BLOCK_N
     for j in range(blocks + 1):
         if j < blocks:
-            load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, STAGES)
+            ht.load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, STAGES)
         if j > 0:
-            load_when_released(v_desc, b, h, start + BLOCK_N, (v_full, v_empty), v_tiles, j - 1, STAGES)
+            ht.load_when_released(v_desc, b, h, start + BLOCK_N, (v_full, v_empty), v_tiles, j - 1, STAGES)
         start -= BLOCK_N
 
 
@@ -179,59 +159,48 @@ def consumer(
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     T_q, T_k, H = sizes
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    S: gl.constexpr = gt.product_layout(BLOCK_N)
+    Y: gl.constexpr = gt.product_layout(D)
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
-    dtype: gl.constexpr = y_desc.dtype
-    head, b, h = program_head(H)
-    first_row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
-    row = first_row + c * ROWS
-    # The first blocks are those that only later warp groups of the program need.
-    left = gl.minimum(key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL), blocks)
-    skipped = blocks - left
-    for j in range(skipped):
-        release_unread((k_full, k_empty), j, STAGES)
-        release_unread((v_full, v_empty), j, STAGES)
+    head, b, h, row, blocks = ht.query_rows(sizes, c, BLOCK_N, WARP_GROUPS, CAUSAL)
+    k_barriers, v_barriers = (k_full, k_empty), (v_full, v_empty)
+    skipped, left = ht.skip_blocks(row, blocks, T_k, k_barriers, v_barriers, BLOCK_N, STAGES, STAGES, CAUSAL)
 
-    q = matrix(q_tiles, c)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    q = ht.matrix(q_tiles, c)
+    zeros = gl.zeros([ht.ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
-    i, parity = slot(skipped, STAGES)
+    i, parity = gt.slot(skipped, STAGES)
     mbarrier.wait(k_full.index(i), parity)
-    s = start_product(q, k_tiles, i, zeros)
+    s = ht.start_product(q, k_tiles, i, zeros)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(i))
-    s = mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
-    p, row_max, row_sum = first_softmax(s, scale, P, dtype)
-    acc = gl.zeros([ROWS, D], gl.float32, Y)
-    rescale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
-    next_slot, next_parity = slot(skipped + 1, STAGES)
+    s = ht.mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
+    p, row_max, row_sum = first_softmax(s, scale, P, y_desc.dtype)
+    acc = gl.zeros([ht.ROWS, D], gl.float32, Y)
+    rescale = gl.full([ht.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    next_slot, next_parity = gt.slot(skipped + 1, STAGES)
     mbarrier.wait(k_full.index(next_slot), next_parity, pred=left > 1)
     for j in range(skipped + 1, blocks):  # k of block j has arrived
-        v_slot, v_parity = slot(j - 1, STAGES)
-        k_slot, k_parity = slot(j, STAGES)
-        s = start_product(q, k_tiles, k_slot, zeros)
-        acc = rescaled(acc, rescale, Y)
-        mbarrier.wait(v_full.index(v_slot), v_parity)
-        acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)
+        v_slot, v_parity = gt.slot(j - 1, STAGES)
+        k_slot, k_parity = gt.slot(j, STAGES)
+        s = ht.start_product(q, k_tiles, k_slot, zeros)
+        acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(k_slot))
-        next_p, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, scale, P, dtype)
+        next_p, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, scale, P, y_desc.dtype)
         # The branch in this wait keeps the assembler from moving the next wait up, before the exponentials.
-        next_slot, next_parity = slot(j + 1, STAGES)
+        next_slot, next_parity = gt.slot(j + 1, STAGES)
         mbarrier.wait(k_full.index(next_slot), next_parity, pred=j + 1 < blocks)
         acc, p = warpgroup_mma_wait(0, [acc, p])  # p stays in its registers until the product has read it
         mbarrier.arrive(v_empty.index(v_slot))
         p = next_p
 
-    acc = rescaled(acc, rescale, Y)
-    v_slot, v_parity = slot(blocks - 1, STAGES)
-    mbarrier.wait(v_full.index(v_slot), v_parity)
-    acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)
+    v_slot, v_parity = gt.slot(blocks - 1, STAGES)
+    acc = start_output(p, acc, rescale, v_tiles, v_full, v_slot, v_parity, Y)
     store_lse(lse_ptr, head, row, T_q, row_max, row_sum, NATURAL, S)
     acc, p = warpgroup_mma_wait(0, [acc, p])
     if row < T_q:
-        store_tile(y_desc, b, h, row, q_tiles, c, rescaled(acc, 1.0 / row_sum, Y))
+        ht.store_tile(y_desc, b, h, row, q_tiles, c, rescaled(acc, 1.0 / row_sum, Y))
     tma.store_wait(0)
 
 
@@ -242,11 +211,11 @@ def specialized_kernel(
     CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr,
 ):  # fmt: skip
     """y and the logsumexp of WARP_GROUPS * 64 queries. REGISTERS: of each thread that computes."""
-    tiles = (new_tiles(q_desc, WARP_GROUPS), new_tiles(k_desc, STAGES), new_tiles(v_desc, STAGES))
-    k_full, v_full = new_barriers(STAGES, 1), new_barriers(STAGES, 1)
-    k_empty, v_empty = new_barriers(STAGES, WARP_GROUPS), new_barriers(STAGES, WARP_GROUPS)
-    barriers = (new_barriers(1, 1), k_full, k_empty, v_full, v_empty)
-    fence_async_shared()
+    tiles = (gt.new_tiles(q_desc, WARP_GROUPS), gt.new_tiles(k_desc, STAGES), gt.new_tiles(v_desc, STAGES))
+    k_full, v_full = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1)
+    k_empty, v_empty = gt.new_barriers(STAGES, WARP_GROUPS), gt.new_barriers(STAGES, WARP_GROUPS)
+    barriers = (gt.new_barriers(1, 1), k_full, k_empty, v_full, v_empty)
+    hopper.fence_async_shared()
     descs, sizes = (q_desc, k_desc, v_desc), (T_q, T_k, H)
     arrays = (tiles, barriers, y_desc, lse_ptr)
     if WARP_GROUPS == 2:
@@ -254,7 +223,7 @@ def specialized_kernel(
             (consumer, (arrays, sizes, scale, 0, 2, BLOCK_N, D, STAGES, CAUSAL, MASK_KEYS, NATURAL)),
             (consumer, (arrays, sizes, scale, 1, 2, BLOCK_N, D, STAGES, CAUSAL, MASK_KEYS, NATURAL)),
             (producer, (tiles, barriers, descs, sizes, 2, BLOCK_N, STAGES, CAUSAL)),
-        ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 1], [REGISTERS, gt.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(WARP_GROUPS == 3)
         gl.warp_specialize([
@@ -262,4 +231,4 @@ def specialized_kernel(
             (consumer, (arrays, sizes, scale, 1, 3, BLOCK_N, D, STAGES, CAUSAL, MASK_KEYS, NATURAL)),
             (consumer, (arrays, sizes, scale, 2, 3, BLOCK_N, D, STAGES, CAUSAL, MASK_KEYS, NATURAL)),
             (producer, (tiles, barriers, descs, sizes, 3, BLOCK_N, STAGES, CAUSAL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 4, 1], [REGISTERS, REGISTERS, gt.PRODUCER_REGISTERS])  # fmt: skip

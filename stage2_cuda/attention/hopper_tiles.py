@@ -83,11 +83,47 @@ def program_head(H):
 
 
 @gluon.jit
-def query_rows(T_q, T_k, BLOCK_N: gl.constexpr, WARP_GROUPS: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first row, number of blocks of keys) of a program that computes WARP_GROUPS * ROWS queries."""
+def tile_rows(T_k, H, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """The place of a program that computes ROWS queries.
+
+    (number, b, h) of the head; first row, number of blocks of keys, and first key of the last block.
+    """
+    head, b, h = program_head(H)
+    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS  # last queries first: they have the longest loops
+    blocks = key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL)
+    return head, b, h, row, blocks, (blocks - 1) * BLOCK_N
+
+
+@gluon.jit
+def query_rows(sizes, c: gl.constexpr, BLOCK_N: gl.constexpr, WARP_GROUPS: gl.constexpr, CAUSAL: gl.constexpr):
+    """The place of warp group c of a program that computes WARP_GROUPS * ROWS queries. sizes: (T_q, T_k, H).
+
+    (number, b, h) of the head; first row of the warp group; number of blocks of keys of the program.
+    """
+    T_q, T_k, H = sizes
+    head, b, h = program_head(H)
     tile = gl.num_programs(1) - 1 - gl.program_id(1)  # last queries first: they have the longest loops
     row = tile * WARP_GROUPS * ROWS
-    return row, key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    blocks = key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    return head, b, h, row + c * ROWS, blocks
+
+
+@gluon.jit
+def skip_blocks(
+    row, blocks, T_k, k_barriers, v_barriers,
+    BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """(number of blocks of keys that only later warp groups of the program need, number of the other blocks).
+
+    The former are the first blocks; they are released unread. row: the first row of this warp group. blocks: those of
+    the program. k_barriers, v_barriers: (full, empty).
+    """
+    left = gl.minimum(key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL), blocks)
+    skipped = blocks - left
+    for j in range(skipped):
+        release_unread(k_barriers, j, K_STAGES)
+        release_unread(v_barriers, j, V_STAGES)
+    return skipped, left
 
 
 @gluon.jit

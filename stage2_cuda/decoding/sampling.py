@@ -313,11 +313,9 @@ def exclude_kernel(logits_ptr, maxima_ptr, indices_ptr, valid_ptr, V, tiles, BLO
 
 
 @triton.jit
-def append_token(
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
-    BLOCK_C: tl.constexpr, READBACK: tl.constexpr,
-):  # fmt: skip
+def append_token(arrays, V, block, C, b, length, token, BLOCK_C: tl.constexpr, READBACK: tl.constexpr):
     """Append `token` to sequence b, which has `length` tokens, and store its embedding in x."""
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr = arrays
     cols = tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
     # first the store to the memory of the host, which takes longest
@@ -339,10 +337,8 @@ def append_given_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     length, token = tl.load(lengths_ptr + b), tl.load(tokens_ptr + b)
-    append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
-        BLOCK_C, READBACK,
-    )  # fmt: skip
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)
 
 
 @triton.jit
@@ -358,10 +354,8 @@ def append_greedy_kernel(
     maxima = tl.load(maxima_ptr + b * tiles + t, t < tiles, float("-inf"))
     indices = tl.load(indices_ptr + b * tiles + t, t < tiles, V)
     token = tl.min(tl.where(maxima == tl.max(maxima, 0), indices, V), 0)
-    append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
-        BLOCK_C, READBACK,
-    )  # fmt: skip
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)
 
 
 @triton.jit
@@ -388,7 +382,5 @@ def append_sampled_kernel(
         index_here = earlier + tl.cumsum(equal, 0) - equal
         token = tl.minimum(token, tl.min(tl.where((equal == 1) & (index_here == index), v, V), 0))
         earlier += tl.sum(equal, 0)
-    append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
-        BLOCK_C, READBACK,
-    )  # fmt: skip
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)

@@ -33,7 +33,7 @@ import numpy as np
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError
 from stage2_cuda.runtime import triton_launch
-from stage2_cuda.tuning.tuner import capture_calls, medians
+from stage2_cuda.tuning.tuner import capture_calls, time_usable, timing_stream
 
 # -- the library, with the names of cublasLt.h -------------------------------------------------------------------------
 
@@ -350,26 +350,19 @@ class CublasLt:
 
     def _fastest(self, problem, plan, candidates):
         """The candidate that takes the shortest time, measured with scratch memory as operands and result."""
-        cuda = self._cupy.cuda
-        cuda.runtime.deviceSynchronize()  # another stream may be using the workspace
         # calls per CUDA graph: about 1e12 floating-point operations, at most 20 calls
         calls = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
-        stream, graphs, usable = cuda.Stream(non_blocking=True), [], []
-        with cuda.using_allocator(None), stream:  # allocate outside the pool, whose peak size is reported to the user
+
+        def graph_of(algorithm):
+            launch = partial(self._launch, problem, plan, addresses, algorithm)
+            launch()  # also loads the kernel; fails if cublasLt proposed the algorithm but cannot run it
+            return capture_calls(stream, launch, calls)
+
+        with timing_stream(self._cupy) as stream:
             scratch = [operand and self._scratch(operand) for operand in problem[:5]]
             addresses = [None if memory is None else memory.data.ptr for memory in scratch]
-            for algorithm in candidates:
-                launch = partial(self._launch, problem, plan, addresses, algorithm)
-                try:
-                    launch()  # also loads the kernel
-                except RuntimeError as error:  # cublasLt proposed this algorithm but cannot run it
-                    last_error = error
-                    continue
-                graphs.append(capture_calls(stream, launch, calls))
-                usable.append(algorithm)
-            if not usable:
-                raise last_error
-            return usable[int(medians(self._cupy, stream, graphs).argmin())]
+            usable, times = time_usable(self._cupy, stream, candidates, graph_of)
+        return usable[int(times.argmin())]
 
     def _scratch(self, m):
         """Device memory for the Matrix m, filled with random numbers, because a GPU multiplies zeros faster."""

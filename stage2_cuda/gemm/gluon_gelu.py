@@ -23,26 +23,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from stage2_cuda.kernels.gelu import D0, D2, U1, U3
+from stage2_cuda.runtime import gluon_tiles as gt
 from stage2_cuda.runtime.gluon_launch import tile_descriptor
-from stage2_cuda.runtime.gluon_tiles import (
-    PRODUCER_REGISTERS,
-    exp2,
-    new_barriers,
-    new_tiles,
-    slot,
-    start_load,
-    start_store,
-    synchronize,
-)
 from stage2_cuda.runtime.triton_launch import Pointer, launch, multiprocessors
 
 # {CONSUMERS: registers per thread of a consumer}, and {CONSUMERS: those per thread of all warps, on average}
@@ -105,10 +91,11 @@ def turn_parity(n, c, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def producer(
-    tiles, barriers, descs, counts, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    arrays, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that starts the copies: a and b of each step and, in backward, h of each tile."""
+    tiles, barriers, descs, counts = arrays
     a_tiles, b_tiles, out_tiles = tiles
     full, empty, h_full, h_empty = barriers
     h_desc, a_desc, b_desc = descs
@@ -119,22 +106,22 @@ def producer(
         row, col = tile_place(tile, tiles_m, tiles_n, GROUP)
         row, col = row * ROWS, col * COLUMNS
         for step in range(steps):
-            i, parity = slot(use, STAGES)
+            i, parity = gt.slot(use, STAGES)
             mbarrier.wait(empty.index(i), parity ^ 1)
             mbarrier.expect(full.index(i), step_bytes)
-            start_load(a_desc, [row, step * DEPTH], full.index(i), a_tiles.index(i))
+            gt.start_load(a_desc, [row, step * DEPTH], full.index(i), a_tiles.index(i))
             if BACKWARD:
-                start_load(b_desc, [col, step * DEPTH], full.index(i), b_tiles.index(i))
+                gt.start_load(b_desc, [col, step * DEPTH], full.index(i), b_tiles.index(i))
             else:
-                start_load(b_desc, [step * DEPTH, col], full.index(i), b_tiles.index(i))
+                gt.start_load(b_desc, [step * DEPTH, col], full.index(i), b_tiles.index(i))
             use += 1
         if BACKWARD:  # h is needed only after the last step
-            i, parity = slot(n, CONSUMERS)  # the consumer that computes the tile, and the parity
+            i, parity = gt.slot(n, CONSUMERS)  # the consumer that computes the tile, and the parity
             mbarrier.wait(h_empty.index(i), parity ^ 1)
             mbarrier.expect(h_full.index(i), PARTS * h_desc.block_type.nbytes)
             for part in gl.static_range(PARTS):
                 h_place = [row, col + part * (COLUMNS // PARTS)]
-                start_load(h_desc, h_place, h_full.index(i), out_tiles.index(PARTS * i + part))
+                gt.start_load(h_desc, h_place, h_full.index(i), out_tiles.index(PARTS * i + part))
         n += 1
 
 
@@ -154,28 +141,28 @@ def multiply(
     full, empty, turns = barriers
     mbarrier.wait(turns.index(c), turn_parity(n, c, CONSUMERS))
     for step in range(steps):
-        i, parity = slot(n * steps + step, STAGES)
+        i, parity = gt.slot(n * steps + step, STAGES)
         mbarrier.wait(full.index(i), parity)
         b = b_tiles.index(i).permute((1, 0)) if BACKWARD else b_tiles.index(i)
         acc = warpgroup_mma(a_tiles.index(i), b, acc, use_acc=step > 0, is_async=True)
         acc = warpgroup_mma_wait(1, [acc])  # the previous step has ended
-        previous, _ = slot(n * steps + step + STAGES - 1, STAGES)
+        previous, _ = gt.slot(n * steps + step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(previous), pred=step > 0)
     mbarrier.arrive(turns.index((c + 1) % CONSUMERS))  # all operands of this tile have arrived
     acc = warpgroup_mma_wait(0, [acc])
-    last, _ = slot((n + 1) * steps - 1, STAGES)
+    last, _ = gt.slot((n + 1) * steps - 1, STAGES)
     mbarrier.arrive(empty.index(last))
     return acc
 
 
 @gluon.jit
 def consumer(
-    tiles, barriers, outputs, counts, shape, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr,
-    GROUP: gl.constexpr,
+    arrays, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The tiles of one consumer: the product, then GELU or its derivative for each part of the columns."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    tiles, barriers, outputs, counts, shape = arrays
+    LAYOUT: gl.constexpr = gt.product_layout(COLUMNS)
     full, empty, turns, h_full, h_empty = barriers
     tiles_m, tiles_n, steps = counts
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
@@ -190,14 +177,15 @@ def consumer(
             mbarrier.wait(h_full.index(c), (n // CONSUMERS) & 1)
         for part in gl.static_range(PARTS):
             place = (row * ROWS, col * COLUMNS + part * (COLUMNS // PARTS))
-            values = gl.convert_layout(parts[part], part_layout(COLUMNS // PARTS), assert_trivial=True)
+            # the layout of a product of fewer columns: the values stay in their registers
+            values = gl.convert_layout(parts[part], gt.product_layout(COLUMNS // PARTS), assert_trivial=True)
             if BACKWARD:
                 finish_backward(values, tiles[2].index(PARTS * c + part), outputs, place, shape)
             else:
                 finish_forward(values, tiles[2], outputs, place, shape, c, BUFFERS)
         if BACKWARD:
             tma.store_wait(0)
-            synchronize()
+            gt.synchronize()
             mbarrier.arrive(h_empty.index(c))
         n += CONSUMERS
     tma.store_wait(0)
@@ -219,12 +207,6 @@ def split_columns(x):
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 
-@gluon.constexpr_function
-def part_layout(columns):
-    """The layout of a part of the columns of a product, in the same registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def finish_forward(h, out_tiles, outputs, place, shape, c: gl.constexpr, BUFFERS: gl.constexpr):
     """Add the bias to h (ROWS, COLUMNS / PARTS), and write h and gelu(h)."""
@@ -232,11 +214,11 @@ def finish_forward(h, out_tiles, outputs, place, shape, c: gl.constexpr, BUFFERS
     cols = place[1] + gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
     h += gl.load(bias_ptr + cols, mask=cols < shape[1], other=0.0).to(gl.float32)[None, :]
     tma.store_wait(BUFFERS - 1)  # the tile in shared memory has been read
-    synchronize()
+    gt.synchronize()
     store_by_tile(h_desc, place, out_tiles.index(BUFFERS * c), h)
     y = h * sigmoid_of_2u(h)
     tma.store_wait(BUFFERS - 1)
-    synchronize()
+    gt.synchronize()
     store_by_tile(y_desc, place, out_tiles.index(BUFFERS * c + BUFFERS - 1), y)
 
 
@@ -246,7 +228,7 @@ def finish_backward(dy, tile, outputs, place, shape):
     dh_desc, _, partials_ptr = outputs
     layout: gl.constexpr = dy.type.layout
     dh = dy * gelu_derivative(tile.load(layout).to(gl.float32))
-    synchronize()  # all warps have read h
+    gt.synchronize()  # all warps have read h
     store_by_tile(dh_desc, place, tile, dh)
     row, col = place
     # rows 16 w to 16 w + 15 of each 64 are in the registers of warp w; a sum over several warps would take longer
@@ -262,9 +244,9 @@ def finish_backward(dy, tile, outputs, place, shape):
 def store_by_tile(desc, place, tile, values):
     """Copy `values` to a tile in shared memory, and start to write it. No warp and no copy may still use the tile."""
     tile.store(values.to(desc.dtype))
-    fence_async_shared()
-    synchronize()
-    start_store(desc, [place[0], place[1]], tile)
+    hopper.fence_async_shared()
+    gt.synchronize()
+    gt.start_store(desc, [place[0], place[1]], tile)
 
 
 # -- GELU --------------------------------------------------------------------------------------------------------------
@@ -279,7 +261,7 @@ def reciprocal(x):
 @gluon.jit
 def sigmoid_of_2u(x):
     """s = 1 / (1 + exp(-2u)), see kernels/gelu.py; gelu(x) = x s."""
-    return reciprocal(1.0 + exp2(x * (x * x * U3 + U1)))
+    return reciprocal(1.0 + gt.exp2(x * (x * x * U3 + U1)))
 
 
 @gluon.jit
@@ -299,36 +281,28 @@ def gelu_kernel(
     BUFFERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Forward: out is y, the vector is the bias. BACKWARD: out is dh, the vector is partials, h is read."""
-    tiles = (new_tiles(a_desc, STAGES), new_tiles(b_desc, STAGES), new_tiles(out_desc, CONSUMERS * BUFFERS))
-    full, empty, turns = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(CONSUMERS, 1)
+    tiles = (gt.new_tiles(a_desc, STAGES), gt.new_tiles(b_desc, STAGES), gt.new_tiles(out_desc, CONSUMERS * BUFFERS))
+    full, empty, turns = gt.new_barriers(STAGES, 1), gt.new_barriers(STAGES, 1), gt.new_barriers(CONSUMERS, 1)
     h_full, h_empty = full, empty
     if BACKWARD:  # a barrier that is initialised must be used: see new_barriers()
-        h_full, h_empty = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
-    fence_async_shared()
+        h_full, h_empty = gt.new_barriers(CONSUMERS, 1), gt.new_barriers(CONSUMERS, 1)
+    hopper.fence_async_shared()
     counts, shape = (gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, DEPTH)), (M, N)
-    barriers = (full, empty, turns, h_full, h_empty)
-    outputs = (out_desc, h_desc, vector_ptr)
-    copy_barriers, descs = (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc)
+    computed = (tiles, (full, empty, turns, h_full, h_empty), (out_desc, h_desc, vector_ptr), counts, shape)
+    copied = (tiles, (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc), counts)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
-                        BUFFERS, GROUP)),
-            (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
-                        BUFFERS, GROUP)),
-            (producer, (tiles, copy_barriers, descs, counts, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS,
-                        GROUP)),
-        ], [4, 1], [REGISTERS[CONSUMERS], PRODUCER_REGISTERS])  # fmt: skip
+            (consumer, (computed, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS, BUFFERS, GROUP)),
+            (consumer, (computed, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS, BUFFERS, GROUP)),
+            (producer, (copied, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS, GROUP)),
+        ], [4, 1], [REGISTERS[CONSUMERS], gt.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
-                        BUFFERS, GROUP)),
-            (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
-                        BUFFERS, GROUP)),
-            (consumer, (tiles, barriers, outputs, counts, shape, 2, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
-                        BUFFERS, GROUP)),
-            (producer, (tiles, copy_barriers, descs, counts, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS,
-                        GROUP)),
-        ], [4, 4, 1], [REGISTERS[CONSUMERS], REGISTERS[CONSUMERS], PRODUCER_REGISTERS])  # fmt: skip
+            (consumer, (computed, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS, BUFFERS, GROUP)),
+            (consumer, (computed, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS, BUFFERS, GROUP)),
+            (consumer, (computed, 2, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS, BUFFERS, GROUP)),
+            (producer, (copied, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS, GROUP)),
+        ], [4, 4, 1], [REGISTERS[CONSUMERS], REGISTERS[CONSUMERS], gt.PRODUCER_REGISTERS])  # fmt: skip
 
 
 def serves(itemsize, M, N, K):

@@ -17,7 +17,7 @@ phase when every warp group that computes has released the tile.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 PRODUCER_REGISTERS = gl.constexpr(24)  # per thread of a warp that only starts copies: the minimum
 
@@ -47,9 +47,22 @@ def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def make_barriers_visible():
+    """Make new barriers visible to the TMA unit and to all threads of the program."""
+    fence_async_shared()
+    synchronize()
+
+
+@gluon.jit
 def slot(i, STAGES: gl.constexpr):
     """(tile, parity) of use number i of a ring."""
     return i % STAGES, (i // STAGES) & 1
+
+
+@gluon.constexpr_function
+def product_layout(columns, warps=4):
+    """The layout of a product of `columns` columns that this number of warps computes; 4 are a warp group."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit

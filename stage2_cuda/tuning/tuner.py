@@ -9,6 +9,7 @@ stored as {what: choice}: `what` is a text that names the choice, such as "atten
 of the fastest candidate. They are saved in checkpoints and sent to other ranks.
 """
 
+import contextlib
 import functools
 import warnings
 
@@ -155,37 +156,60 @@ class Tuner:
 
         If every candidate fails, the last error is raised.
         """
-        cuda, usable, graphs, expected = self.cupy.cuda, [], [], None
-        cuda.runtime.deviceSynchronize()  # another stream may still be writing the inputs
-        stream = cuda.Stream(non_blocking=True)
-        try:
-            # allocate outside CuPy's pool, because the peak size of the pool is reported to the user
-            with cuda.using_allocator(None), stream:
-                before()
-                for candidate in candidates:
-                    call = functools.partial(run, candidate)
-                    try:
-                        for array in outputs:
-                            array[...] = np.nan  # so that check() fails if an element is not written
-                        call()
-                        expected = expected or [array.copy() for array in outputs]
-                        check(outputs, expected)  # for the first candidate: fails if a result is not finite
-                        if not graphs:
-                            calls = calls_per_graph(milliseconds(self.cupy, stream, call))
-                        graphs.append(capture_calls(stream, call, calls))
-                        usable.append(candidate)
-                    except Exception as error:  # too many registers, too much shared memory, a compiler error, ...
-                        last_error = error
-                if not graphs:
-                    raise last_error
-                times = medians(self.cupy, stream, graphs)
-        finally:
-            cuda.runtime.deviceSynchronize()  # complete all timing work, after an error too
+        expected, calls = [], None
+
+        def graph_of(candidate):
+            nonlocal calls
+            call = functools.partial(run, candidate)
+            for array in outputs:
+                array[...] = np.nan  # so that check() fails if an element is not written
+            call()
+            expected.extend([] if expected else [array.copy() for array in outputs])
+            check(outputs, expected)  # for the first candidate: fails if a result is not finite
+            calls = calls or calls_per_graph(milliseconds(self.cupy, stream, call))
+            return capture_calls(stream, call, calls)
+
+        with timing_stream(self.cupy) as stream:
+            before()
+            usable, times = time_usable(self.cupy, stream, candidates, graph_of)
         fastest = int(times.argmin())
         return usable[fastest] if times[fastest] < FASTER * times[0] else usable[0]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def timing_stream(cupy):
+    """A new stream for work that is timed; in this context it is the current stream, and arrays are not in CuPy's pool.
+
+    The pool is not used because its peak size is reported to the user.
+    """
+    synchronize = cupy.cuda.runtime.deviceSynchronize
+    synchronize()  # another stream may still be writing the inputs, or using a workspace
+    stream = cupy.cuda.Stream(non_blocking=True)
+    try:
+        with cupy.cuda.using_allocator(None), stream:
+            yield stream
+    finally:
+        synchronize()  # complete all timing work, after an error too
+
+
+def time_usable(cupy, stream, candidates, graph_of):
+    """(candidates for which graph_of(candidate), a CUDA graph, raises no error; array of their median milliseconds).
+
+    If every candidate fails, the last error is raised.
+    """
+    usable, graphs = [], []
+    for candidate in candidates:
+        try:
+            graphs.append(graph_of(candidate))
+            usable.append(candidate)
+        except Exception as error:  # too many registers, too much shared memory, a compiler error, ...
+            last_error = error
+    if not graphs:
+        raise last_error
+    return usable, medians(cupy, stream, graphs)
 
 
 def calls_per_graph(call_milliseconds):

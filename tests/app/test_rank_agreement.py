@@ -44,7 +44,6 @@ def test_a_change_at_either_end_or_of_the_length_changes_the_digest_of_a_file_an
 ):
     """EDGE is 16 here, and 1 << 22 in a run. Nothing between the two ends is hashed."""
     monkeypatch.setattr(rank_agreement, "EDGE", 16)
-    monkeypatch.setattr(resume, "EDGE", 16)
     content = rng.integers(0, 256, size, np.uint8)
 
     def digests(changed):

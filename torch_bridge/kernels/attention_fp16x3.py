@@ -45,7 +45,6 @@ from stage2_cuda.attention.forward import (
     key_range,
     load_tile,
     mask_tile,
-    part_of_range,
     softmax_step,
     store_tile,
 )
@@ -53,7 +52,6 @@ from stage2_cuda.attention.forward import (
 ROWS = tl.constexpr(64)  # of one program of norms_kernel and split_kernel
 NORMS = tl.constexpr(256)  # that split_kernel loads at a time
 P_SCALE, DS_SCALE = tl.constexpr(2.0**14), tl.constexpr(2.0**-16)
-P_UNSCALE, DS_UNSCALE = tl.constexpr(2.0**-14), tl.constexpr(2.0**16)
 UNIT = tl.constexpr(2.0**-14)  # x = (x_high + x_low) size UNIT
 UNITS = tl.constexpr(2.0**-28)  # of a product of two numbers
 EVEN_RATIO = tl.constexpr(2.0**10)
@@ -211,6 +209,13 @@ def sizes_of(sizes, stride, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def sizes_of_all(sizes, stride):
+    """sizes_of() of q, k, v and dy, as one tuple of 8."""
+    q_and_k = sizes_of(sizes, stride, 0) + sizes_of(sizes, stride, 1)
+    return q_and_k + sizes_of(sizes, stride, 2) + sizes_of(sizes, stride, 3)
+
+
+@triton.jit
 def is_uneven(sizes, stride, ARRAYS: tl.constexpr):
     """Whether one of the arrays of this head is uneven."""
     smallest = 1.0
@@ -238,6 +243,20 @@ def weigh(w, sizes, offs, T):
     return high, low, size_of(exponent) * UNITS
 
 
+@triton.jit
+def weighted_rows(w, x, x_low, sizes, offs, T, SCALE: tl.constexpr, UNEVEN: tl.constexpr):
+    """w x, for the halves x and x_low of the rows offs of an array. sizes: the sizes of these rows.
+
+    SCALE: a power of two that brings w into the range of fp16; with UNEVEN, weigh() chooses one for each row of w.
+    """
+    if UNEVEN:
+        high, low, unscale = weigh(w, sizes, offs, T)
+    else:
+        high, low = split(w * SCALE)
+        unscale = 1 / SCALE
+    return multiply(high, low, x, x_low) * unscale
+
+
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,9 +281,7 @@ def forward_tile(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
-    if IN_PARTS:
-        begin, end = part_of_range(begin, end, BLOCK_N)
+    begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS, IN_PARTS)
     # two stages, so that the uneven case needs no more shared memory than the even one
     for start_n in tl.range(begin, end, BLOCK_N, num_stages=2 if UNEVEN else None):
         start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -276,12 +293,7 @@ def forward_tile(
         s = mask_tile(s, float("-inf"), offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        if UNEVEN:
-            p_high, p_low, unscale = weigh(p, v_sizes, offs_n, T_k)
-        else:
-            p_high, p_low = split(p * P_SCALE)
-            unscale = P_UNSCALE
-        acc += multiply(p_high, p_low, v, v_low) * unscale
+        acc += weighted_rows(p, v, v_low, v_sizes, offs_n, T_k, P_SCALE, UNEVEN)
     lse = row_max + tl.math.log2(row_sum)
     if NATURAL:
         lse *= LN2
@@ -317,12 +329,6 @@ def forward_kernel(
 
 
 @triton.jit
-def ds_halves(p, dp, delta):
-    """The halves of ds * DS_SCALE, in the units of dp."""
-    return split(p * (dp - delta) * DS_SCALE)
-
-
-@triton.jit
 def weights_of(s, s_scale, lse, UNEVEN: tl.constexpr):
     """p = exp2(s_scale s - lse). The rounding of a large lse is large: without the minimum, p could be infinite."""
     exponent = s * s_scale - lse
@@ -342,10 +348,7 @@ def dq_tile(
     lse_ptr and delta_ptr point to the T_q elements of this head.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q_size, q_sizes = sizes_of(sizes, stride, 0)
-    k_size, k_sizes = sizes_of(sizes, stride, 1)
-    v_size, v_sizes = sizes_of(sizes, stride, 2)
-    dy_size, dy_sizes = sizes_of(sizes, stride, 3)
+    q_size, q_sizes, k_size, k_sizes, v_size, v_sizes, dy_size, dy_sizes = sizes_of_all(sizes, stride)
     q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
     dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
     delta = tl.load(delta_ptr + offs_m, mask=offs_m < T_q, other=0.0)
@@ -359,9 +362,7 @@ def dq_tile(
         s_scale = score_scale * (q_size * UNIT) * (k_size * UNIT)
         delta = delta * (1 / UNIT / dy_size) * (1 / UNIT / v_size)
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
-    if IN_PARTS:
-        begin, end = part_of_range(begin, end, BLOCK_N)
+    begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS, IN_PARTS)
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -374,12 +375,7 @@ def dq_tile(
             dp = product_sizes(dp, dp_factor, v_sizes, offs_n, T_k)
         p = weights_of(s, s_scale, lse[:, None], UNEVEN)
         p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
-        if UNEVEN:
-            ds, ds_low, unscale = weigh(p * (dp - delta[:, None]), k_sizes, offs_n, T_k)
-        else:
-            ds, ds_low = ds_halves(p, dp, delta[:, None])
-            unscale = DS_UNSCALE
-        dq += multiply(ds, ds_low, k, k_low) * unscale
+        dq += weighted_rows(p * (dp - delta[:, None]), k, k_low, k_sizes, offs_n, T_k, DS_SCALE, UNEVEN)
     if UNEVEN:
         dq *= scale
     else:
@@ -398,10 +394,7 @@ def dkdv_tile(
     Here the tiles of s, p, dp and ds are transposed.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    q_size, q_sizes = sizes_of(sizes, stride, 0)
-    k_size, k_sizes = sizes_of(sizes, stride, 1)
-    v_size, v_sizes = sizes_of(sizes, stride, 2)
-    dy_size, dy_sizes = sizes_of(sizes, stride, 3)
+    q_size, q_sizes, k_size, k_sizes, v_size, v_sizes, dy_size, dy_sizes = sizes_of_all(sizes, stride)
     k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
     v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
     if UNEVEN:
@@ -410,9 +403,7 @@ def dkdv_tile(
     else:
         s_scale = score_scale * (q_size * UNIT) * (k_size * UNIT)
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    begin, end = query_range(start_n, T_q, 0, BLOCK_M, BLOCK_N, 1, CAUSAL)
-    if IN_PARTS:
-        begin, end = part_of_range(begin, end, BLOCK_M)
+    begin, end = query_range(start_n, T_q, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, IN_PARTS)
     for start_m in tl.range(begin, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -428,22 +419,14 @@ def dkdv_tile(
             if start_m < start_n + BLOCK_N:
                 p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
         dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-        if UNEVEN:
-            p_high, p_low, unscale = weigh(p, dy_sizes, offs_m, T_q)
-        else:
-            p_high, p_low = split(p * P_SCALE)
-            unscale = P_UNSCALE
-        dv += multiply(p_high, p_low, dy, dy_low) * unscale
+        dv += weighted_rows(p, dy, dy_low, dy_sizes, offs_m, T_q, P_SCALE, UNEVEN)
         dp = multiply(v, v_low, dy.T, dy_low.T)
         delta = load_rows(delta_ptr, 0, offs_m, start_m, T_q, EVEN, False)
         if UNEVEN:
             dp = product_sizes(dp, dp_factor, dy_sizes, offs_m, T_q)
-            ds, ds_low, unscale = weigh(p * (dp - delta[None, :]), q_sizes, offs_m, T_q)
         else:
             delta = delta * (1 / UNIT / dy_size) * (1 / UNIT / v_size)
-            ds, ds_low = ds_halves(p, dp, delta[None, :])
-            unscale = DS_UNSCALE
-        dk += multiply(ds, ds_low, q, q_low) * unscale
+        dk += weighted_rows(p * (dp - delta[None, :]), q, q_low, q_sizes, offs_m, T_q, DS_SCALE, UNEVEN)
     if UNEVEN:
         dk *= scale
     else:
