@@ -47,6 +47,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
+    # with --recompute block, forward keeps the activations of the last layer and the input of every other layer;
+    # backward holds the activations of one layer at a time
+    kept, inputs = (L, 0) if parallel.recompute == "none" or L == 1 else (1, L - 1)
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
     partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
@@ -66,9 +69,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
         # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2. Of these, qkv, attention and the
         # hidden layer (12) are divided over the tp ranks. The residual stream and LayerNorm after the last layer add 2
-        "activations": (4 * L + 2) * activation + 12 * L * activation // tp,
+        "activations": (4 * kept + 2 + inputs) * activation + 12 * kept * activation // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
-        "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
+        "statistics": FP32 * rows * (4 * kept + 2 + config.n_head * kept // tp),
         # the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands; or in the backward
         # pass of an MLP, its gradients
         "temporary arrays": max(
@@ -145,11 +148,13 @@ def explain_training_oom(
         more_micro_batches *= 2
     if batch_size % more_micro_batches == 0:
         options.append(f"--micro-batches {more_micro_batches}")
+    if parallel.recompute == "none" and fits(batch_size, parallel=replace(parallel, recompute="block")):
+        options.append("--recompute block")
     if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
         options.append("--zero 1")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
         options.append("--compress none")
-    given = {"tp": parallel.tp, "zero": parallel.zero, "compress": parallel.compress}
+    given = {name: getattr(parallel, name) for name in ("tp", "zero", "compress", "recompute")}
     flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(ParallelConfig(), name))
     return (
         f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_batches, 'micro-batch')}"

@@ -18,6 +18,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.part import RECOMPUTE
 
 # Groups: (title, description) for --help and docs/USAGE.md
 MODEL = ("model", None)
@@ -179,6 +180,15 @@ class TrainSettings(Settings):
     )
 
     threads: int = setting(EXECUTION, f"worker threads per rank; {THREADS}", None, AGAIN, at_least=1)
+    recompute: str = setting(
+        EXECUTION,
+        "block: keep only the input of each block in the forward pass, and compute the block again in the backward "
+        "pass: less memory, more time, the same results. none: keep all activations",
+        ParallelConfig.recompute,
+        AGAIN,
+        choices=RECOMPUTE,
+        metavar="none|block",
+    )
     precision: str = setting(EXECUTION, PRECISION, "fp32", SAVED, choices=PRECISIONS, metavar="|".join(PRECISIONS))
     rounding: str = setting(
         EXECUTION,

@@ -1,4 +1,4 @@
-"""How ranks and threads divide one training step: ParallelConfig, and the number of micro-batches."""
+"""How one training step is divided over ranks, threads and time: ParallelConfig, and the number of micro-batches."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks divide the work. The defaults are valid for any number of ranks, including one."""
+    """How a step is divided. The defaults are valid for any number of ranks, including one."""
 
     tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / tp replicas of the model
     dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
@@ -16,6 +16,7 @@ class ParallelConfig:
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its share of the arena (ZeRO-1)
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
+    recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):

@@ -18,7 +18,7 @@ from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
-from gpt2core.parallel.part import Part
+from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.tree_stack import TreeStack
 from gpt2core.parallel.zero import NoGather
 from gpt2core.tensor import Destination, Tensor, no_grad
@@ -34,10 +34,13 @@ class Worker:
     has the flat buffers to which kernels write the gradient of a pass; in every second pass they add it. Each pass must
     reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
     forward pass of a unit, completed(unit) when its sum is complete. dloss: the array of shape () with which backward
-    begins; None: 1.
+    begins; None: 1. recompute: see parts_of().
     """
 
-    def __init__(self, config, arena, parameters, gradients, backend, count, group, dloss, wait, completed, merged=1):
+    def __init__(
+        self, config, arena, parameters, gradients, backend, count, group, dloss, wait, completed, merged=1,
+        recompute="none",
+    ):  # fmt: skip
         self.arena, self.backend, self.wait, self.completed = arena, backend, wait, completed
         self.dloss = backend.ones((), np.float64) if dloss is None else dloss
 
@@ -55,7 +58,7 @@ class Worker:
         self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in twice}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
-        self.model = GPT2(config, self.tensors, group, self.dloss)
+        self.model, self.recompute = GPT2(config, self.tensors, group, self.dloss), recompute
 
     def run(self, batch, scale):
         """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
@@ -68,13 +71,17 @@ class Worker:
                 tensor = self.tensors[name]
                 tensor.buffer = self.apart.get(name, view)
                 tensor.grad = view if adds and name not in self.apart else None
-            whole = Part(self.model.units, self.backend, self.wait, functools.partial(self.add_unit, number))
+            hooks = {"before": self.wait, "completed": functools.partial(self.add_unit, number)}
+            graphs, x, dx = [], ids, self.dloss
             with self.backend.runtime.range("forward"):
-                graph = whole.forward(ids, targets, scale)
-            self.losses[number * self.merged][...] = graph.y.data
+                for part in parts_of(self.model.units, self.backend, self.recompute, **hooks):
+                    graphs.append(part.forward(x, targets, scale))
+                    x = graphs[-1].y.data
+            self.losses[number * self.merged][...] = x
             with self.backend.runtime.range("backward"):
-                graph.backward(self.dloss)
-            del graph
+                while graphs:
+                    dx = graphs.pop().backward(dx)
+            del x
             self.backend.runtime.join()  # frees all arrays of the pass: the next one can reuse their memory
         return self.losses
 
@@ -96,8 +103,8 @@ class MicroBatches:
     parameters: the flat buffer that all workers read. reduction: the DataParallel that sums `gradients` over the ranks.
     pool: the WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own,
     because workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are
-    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss:
-    see Worker.
+    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it.
+    dloss, recompute: see Worker.
     on_complete is reduction.unit_completed. It is called during backward when this rank's gradient of a unit is
     complete: by any worker's thread, one call at a time, in the same order on every rank. Raises ConfigError unless
     pool.size divides `count`.
@@ -105,7 +112,7 @@ class MicroBatches:
 
     def __init__(
         self, config, arena, parameters, gradients, reduction, pool, count, tensor_group, shape=None, all_gather=None,
-        dloss=None,
+        dloss=None, recompute="none",
     ):  # fmt: skip
         if count % pool.size:
             raise ConfigError(
@@ -120,7 +127,19 @@ class MicroBatches:
         passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
         sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
         self.workers = [
-            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), dloss, *hooks, self.merged)
+            Worker(
+                config,
+                arena,
+                parameters,
+                flat,
+                backend,
+                passes,
+                tensor_group.split(0),
+                dloss,
+                *hooks,
+                self.merged,
+                recompute,
+            )
             for backend, flat in zip(pool.backends, sums, strict=True)
         ]
 

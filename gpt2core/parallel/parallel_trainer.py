@@ -73,7 +73,7 @@ class ParallelTrainer(Trainer):
         self.accumulator = MicroBatches(
             config, arena, self.compute_parameters, self.gradients, self.data_parallel, self.pool,
             micro_batches // mesh.data.size, mesh.tensor, (self.rows.stop - self.rows.start, seq_len), all_gather,
-            dloss,
+            dloss, parallel.recompute,
         )  # fmt: skip
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)

@@ -7,9 +7,12 @@ array of the residual stream, and its gradient.
 
 import functools
 
-from gpt2core.model import Embedding
+from gpt2core.errors import ConfigError
+from gpt2core.model import Embedding, Head
 from gpt2core.stream import Stream
 from gpt2core.tensor import Tensor
+
+RECOMPUTE = ("none", "block")  # what backward computes again
 
 
 class Part:
@@ -22,11 +25,11 @@ class Part:
     def __init__(self, units, backend, before=lambda name: None, completed=lambda name: None):
         self.units, self.backend, self.before, self.completed = units, backend, before, completed
 
-    def forward(self, x, *loss):
+    def forward(self, x, targets=None, scale=None):
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. loss: the arguments (targets, scale) of GPT2.loss if the last unit is the head.
+        that enters. targets, scale: see GPT2.loss; only a part whose last unit is the head reads them.
         """
         graph = Graph(self)
         if not isinstance(self.units[0], Embedding):
@@ -35,7 +38,7 @@ class Part:
             self.before(unit.name)
             if unit is not self.units[0]:
                 x = x.mark(functools.partial(self.completed, unit.name))
-            x = unit(x, *loss) if loss and unit is self.units[-1] else unit(x)
+            x = unit(x, targets, scale) if isinstance(unit, Head) else unit(x)
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
 
@@ -59,6 +62,42 @@ class Graph:
 
     def keep_gradient(self, dx):
         self.dx = dx
+
+
+class RecomputedPart(Part):
+    """A part that keeps only its input; backward computes its forward pass again (Chen et al. 2016)."""
+
+    def forward(self, *inputs):
+        return RecomputedGraph(super().forward, inputs)
+
+
+class RecomputedGraph:
+    """A Graph without its activations. y: a Tensor with the same array as that of the Graph."""
+
+    def __init__(self, forward, inputs):
+        self.forward, self.inputs = forward, inputs
+        graph = forward(*inputs)
+        self.y, graph.y = graph.y.detach(), None  # otherwise the graph refers to itself, and is not freed here
+
+    def backward(self, dy, later=None):
+        """See Graph.backward."""
+        self.y = None
+        return self.forward(*self.inputs).backward(dy, later)
+
+
+def parts_of(units, backend, recompute="none", **hooks):
+    """The parts of a model with these units. hooks: the arguments `before` and `completed` of Part.
+
+    recompute: "none": one part. "block": each block except the last is a RecomputedPart. The activations of the last
+    block are needed right after the forward pass, so it is one part with the head. Raises ConfigError for another word.
+    """
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"`recompute={recompute}` is unknown: choose from {', '.join(RECOMPUTE)}")
+    if recompute == "none":
+        return [Part(units, backend, **hooks)]
+    embedding, *blocks, last, head = units
+    middle = [RecomputedPart([block], backend, **hooks) for block in blocks]
+    return [Part([embedding], backend, **hooks), *middle, Part([last, head], backend, **hooks)]
 
 
 def boundary(array, backend, function):

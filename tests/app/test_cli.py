@@ -288,6 +288,15 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     assert rows_of(logs[0])[-1]["parameters_sha256"] == rows_of(logs[1])[-1]["parameters_sha256"]
 
 
+def test_recomputed_blocks_change_no_bit_of_a_run(train, corpus, tmp_path):
+    logs = [tmp_path / f"{recompute}.jsonl" for recompute in ("none", "block")]
+    for log in logs:
+        flags = ("--preset", "nano", "--steps", 3, "--sample", 0, "--recompute", log.stem, "--log", log)
+        assert train(*flags, "--data", corpus).code == 0
+    assert curve(logs[0]) == curve(logs[1])
+    assert rows_of(logs[0])[-1]["parameters_sha256"] == rows_of(logs[1])[-1]["parameters_sha256"]
+
+
 def test_a_signal_in_the_last_step_ends_a_complete_run(corpus, tmp_path):
     flags = ["--preset", "nano", "--data", corpus, "--steps", 2, "--threads", 1, "--out", tmp_path / "run"]
     process = python("-c", SIGNALLED, 1, int(signal.SIGINT), *flags)

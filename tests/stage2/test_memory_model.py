@@ -236,6 +236,9 @@ class EqualRanks(Communicator):
 
 SHARED = [
     ("layers", 2, ParallelConfig(dp="bucket", bucket_mb=1)),
+    ("layers", 1, ParallelConfig(recompute="block")),
+    ("layers", 2, ParallelConfig(recompute="block", tp=2)),
+    ("head", 1, ParallelConfig(recompute="block")),
     ("layers", 1, ParallelConfig(tp=2)),
     ("layers", 1, ParallelConfig(tp=4)),
     ("head", 2, ParallelConfig(tp=2)),
@@ -270,12 +273,14 @@ def train_in_new_process(*flags):
 
 @gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["captured", "eager"])
-def test_the_model_is_within_a_tenth_of_the_reported_memory(precision, flags):
+def test_the_model_is_within_a_tenth_of_the_reported_memory(precision, flags, recompute):
+    flags = *flags, "--recompute", recompute
     done = train_in_new_process("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
     assert done.returncode == 0, done.stderr
     held = float(re.search(r"largest amount of device memory used: ([\d.]+) GiB", done.stdout)[1])
-    terms = training_memory(PRESETS["paper"], 64, 256, precision)
+    terms = training_memory(PRESETS["paper"], 64, 256, precision, parallel=ParallelConfig(recompute=recompute))
     assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
 
 
@@ -291,15 +296,20 @@ def test_the_suggested_batch_fits_and_a_larger_one_does_not():
     message = explain_training_oom(config, 512, 1024, "bf16", 1, 1, free)
     assert "--batch-size 512 of 1024 tokens in 1 micro-batch needs about" in message
     assert "only 40.0 GiB are free" in message
-    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", message).groups())
+    batch, shards = map(int, re.search(r"use --batch-size (\d+), --micro-batches (\d+) or", message).groups())
     assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
     assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
     assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
+    assert message.endswith("or --recompute block")
+    recomputed = needed(config, 512, 1024, "bf16", 1, 1, ParallelConfig(recompute="block"))
+    assert MARGIN * recomputed <= free
+    message = explain_training_oom(config, 512, 1024, "bf16", 1, 1, recomputed / 2, ParallelConfig(recompute="block"))
+    assert "with --recompute block needs" in message and "--recompute" not in message.split("; use ")[1]
 
 
 def test_the_suggested_batch_is_divisible_by_the_micro_batches_of_all_ranks():
     message = explain_training_oom(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
-    batch = int(re.search(r"--batch-size (\d+) or", message)[1])
+    batch = int(re.search(r"--batch-size (\d+)[, ]", message.split("; use ")[1])[1])
     assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
 
 
@@ -339,6 +349,7 @@ def test_the_terms_of_each_kind_of_parallelism():
 
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
+    args.recompute = "block"
     args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
     args.parallel = RunConfig.parallel.fget(args)
     asked = {}
@@ -346,7 +357,15 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     backend = SimpleNamespace(runtime=runtime)
     with pytest.raises(DeviceMemoryError, match="no room"), memory_errors(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
-    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward"), True)
+    assert asked["sizes"] == (
+        CONFIG,
+        16,
+        32,
+        4,
+        2,
+        ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward", "block"),
+        True,
+    )
     args.transport = "mpi"
     assert step_sizes(args, 4, 2)[-1] is False
 

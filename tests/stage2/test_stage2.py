@@ -21,9 +21,11 @@ from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.app.settings import recipe
 from gpt2core.architecture import GPT2Config
+from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.model import initial_parameters
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, load, parameter_hash
@@ -37,6 +39,7 @@ from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from tests.support.gradients import arrays
+from tests.support.training import assert_same, train
 from tests.tools.sanitize import all_kernels, call_all_launches, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +171,15 @@ def test_the_head_computes_the_logits_in_chunks_of_rows(rng, monkeypatch, in_for
         found.append([backend.to_host(array).copy() for array in (*rows, *arrays(*gradients))])
     for name, got, want in zip(("maxima", "sums", "target logits", "dx", "dw"), *found, strict=True):
         assert_near(got, want, 1e-5, name)
+
+
+def test_recomputed_blocks_give_the_same_bits(rng):
+    options = dict(steps=2, micro_batches=2, backend=CudaBackend, config=GPT2Config(36, 16, 3, 2, 32))
+    tokens = rng.integers(0, 36, 500)
+    got, want = (
+        train(Solo(), ParallelConfig(recompute=recompute), tokens, **options) for recompute in ("block", "none")
+    )
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("dloss", [None, 3.0], ids=["unknown", "known"])
