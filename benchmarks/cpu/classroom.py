@@ -6,16 +6,16 @@ Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from gpt2core.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -84,16 +84,7 @@ def main():
                 results[title]["seconds"].append(seconds)
                 results[title]["peak_bytes"] = max(peak, results[title]["peak_bytes"])
     progress("")
-    print_table(
-        [
-            {
-                "command": title,
-                "seconds": f"{statistics.median(result['seconds']):.0f}",
-                "MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-            }
-            for title, result in results.items()
-        ]
-    )
+    TABLES["classroom"].print(list(results.values()))
     save(BENCHMARK, list(results.values()), args)
 
 

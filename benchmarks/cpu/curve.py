@@ -9,9 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.run_log import read_log
@@ -44,13 +45,9 @@ def main():
     logs = {threads: train(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]
-    rows = []
-    for step in (*range(0, 50, 5), 49):
-        row = {"step": step, "paper": f"{PAPER_LOSSES[step]:.3f}", "ours": f"{losses[step]:.3f}"}
-        rows.append(row | {"deviation": f"{deviations[step]:+.1%}"})
-    print_table(rows)
+    TABLES["cpu-curve"].print({"losses": losses, "deviations": deviations})
     worst_step = max(range(50), key=lambda step: abs(deviations[step]))
-    print(f"\nlargest deviation from the paper: step {worst_step}: {deviations[worst_step]:+.1%}")
+    print(f"largest deviation from the paper: step {worst_step}: {deviations[worst_step]:+.1%}")
     hashes = {threads: log[-1]["parameters_sha256"] for threads, log in logs.items()}
     distinct_runs = {(*(line["loss"] for line in log), hashes[threads]) for threads, log in logs.items()}
     bitwise_equal = len(distinct_runs) == 1

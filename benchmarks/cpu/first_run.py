@@ -3,14 +3,14 @@
 The times are of whole processes and include the start of Python.
 """
 
-import statistics
 import subprocess
 import sys
 import time
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 
 COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
@@ -36,7 +36,7 @@ def main():
     for _ in range(args.rounds):
         for name, command in COMMANDS.items():
             results[name].append(seconds_of_process(command))
-    print_table([{"command": name, "seconds": f"{statistics.median(runs):.2f}"} for name, runs in results.items()])
+    TABLES["first-run"].print({"seconds": results})
     save("benchmarks.cpu.first_run", {"seconds": results}, args)
 
 

@@ -3,14 +3,14 @@
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
 """
 
-import statistics
 import time
 from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
 from gpt2core.app.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -85,33 +85,13 @@ def measure(args, threads, specs):
     ]
 
 
-def summarise(results, tokens):
-    """Add minimum, cores used and ratios to the results of one thread count; return the rows of its table.
-
-    tokens: tokens per step. The ratios are computed for each round, and the table shows their median.
-    """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+def summarise(results):
+    """Add minimum, cores used and ratios to the results of one thread count; the ratios are computed in each round."""
+    medians = add_step_fields(results)
     for result in results:
-        steps, own = sum(result["seconds"], []), medians[result["name"]]
-        median, result["min"] = statistics.median(steps), min(steps)
-        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        own = medians[result["name"]]
         result["times_as_fast_as_eager"] = paired_ratio(medians[EAGER], own)
         result["share_of_floor"] = paired_ratio(medians[FLOOR], own)
-        rows.append(
-            {
-                f"{result['threads']} thread(s)": result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{tokens / median:.0f}",
-                "times as fast as torch eager": f"{result['times_as_fast_as_eager']['median']:.3f}",
-                "time of floor / time": f"{100 * result['share_of_floor']['median']:.0f} %",
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-                "imports MiB": f"{result['import_bytes'] / 2**20:.0f}",
-            }
-        )
-    return rows
 
 
 def main():
@@ -135,12 +115,11 @@ def main():
     add_save_flags(add, "train_step")
     args = parser.parse_args()
 
-    tokens = args.batch_size * PRESETS[args.preset].block_size
     results = []
     for threads in args.threads:
         thread_results = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(thread_results, tokens))
-        print()
+        summarise(thread_results)
+        TABLES["cpu-step"].print(thread_results)
         results += thread_results
     save(BENCHMARK, results, args, args.save_as)
 

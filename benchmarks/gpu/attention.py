@@ -20,6 +20,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness import ours
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import (
     BenchmarkProcess,
     ProcessSpec,
@@ -28,7 +29,7 @@ from benchmarks.harness.processes import (
     run_rounds,
     timed_round,
 )
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -150,39 +151,20 @@ def measure(args, specs):
                 rounds = measured[spec.name]["rounds"]
                 times = {kind: [each[kind] for each in rounds] for kind in KINDS}
                 results[-1].append({"name": spec.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
-            print_table(summarise(results[-1]))
-            print(flush=True)
+            summarise(results[-1])
+            TABLES["gpu-attention"].print(results[-1:])
             yield results
 
 
 def summarise(results):
-    """Add TFLOP/s and speed ratios to the results of one shape; return the rows of its table."""
-    shape, ours_tuned, rows = results[0]["shape"], results[0], []
-    B, H, T, D = shape
+    """Add TFLOP/s and speed ratios to the results of one shape; report results that differ from ours."""
+    (B, H, T, D), own = results[0]["shape"], results[0]
     forward_flops = 2 * B * H * T * T * D
     flops = {"forward": forward_flops, "both": 3.5 * forward_flops}
     for result in results:
-        median = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
-        result["tflops"] = {kind: flops[kind] / median[kind] / 1e9 for kind in KINDS}
-        ratio = {kind: paired_ratio(result["ms"][kind], ours_tuned["ms"][kind]) for kind in KINDS}
-        result["ours_is_times_as_fast"] = ratio
-        difference = max(abs(a / b - 1) for a, b in zip(result["norms"], ours_tuned["norms"], strict=True))
-        if not difference < TOLERANCE:
-            norms = f"norms {result['norms']} and {ours_tuned['norms']}"
-            print(f"{result['name']} and {OURS} give different results: {norms}")
-        rows.append(
-            {
-                f"{B} x {H} x {T} x {D}": result["name"],
-                "forward ms": f"{median['forward']:.4g}",
-                "TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                "speedup of ours": f"{ratio['forward']['median']:.3f}",
-                "forward + backward ms": f"{median['both']:.4g}",
-                # a space at the end, because the keys of a row must differ
-                "TFLOP/s ": f"{result['tflops']['both']:.0f}",
-                "speedup of ours ": f"{ratio['both']['median']:.3f}",
-            }
-        )
-    return rows
+        result["tflops"] = {kind: flops[kind] / statistics.median(result["ms"][kind]) / 1e9 for kind in KINDS}
+        result["ours_is_times_as_fast"] = {kind: paired_ratio(result["ms"][kind], own["ms"][kind]) for kind in KINDS}
+        compare_norms(result, own, TOLERANCE)
 
 
 def parse_shape(text):

@@ -10,9 +10,11 @@ import time
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
@@ -134,12 +136,12 @@ def measure(preset, precision, rounds):
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
     trainers = {name: variants.trainer(change) for name, change in {FULL_STEP: None, **CHANGES}.items()}
-    seconds = {name: [] for name in trainers}
-    for _ in range(rounds):
-        for name, trainer in trainers.items():
-            variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
-            seconds[name].append(variants.median_step_seconds(trainer, steps))
-    return seconds
+
+    def seconds(trainer):
+        variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
+        return variants.median_step_seconds(trainer, steps)
+
+    return interleaved({name: functools.partial(seconds, trainer) for name, trainer in trainers.items()}, rounds)
 
 
 def main():
@@ -153,15 +155,11 @@ def main():
     check_gpu()
     results = []
     for preset in args.preset:
-        measured, rows = measure(preset, args.precision, args.rounds), []
+        measured = measure(preset, args.precision, args.rounds)
         for name, seconds in measured.items():
             gain = paired_ratio(seconds, measured[FULL_STEP])
             results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
-            title = "full step" if name == FULL_STEP else name
-            row = {f"{preset}, {args.precision}": title, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
-            rows.append(row | {"time / time of full step": f"{gain['median']:.3f}"})
-        print_table(rows)
-        print(flush=True)
+        TABLES["gpu-choices"].print(results[-len(measured) :])
         # after each table, so that an interrupted run keeps its finished tables
         save(BENCHMARK, results, args)
 

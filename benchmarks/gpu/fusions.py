@@ -11,9 +11,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import interleaved
 from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
@@ -96,7 +98,7 @@ def microseconds(functions, rounds=5, repeats=20):
     """
     import cupy
 
-    stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
+    stream, graphs = cupy.cuda.Stream(non_blocking=True), {}
     for name, function in functions.items():
         try:
             function()
@@ -106,11 +108,11 @@ def microseconds(functions, rounds=5, repeats=20):
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
             graphs[name] = capture_calls(stream, function, repeats)
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            spent = milliseconds(cupy, stream, partial(graph.launch, stream))
-            times.setdefault(name, []).append(1e3 * spent / repeats)
-    return {name: float(np.median(each)) for name, each in times.items()}
+    timers = {
+        name: partial(milliseconds, cupy, stream, partial(graph.launch, stream)) for name, graph in graphs.items()
+    }
+    times = interleaved(timers, rounds)
+    return {name: 1e3 * float(np.median(each)) / repeats for name, each in times.items()}
 
 
 def functions_of(cupy, backend, n, c, k):
@@ -196,13 +198,9 @@ def main():
     backend, results = CudaBackend("bf16", deterministic=False), []
     for n, c, k in SHAPES:
         times = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
-        rows = []
         for (fusion, version), us in times.items():
             results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
-            row = {f"{n} x {c} x {k}": fusion, "version": version, "us": f"{us:.1f}"}
-            rows.append(row | {"times as fast": f"{times[fusion, SEPARATE] / us:.2f}"})
-        print_table(rows)
-        print()
+        TABLES["gpu-fusions"].print(results[-len(times) :])
     save(BENCHMARK, results, args, "fusions")
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.lesson import device_seconds, interleaved
+from benchmarks.gpu.lesson import device_seconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.rounds import interleaved
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
 BENCHMARK = "benchmarks.gpu.ladder"

@@ -5,9 +5,9 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
-from benchmarks.harness.table_format import gib
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
@@ -67,23 +67,6 @@ def measure(case, timeout):
     return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
 
 
-def row_of(result):
-    """The row of the table for one result of measure()."""
-    options, context = result["options"], None
-    if result["driver_bytes"] is not None:
-        context = result["driver_bytes"] - result["held_bytes"]
-    largest = sorted(result["terms"].items(), key=lambda term: -term[1])[:3]
-    return {
-        "configuration": f"{options['preset']}, {options['precision']}, {options['batch_size']} sequences"
-        + f" in {options['micro_batches']} micro-batches" * (options["micro_batches"] > 1),
-        "held GiB": gib(result["held_bytes"]),
-        "model GiB": gib(result["model_bytes"]),
-        "difference": f"{100 * result['difference']:+.1f} %",
-        "context GiB": gib(context),
-        "largest terms": ", ".join(f"{name} {gib(count)}" for name, count in largest),
-    }
-
-
 def main():
     parser = benchmark_parser(
         BENCHMARK, __doc__, ("", "cases of several models"), ("--preset gpt2 --batch-size 8", "one case")
@@ -110,8 +93,9 @@ def main():
         # after each case, so that an interrupted run keeps its finished cases
         save(BENCHMARK, results, args)
     progress("")
-    print_table([row_of(result) for result in results])
-    print(f"\nThe columns held GiB and model GiB do not include the CUDA context ({gib(CONTEXT)} GiB in the model).")
+    TABLES["gpu-memory"].print(results)
+    context = f"{CONTEXT / 2**30:.2f} GiB"
+    print(f"The columns held and predicted do not include the CUDA context ({context} in the model).")
     wrong = [result for result in results if abs(result["difference"]) > MAX_DIFFERENCE]
     if wrong:
         sys.exit(f"{len(wrong)} of {len(results)} cases differ by more than {MAX_DIFFERENCE:.0%}")

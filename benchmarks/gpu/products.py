@@ -17,6 +17,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness import ours
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import (
     BenchmarkProcess,
     ProcessSpec,
@@ -25,7 +26,7 @@ from benchmarks.harness.processes import (
     run_rounds,
     timed_round,
 )
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
@@ -130,22 +131,13 @@ def measure(args, precision):
 
 
 def summarise(pair):
-    """Add TFLOP/s and speed ratios to the two results of one shape; return the row of the shape in the table."""
+    """Add TFLOP/s and speed ratios to the two results of one shape; report results that differ."""
     own, peer = pair
     N, C, K, _ = own["shape"]
-    row = {f"{own['precision']}: N x C x K": f"{N} x {C} x {K}"}
     for result in pair:
         result["tflops"] = {kind: 2e-9 * N * C * K / statistics.median(result["ms"][kind]) for kind in KINDS}
     own["times_as_fast"] = {kind: paired_ratio(peer["ms"][kind], own["ms"][kind]) for kind in KINDS}
-    for kind, heading in zip(KINDS, ("forward", "input gradient", "weight gradient"), strict=True):
-        padding = " " * KINDS.index(kind)  # the keys of a row must differ
-        row[f"{heading}, TFLOP/s"] = f"{own['tflops'][kind]:.0f}"
-        row[f"torch{padding}"] = f"{peer['tflops'][kind]:.0f}"
-        row[f"times as fast{padding}"] = f"{own['times_as_fast'][kind]['median']:.3f}"
-    difference = max(abs(a / b - 1) for a, b in zip(peer["norms"], own["norms"], strict=True))
-    if not difference < TOLERANCES[own["precision"]]:
-        print(f"{OURS} and {PEER} give different results: norms {own['norms']} and {peer['norms']}")
-    return row
+    compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
 def parser():
@@ -164,8 +156,9 @@ def main(argv=None):
     args, results = parser().parse_args(argv), []
     for precision in args.precision:
         precision_results = measure(args, precision)
-        print_table([summarise(pair) for pair in precision_results])
-        print(flush=True)
+        for pair in precision_results:
+            summarise(pair)
+        TABLES["gpu-products"].print(precision_results)
         results += precision_results
         save(BENCHMARK, results, args, args.save_as)
 

@@ -8,17 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import (
-    add_save_flags,
-    benchmark_parser,
-    nvidia_smi,
-    paired_ratio,
-    print_table,
-    round_medians,
-    save,
-)
-from benchmarks.harness.table_format import gib
+from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -158,48 +150,25 @@ def measure(args, specs, steps):
 
 
 def summarise(results):
-    """Add minimum, tokens/s, MFU and speed ratios to the results of one table; return the rows of the table.
+    """Add minimum, tokens/s, MFU and speed ratios to the results of one table.
 
     MFU is the model-FLOPs utilisation. A ratio is computed from the median step times of the same round.
     """
-    options = results[0]["options"]
-    title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
+    options, peers = results[0]["options"], results[1:]
     tokens = options["batch_size"] * options["seq_len"]
     flops = tokens * flops_per_token(config_of(options["preset"], options["seq_len"]), options["seq_len"])
-    gpu_name = (nvidia_smi("name") or [[""]])[0][0]
-    peak = peak_flops(gpu_name, options["precision"])
+    peak = peak_flops((nvidia_smi("name") or [[""]])[0][0], options["precision"])
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    peers, rows = results[1:], []
     for result in results:
         all_steps, own = sum(result["seconds"], []), medians[result["name"]]
         median, result["min"] = statistics.median(all_steps), min(all_steps)
         result["tokens_per_second"] = tokens / median
         result["mfu"] = peak and flops / median / peak
         result["times_as_fast"] = {peer["name"]: paired_ratio(medians[peer["name"]], own) for peer in peers}
-        unread = [seconds for seconds in result["unread_seconds"] if seconds]
-        if not unread:  # this project's result; its losses are always read at every step
+        if not any(result["unread_seconds"]):  # this project's result; its losses are always read at every step
             result["times_as_fast_as_unread"] = {
                 peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers
             }
-        rows.append(
-            {
-                title: result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "ms/step, losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
-                "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                **{
-                    f"times as fast as {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}"
-                    for peer in peers[:1]
-                },
-                "MFU": f"{100 * result['mfu']:.1f} %" if peak else "",
-                "tensors GiB": gib(result["allocated_bytes"]),
-                "held GiB": gib(result["held_bytes"]),
-                "driver GiB": gib(result["driver_bytes"]),
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    return rows
 
 
 def verdicts(results):
@@ -247,8 +216,9 @@ def main():
         steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
         for precision in args.precision:
             table_results = measure(args, list(process_specs(args, preset, precision)), steps)
-            print_table(summarise(table_results))
-            print("\n" + "\n".join(verdicts(table_results)) + "\n", flush=True)
+            summarise(table_results)
+            TABLES["gpu-step"].print(table_results)
+            print("\n".join(verdicts(table_results)), flush=True)
             results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)

@@ -7,7 +7,6 @@ may be during start-up. The other ranks then wait for an NCCL kernel that never 
 import random
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT, Job, launcher
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, print_table, save
-from benchmarks.ranks.kill import finished, kill_one
+from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, save
+from benchmarks.ranks.kill import finished, kill_one, print_trials, summary_of, times_of
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
@@ -90,25 +89,10 @@ def trial(args, folder, rng, longest, before):
         return result | {"step": None, "error": str(error)}
 
 
-def summarise(results):
-    """Add the field "clean" (whether the job ended as it should) to each result; return the table's rows."""
-    for result in results:
-        ended = result["code"] != 0 and result["seconds"] < END_LIMIT
-        result["clean"] = bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
-    return [
-        {
-            "killed": f"rank {result['rank']}",
-            "killed after, s": f"{result['moment']:.2f}",
-            "steps printed": result["steps_seen"],
-            "job ended within, s": f"{result['seconds']:.2f}",
-            "exit code": result["code"],
-            "cause reported": result["cause"] or "NONE",
-            "processes left": result["left"],
-            "left on GPUs": result["on_gpus"] or "nothing",
-            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-        }
-        for result in results
-    ]
+def is_clean(result):
+    """Whether the job of a trial ended soon, with an error code, reported the cause and left nothing."""
+    ended = result["code"] != 0 and result["seconds"] < END_LIMIT
+    return bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
 
 
 def parser():
@@ -144,18 +128,13 @@ def main(argv=None):
             if len(results) < args.times and (result := trial(args, folder, rng, longest, before)):
                 results.append(result)
     progress("")
-    print_table(summarise(results))
-    seconds = [result["seconds"] for result in results]
-    summary = {
-        "clean_ends": sum(result["clean"] for result in results),
-        "readable": sum(result["step"] is not None for result in results),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
-    }
+    results = [result | {"clean": is_clean(result)} for result in results]
+    columns = "steps printed = {steps_seen} | cause reported = {cause:or NONE} | left on GPUs = {on_gpus:or nothing}"
+    print_trials(results, columns)
+    summary = summary_of(results, is_clean)
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
-        f"(median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), "
-        f"{summary['readable']} left a readable checkpoint."
+        f"{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
+        f"({times_of(summary)}), {summary['readable']} left a readable checkpoint."
     )
     options = vars(args) | {"longest_moment": longest}
     save(BENCHMARK, {**options, "summary": summary, "rows": results}, args, args.save_as)

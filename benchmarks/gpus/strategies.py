@@ -5,11 +5,10 @@ step time of its baseline is the time of the communication that does not overlap
 baselines, because the deterministic mode uses other kernels for matrix products than the fast mode.
 """
 
-import statistics
-
 from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, parser_of, reached, variant_name
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import paired_ratio, print_table, save
+from benchmarks.harness.report import paired_ratio, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
@@ -51,36 +50,20 @@ def baseline_of(ranks, options):
     return f"no communication, {gpus(ranks)}" + " --deterministic" * options.get("deterministic", False)
 
 
-def summarise(results, title):
-    """Return the table's rows.
+def summarise(results):
+    """Add fields to each result: min, times_baseline, communication_share and times_plain.
 
-    Also adds fields to each result: min, times_baseline (its time / time of its baseline), communication_share (of the
-    step time) and times_plain (its time / time of the same --dp without other options).
+    times_baseline: its time / time of its baseline. communication_share: of the step time. times_plain: its time / time
+    of the same --dp without other options.
     """
     by_name = {result["name"]: result for result in results}
-    rows = []
     for result in results:
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
         if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
             result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
-        median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
-        share = "" if result is baseline else result["communication_share"]
-        rows.append(
-            {
-                title: result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest round, ms/step": f"{1e3 * result['min']:.4g}",
-                "added by communication, ms": share and f"{1e3 * share * median:.3f}",
-                "share of step": share and f"{100 * share:.1f} %",
-                "messages": result["messages"],
-                "MB sent per rank": f"{1e-6 * result['bytes_sent']:,.1f}",
-                "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.1f}",
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    return rows
+        result["min"] = min(result["seconds"])
 
 
 def verdicts(results, ranks):
@@ -135,9 +118,11 @@ def main(argv=None):
     launcher = tuple(launch_line(*choose(), args.ranks))
     job = ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=args.ranks, launcher=launcher)
     results = measure(args, [job], args.steps_per_round)
-    print_table(summarise(results, f"{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU"))
+    summarise(results)
+    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
+    TABLES["gpus-strategies"].print(results)
     if not args.buckets_mb:
-        print("\n" + "\n".join(verdicts(results, args.ranks)))
+        print("\n".join(verdicts(results, args.ranks)))
     save(BENCHMARK, results, args, args.save_as)
 
 

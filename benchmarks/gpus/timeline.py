@@ -10,8 +10,9 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpus.scaling import add_sizes, parser_of
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table, save
+from benchmarks.harness.report import save
 from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
@@ -141,21 +142,6 @@ def plot(steps, path):
     plt.close(figure)
 
 
-def rows_of(times):
-    """The table's rows, from {name: times_of()}."""
-    return [
-        {
-            "rank 0": name,
-            "step, ms": f"{of_step['step_ms']:.2f}",
-            "compute, ms": f"{of_step['compute_ms']:.2f}",
-            "communication, ms": f"{of_step['communication_ms']:.2f}",
-            "communication that overlaps": f"{100 * of_step['hidden_ms'] / of_step['communication_ms']:.0f} %",
-            "kernels": of_step["kernels"],
-        }
-        for name, of_step in times.items()
-    ]
-
-
 def parser():
     parser = parser_of(
         BENCHMARK,
@@ -179,7 +165,7 @@ def main(argv=None):
     profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
     steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
-    print_table(rows_of(times))
+    TABLES["gpus-timeline"].print(times)
     path = save(BENCHMARK, times, args, args.save_as)
     trace = path.with_name(f"{path.stem}_trace.json")
     write_trace(trace, processes_of(steps))

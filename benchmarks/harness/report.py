@@ -52,6 +52,25 @@ def round_medians(rounds):
     return [statistics.median(samples) for samples in rounds]
 
 
+def add_step_fields(results):
+    """Add the fastest step ("min") and "cores_used" to results; return {name: [the median step of each round]}.
+
+    A result has "seconds", a list per round with a number per step, and the "cpu_seconds" of all steps.
+    """
+    for result in results:
+        steps = sum(result["seconds"], [])
+        result["min"], result["cores_used"] = min(steps), result["cpu_seconds"] / sum(steps)
+    return {result["name"]: round_medians(result["seconds"]) for result in results}
+
+
+def compare_norms(result, own, tolerance):
+    """Report a result whose norms differ from those of `own`, our result, by `tolerance` or more, relatively."""
+    difference = max(abs(a / b - 1) for a, b in zip(result["norms"], own["norms"], strict=True))
+    if not difference < tolerance:  # also if it is not a number
+        norms = f"norms {result['norms']} and {own['norms']}"
+        print(f"{result['name']} and {own['name']} give different results: {norms}")
+
+
 def summarised(results, field=None):
     """A copy of `results` in which each list under a field in SAMPLES is replaced by its summary.
 

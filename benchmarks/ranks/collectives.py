@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 
@@ -165,28 +166,11 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
 
 
 def summarise(results, ranks):
-    """Return the table's rows for the results of one job.
-
-    Also adds two fields to each result: ranks, and ratio_to_native, its time divided by the MPI library's time.
-    """
+    """Add two fields to the results of one job: ranks, and ratio_to_native, the time divided by the MPI library's."""
     native_seconds = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
-    rows = []
-    for result in sorted(results, key=lambda result: (result["bytes"], ALGORITHMS.index(result["algorithm"]))):
+    for result in results:
         result["ranks"] = ranks
-        median = statistics.median(result["seconds"])
         result["ratio_to_native"] = paired_ratio(result["seconds"], native_seconds[result["bytes"]])
-        rows.append(
-            {
-                f"{ranks} ranks": result["algorithm"],
-                "bytes": f"{result['bytes']:,}",
-                "ms": f"{1e3 * median:.4g}",
-                "fastest, ms": f"{1e3 * min(result['seconds']):.4g}",
-                "GB/s": f"{1e-9 * result['bytes'] / median:.3g}",
-                "bytes sent, most of any rank": f"{max(result['bytes_sent']):,}" if max(result["bytes_sent"]) else "",
-                "time / time of mpi": f"{result['ratio_to_native']['median']:.2f}",
-            }
-        )
-    return rows
 
 
 def fit(results):
@@ -246,17 +230,11 @@ def compare(args, operation):
             job = operation, args.sizes, args.rounds, args.seconds, str(Path(folder, "store"))
             of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
         progress("")
-        print(f"{operation}:\n")
-        print_table(summarise(of_ranks, ranks))
+        print(f"{operation}:")
+        summarise(of_ranks, ranks)
+        TABLES["ranks-collectives"].print({"all_reduce": of_ranks})
         fits[ranks] = fit(of_ranks)
-        print()
-        print_table(
-            [
-                {f"{ranks} ranks": name, "alpha us": f"{1e6 * alpha:.4g}", "beta ns per byte": f"{1e9 * beta:.3g}"}
-                for name, (alpha, beta) in fits[ranks].items()
-            ]
-        )
-        print()
+        TABLES["ranks-fit"].print({"alpha_beta": {ranks: fits[ranks]}})
         results += of_ranks
     return results, fits
 
@@ -266,17 +244,9 @@ def idle(args):
     ranks = max(args.ranks)
     speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
     shares = {name: paired_ratio(speed, speeds["asleep"]) for name, speed in speeds.items()}
-    print_table(
-        [
-            {
-                f"{ranks - 1} ranks are": name,
-                "GFLOP/s of rank 0": f"{statistics.median(speed):.1f}",
-                "speed / speed while they sleep": f"{100 * shares[name]['median']:.0f} %",
-            }
-            for name, speed in speeds.items()
-        ]
-    )
-    return {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+    results = {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+    TABLES["ranks-idle"].print(results)
+    return results
 
 
 def main():

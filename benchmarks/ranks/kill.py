@@ -17,11 +17,16 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
 BENCHMARK = "benchmarks.ranks.kill"
+TRIALS = """
+    killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
+    processes left = {left} | checkpoint
+"""  # columns of the table of trials
 
 
 def train(ranks, *flags):
@@ -88,6 +93,33 @@ def ended_cleanly(result):
     return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
+def print_trials(results, description):
+    """Print a row for each trial. description: of the columns that only one kind of jobs has."""
+    texts = [
+        {
+            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
+            "curve": "equal" if result.get("equal") else "DIFFERS",
+        }
+        for result in results
+    ]
+    Table("", TRIALS + description).print([result | each for result, each in zip(results, texts, strict=True)])
+
+
+def summary_of(results, is_clean):
+    """{name: number} of all trials; is_clean(result): whether a job ended as it should."""
+    seconds = [result["seconds"] for result in results]
+    return {
+        "clean_ends": sum(map(is_clean, results)),
+        "readable": sum(result["step"] is not None for result in results),
+        "median_seconds": statistics.median(seconds),
+        "longest_seconds": max(seconds),
+    }
+
+
+def times_of(summary):
+    return f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
+
+
 def main():
     parser = benchmark_parser(
         BENCHMARK, __doc__, ("", "20 runs on four ranks"), ("--times 1 --ranks 2", "a quick trial")
@@ -119,32 +151,12 @@ def main():
             if result := trial(args, folder, expected, rng, longest):
                 results.append(result)
     progress("")
-    print_table(
-        [
-            {
-                "killed": f"rank {result['rank']}",
-                "killed after, s": f"{result['moment']:.2f}",
-                "job ended within, s": f"{result['seconds']:.2f}",
-                "exit code": result["code"],
-                "processes left": result["left"],
-                "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-                "resumed curve": "equal" if result["equal"] else "DIFFERS",
-            }
-            for result in results
-        ]
-    )
-    seconds = [result["seconds"] for result in results]
-    summary = {
-        "clean_ends": sum(ended_cleanly(result) for result in results),
-        "readable": sum(result["step"] is not None for result in results),
-        "equal": sum(result["equal"] for result in results),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
-    }
+    print_trials(results, "resumed curve = {curve}")
+    summary = summary_of(results, ended_cleanly) | {"equal": sum(result["equal"] for result in results)}
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within 10 s with no process left (median "
-        f"{summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), {summary['readable']} left a "
-        f"readable checkpoint, {summary['equal']} resumed with the curve of the uninterrupted run, bit for bit."
+        f"{summary['clean_ends']} of {args.times} ended within 10 s with no process left ({times_of(summary)}), "
+        f"{summary['readable']} left a readable checkpoint, {summary['equal']} resumed with the curve of the "
+        f"uninterrupted run, bit for bit."
     )
     options = vars(args) | {"longest_moment": longest}
     save(BENCHMARK, {**options, "summary": summary, "rows": results}, args)

@@ -1,13 +1,13 @@
 """Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?"""
 
-import statistics
 import time
 from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
@@ -114,37 +114,15 @@ def measure(args, specs):
     ]
 
 
-def summarise(results, tokens):
-    """Return the table's rows. Also adds three fields to each result: min, cores_used and times_as_fast.
+def summarise(results):
+    """Add min, cores_used and times_as_fast to each result.
 
-    tokens: the number of tokens per step. times_as_fast: {peer: time of the peer / time of this result}; the peers are
-    those in TARGETS.
+    times_as_fast: {peer: time of the peer / time of this result}; the peers are those in TARGETS.
     """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+    medians = add_step_fields(results)
     for result in results:
-        step_seconds, own = sum(result["seconds"], []), medians[result["name"]]
-        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
-        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
-        result["times_as_fast"] = {peer: paired_ratio(medians[peer], own) for peer in TARGETS if peer in medians}
-        speedup = {peer: f"{each['median']:.3f}" for peer, each in result["times_as_fast"].items()}
-        rows.append(
-            {
-                "": result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{tokens / median:.0f}",
-                "times as fast as 1 process": speedup[SERIAL],
-                **({"times as fast as DDP": speedup[DDP]} if DDP in speedup else {}),
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB per rank": f"{result['peak_bytes'] / 2**20:.0f}",
-                "last loss": f"{result['losses'][-1]:.9g}",
-            }
-        )
-    for row in rows:
-        if each := rank_speedups(results, SERIAL).get(row[""]):
-            row["times as fast as 1 process"] = each.cell(row["times as fast as 1 process"])
-    return rows
+        peers = [peer for peer in TARGETS if peer in medians]
+        result["times_as_fast"] = {peer: paired_ratio(medians[peer], medians[result["name"]]) for peer in peers}
 
 
 def verdicts(results):
@@ -194,8 +172,8 @@ def main():
     plan_micro_batches(args.batch_size, None, 1, args.ranks, not args.no_deterministic)
 
     results = measure(args, list(process_specs(args)))
-    print_table(summarise(results, args.batch_size * PRESETS[args.preset].block_size))
-    print()
+    summarise(results)
+    TABLES["ranks-step"].print(results)
     print("\n".join(verdicts(results)))
     save(BENCHMARK, results, args)
 

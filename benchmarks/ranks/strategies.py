@@ -1,9 +1,8 @@
 """How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?"""
 
-import statistics
-
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.ranks.ranks import timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
@@ -84,32 +83,10 @@ def measure(args, ranks, chosen):
 
 
 def summarise(results):
-    """Return the table's rows for the results of one job.
-
-    Also adds three fields to each result: min, cores_used, and times_flat, its step time divided by that of FLAT.
-    """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+    """Add min, cores_used, and times_flat, the step time divided by that of FLAT, to the results of one job."""
+    medians = add_step_fields(results)
     for result in results:
-        step_seconds = sum(result["seconds"], [])
-        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
-        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
         result["times_flat"] = paired_ratio(medians[result["name"]], medians[FLAT])
-        rows.append(
-            {
-                f"{result['ranks']} ranks": result["name"],
-                "messages": result["messages"],
-                "MB sent, most of any rank": f"{1e-6 * max(result['bytes_sent']):.3f}",
-                "MB sent, mean of ranks": f"{1e-6 * statistics.mean(result['bytes_sent']):.3f}",
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "time / time of flat": f"{result['times_flat']['median']:.3f}",
-                "cores used": f"{result['cores_used']:.2f}",
-                "optimizer MiB per rank": f"{max(result['optimizer_bytes']) / 2**20:.3f}",
-                "last loss": f"{result['final_loss']:.9g}",
-            }
-        )
-    return rows
 
 
 def verdict(results, ranks):
@@ -157,8 +134,9 @@ def main():
     results = []
     for ranks in args.ranks:
         of_ranks = measure(args, ranks, chosen)
-        print_table(summarise(of_ranks))
-        print("\n" + verdict(of_ranks, ranks) + "\n")
+        summarise(of_ranks)
+        TABLES["ranks-strategies"].print(of_ranks)
+        print(verdict(of_ranks, ranks))
         results += of_ranks
     save(BENCHMARK, results, args, name="_".join(["strategies", *args.only]) if args.only else None)
 

@@ -12,10 +12,11 @@ import functools
 import sys
 import time
 
+from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
-from benchmarks.harness.table_format import cell
 
 # T time (queries and keys), D head size
 
@@ -23,11 +24,9 @@ BENCHMARK = "benchmarks.torch.attention"
 HEAD_SIZES = 16, 32, 64, 128
 MEMORY_BATCH, MEMORY_LENGTHS = 8, (256, 1024, 4096, 8192, 16384, 32768, 65536)
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
-OURS = "ours"
 # Calls are timed in a CUDA graph, because launches from Python would take longer than short kernels. With a longer T
 # the T x T matrices of the others would not fit into the memory of a graph.
 GRAPH_LENGTH, ALWAYS_IN_GRAPH = 8192, ("sdpa", OURS)
-GRID = "naive", "compiled", "sdpa", OURS, "ours, compiled backward"
 LEADERBOARD = OURS, "ours, eager", "ours, compiled backward", "naive", "sdpa flash", "sdpa cudnn"
 BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
 
@@ -184,7 +183,7 @@ def board_row(name):
     return {"both": mean_and_deviation(samples)}
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 def cases(args):
@@ -202,35 +201,6 @@ def cases(args):
     return found
 
 
-def table_rows(rows):
-    """{title: the rows of a table}; the grid has a table for each kind, with a column for each implementation."""
-    tables = {}
-    for row in rows:
-        part, *keys = row["name"].split(" / ")
-        if part == "grid":
-            *shape, implementation_name = keys
-            for kind in ("forward", "backward", "both"):
-                table = tables.setdefault(f"grid, {kind}, ms", {})
-                cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(GRID, "")})
-                cells[implementation_name] = time_cell(row, kind)
-        else:
-            kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
-            cells = {"": ", ".join(keys), **{f"{kind} ms": time_cell(row, kind) for kind in kinds}}
-            if part == "memory":
-                for column, kind in (
-                    ("GiB before backward", "bytes_before_backward"),
-                    ("GiB of weights", "bytes_of_weights"),
-                ):
-                    cells[column] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
-            tables.setdefault(part, {})[row["name"]] = cells
-    return {title: list(table.values()) for title, table in tables.items()}
-
-
-def time_cell(row, kind):
-    """The mean and the standard deviation of a time in ms, as text."""
-    return "out of memory" if row.get("oom") else cell(row[kind])
-
-
 def main():
     parser = benchmark_parser(
         BENCHMARK,
@@ -245,9 +215,9 @@ def main():
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
     add_row_flags(add, "attention")
     args = parser.parse_args()
-    for title, rows in table_rows(run_rows(BENCHMARK, args, cases(args))).items():
-        print(f"\n{title}\n")
-        print_table(rows)
+    rows = run_rows(BENCHMARK, args, cases(args))
+    TABLES["torch-attention"].print(rows, "leaderboard")
+    print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
 
 
 if __name__ == "__main__":

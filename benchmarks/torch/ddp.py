@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.assignment_tables import timeline_tables
+from benchmarks.harness.assignment_tables import TABLES, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rows import add_row_flags, run_rows
@@ -25,7 +25,6 @@ from benchmarks.torch.models import (
     build,
     device_of_rank,
     loss_of,
-    print_rows,
     release_memory,
     slowest,
     timed,
@@ -130,15 +129,6 @@ def way_row(groups, way, args):
     return values
 
 
-def with_exposed(rows):
-    """The rows with the time that is not hidden: the difference from the row without synchronisation."""
-    base = next((row["step"]["mean"] for row in rows if row.get("way") == NONE), None)
-    for row in rows:
-        exposed = row["step"]["mean"] - base if base is not None and "step" in row else None
-        share = {} if exposed is None else {"exposed ms": exposed, "exposed %": 100 * exposed / row["step"]["mean"]}
-        yield row | share
-
-
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +178,8 @@ def draw_timeline(spans, path, title):
     figure, panels = plt.subplots(
         len(spans), 1, figsize=(11, 1.9 * len(spans)), sharex=True, squeeze=False, layout="constrained"
     )
-    hidden = {row[""]: row["communication during computation"] for row in timeline_tables({"intervals": spans})["rows"]}
+    rows = TABLES["ddp-timeline"].cells([{"results": {"intervals": spans}}])
+    hidden = {row[""]: row["communication during computation"] for row in rows}
     for (way, found), panel in zip(spans.items(), panels[:, 0], strict=True):
         for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
             bars = [(start, end - start) for each, start, end in found if each == lane]
@@ -241,7 +232,7 @@ def main():
         if args.timeline:
             return timeline(args, settings, groups)
         cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
-        print_rows(list(with_exposed(run_rows(BENCHMARK, args, cases))))
+        print_tables(run_rows(BENCHMARK, args, cases), "ddp")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 
-from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
+from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
@@ -24,7 +24,6 @@ from benchmarks.torch.models import (
     add_model_flags,
     add_run_flags,
     check_device,
-    print_tables,
     release_memory,
 )
 from benchmarks.torch.passes import (
@@ -193,7 +192,8 @@ def main():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the processes
 
     with Processes(args) as processes:
-        print_tables(end_to_end_tables(run_rows(BENCHMARK, args, cases(processes, args))))
+        rows = run_rows(BENCHMARK, args, cases(processes, args))
+    print_tables(rows, "end-to-end", "warm-up", "end-to-end-bf16")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import sys
 
 import torch
 
-from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
+from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
@@ -39,7 +39,6 @@ from benchmarks.torch.models import (
     batch_of,
     check_device,
     config_of,
-    print_tables,
     release_memory,
     use_checkpoints,
 )
@@ -249,7 +248,7 @@ def main():
     if min(args.blocks) < 1:
         parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
     rows = run_rows(BENCHMARK, args, cases(args))
-    print_tables(memory_tables(rows))
+    print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(BENCHMARK, args, ".png"))
 
 

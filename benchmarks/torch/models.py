@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.assignment_tables import value_tables
-from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
 from benchmarks.peers import torch_gpt2
@@ -153,21 +151,6 @@ class Groups:
 def slowest(found, field):
     """{"mean", "std", "n"} in ms of the slowest rank in each run; found: {field: seconds of each run} of each rank."""
     return mean_and_deviation([1e3 * max(each) for each in zip(*(rank[field] for rank in found), strict=True)])
-
-
-def print_rows(rows):
-    """Print rows with all their columns; a time is its mean and standard deviation."""
-    if rows:
-        print()
-        print_table(value_tables(rows)["rows"])
-
-
-def print_tables(tables):
-    """Print {title: rows of a table}."""
-    for title, rows in tables.items():
-        if rows:
-            print(f"\n{title}\n")
-            print_table(rows)
 
 
 def add_run_flags(add, warm_up, repeats):

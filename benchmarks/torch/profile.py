@@ -24,7 +24,7 @@ from collections import Counter
 import torch
 
 from benchmarks.gpu.profile import is_product as is_gpu_product
-from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
+from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
@@ -36,7 +36,6 @@ from benchmarks.torch.models import (
     check_device,
     naive_attention,
     named_range,
-    print_tables,
     release_memory,
     timed,
 )
@@ -200,7 +199,7 @@ def main():
         cupti.open_cupti()
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(BENCHMARK, args, cases)
-    print_tables(profile_tables(rows))
+    print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
     print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
 
 

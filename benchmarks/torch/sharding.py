@@ -13,6 +13,7 @@ import functools
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.assignment_tables import MOMENTS, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
@@ -25,7 +26,6 @@ from benchmarks.torch.models import (
     build,
     device_of_rank,
     loss_of,
-    print_rows,
     release_memory,
     slowest,
     timed,
@@ -38,7 +38,6 @@ BENCHMARK = "benchmarks.torch.sharding"
 PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH = "plain", "sharded optimizer", "fsdp", "fully_shard"
 WAYS = [PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH]
 BUCKET_MB = 25
-MOMENTS = ("init", "before step", "after step")
 
 
 def prepare(way, size, context, device):
@@ -171,7 +170,7 @@ def main():
             settings = f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
             for way in WAYS:
                 cases[f"{settings}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
-        print_rows(run_rows(BENCHMARK, args, cases))
+        print_tables(run_rows(BENCHMARK, args, cases), "sharding")
 
 
 if __name__ == "__main__":
