@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import adamw_scalars
@@ -126,7 +126,7 @@ def main():
     parser = benchmark_parser(
         "benchmarks.cpu.choices", __doc__, ("", "every choice, 15 rounds"), ("--rounds 3", "a quick trial")
     )
-    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of each choice (default 15)")
+    add_flags(parser.add_argument, rounds=15)
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     limit_blas(1)

@@ -53,11 +53,11 @@ def solved(stage, folder):
     return work
 
 
-def measure(command):
-    """(seconds, bytes of the largest process) of a command; raises ConfigError if it fails."""
+def measure(command, directory=ROOT):
+    """(seconds, bytes of the largest process) of a command in a directory; raises ConfigError if it fails."""
     with tempfile.TemporaryFile("w+") as output:
         began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save, summary
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save, summary
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -140,8 +140,7 @@ def main():
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
+    add_flags(add, rounds=7, timeout=300)
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add_save_flags(add)

@@ -3,10 +3,9 @@
 The times are of whole processes and include the start of Python.
 """
 
-import subprocess
 import sys
-import time
 
+from benchmarks.cpu.classroom import measure
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
@@ -16,13 +15,6 @@ COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
     "inference.py (256 + 30 tokens)": [sys.executable, "inference.py"],
 }
-
-
-def seconds_of_process(command):
-    """Run the command in a new process; return the seconds until it ends."""
-    start = time.perf_counter()
-    subprocess.run(command, cwd=ROOT / "stage0_serial", check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
 
 
 def main():
@@ -35,7 +27,7 @@ def main():
     results = {name: [] for name in COMMANDS}
     for _ in range(args.rounds):
         for name, command in COMMANDS.items():
-            results[name].append(seconds_of_process(command))
+            results[name].append(measure(command, ROOT / "stage0_serial")[0])
     TABLES["first-run"].print({"seconds": results})
     save("benchmarks.cpu.first_run", {"seconds": results}, args)
 

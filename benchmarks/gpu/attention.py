@@ -15,21 +15,14 @@ import argparse
 import functools
 import statistics
 import sys
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import (
-    BenchmarkProcess,
-    ProcessSpec,
-    add_process_flags,
-    run_main,
-    run_rounds,
-    timed_round,
-)
-from benchmarks.harness.report import add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.rounds import measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -141,19 +134,11 @@ def measure(args, specs):
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
     results = []
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        for shape in args.shape or SHAPES:
-            request = {"shape": shape, "milliseconds": args.milliseconds}
-            measured = run_rounds(processes, args.rounds, request, request)
-            results.append([])
-            for spec in specs:
-                rounds = measured[spec.name]["rounds"]
-                times = {kind: [each[kind] for each in rounds] for kind in KINDS}
-                results[-1].append({"name": spec.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
-            summarise(results[-1])
-            TABLES["gpu-attention"].print(results[-1:])
-            yield results
+    for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
+        summarise(of_shape)
+        TABLES["gpu-attention"].print([of_shape])
+        results.append(of_shape)
+        yield results
 
 
 def summarise(results):
@@ -189,8 +174,7 @@ def main():
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add_process_flags(add, rounds=15)
-    add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
+    add_flags(add, rounds=15, threads=4, timeout=300, milliseconds=30.0)
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):

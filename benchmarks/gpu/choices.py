@@ -5,16 +5,14 @@ and the time of a variant is divided by that of the full step in the same round.
 """
 
 import functools
-import statistics
-import time
 
 import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
@@ -96,8 +94,7 @@ class Variants:
     """
 
     def __init__(self, config, batch_size, precision):
-        tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-        self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        self.batch = random_batch(np.random.default_rng(SEED), config.vocab_size, batch_size, config.block_size)
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision = config, precision
         self.memory_owner = None  # the first captured step; the others use its memory
@@ -123,12 +120,7 @@ class Variants:
 
     def median_step_seconds(self, trainer, steps):
         """Run `steps` training steps; return the median of their seconds."""
-        times = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            train_step(trainer, *self.batch)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+        return median_seconds(functools.partial(train_step, trainer, *self.batch), steps)
 
 
 def measure(preset, precision, rounds):
@@ -149,7 +141,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="precision (default bf16)")
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
+    add_flags(add, rounds=5)
     add_save_flags(add)
     args = parser.parse_args()
     check_gpu()

@@ -7,16 +7,15 @@ each constant of this project's kernels.
 
 import functools
 import statistics
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
 
 SEED = 20260101
@@ -165,9 +164,7 @@ def measure(args, case, precision):
         with BenchmarkProcess(spec, BENCHMARK, args.timeout) as process:
             variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
     specs = list(process_specs(args, sizes, variant))
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, request, request)
+    measured = measure_specs(specs, BENCHMARK, args, request, request)
     results = []
     for spec in specs:
         rounds = measured[spec.name]["rounds"]
@@ -245,7 +242,7 @@ def main():
         "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    add_process_flags(add, rounds=7, timeout=500)
+    add_flags(add, rounds=7, threads=4, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
     add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")

@@ -14,7 +14,7 @@ import triton.language as tl
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
 from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
@@ -187,9 +187,7 @@ def functions_of(cupy, backend, n, c, k):
 
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "every fusion, 5 rounds"), ("--rounds 1", "a quick trial"))
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)"
-    )
+    add_flags(parser.add_argument, rounds=5)
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend

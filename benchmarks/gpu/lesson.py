@@ -18,8 +18,8 @@ from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.lesson"
@@ -81,9 +81,8 @@ class TimedSteps:
         self.train = CudaSteps(self.config, BATCH_SIZE, self.config.block_size, precision, captured=captured)
 
     def __call__(self):
-        shape = BATCH_SIZE, self.config.block_size + 1
-        tokens = [self.rng.integers(0, self.config.vocab_size, shape) for _ in range(self.count)]
-        batches = [(each[:, :-1].copy(), each[:, 1:].copy()) for each in tokens]
+        sizes = self.config.vocab_size, BATCH_SIZE, self.config.block_size
+        batches = [random_batch(self.rng, *sizes) for _ in range(self.count)]
         if self.overlap:
             self.train.announce(batches)
         started = time.perf_counter()
@@ -162,7 +161,7 @@ def comparisons(xp):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
+    add_flags(add, rounds=7)
     add_save_flags(add)
     args = parser.parse_args()
     xp, results = check_gpu(), []

@@ -8,6 +8,7 @@ from benchmarks.gpu.step import driver_bytes
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
@@ -42,8 +43,7 @@ def prepare(module, preset, batch_size, precision, micro_batches):
         before = driver_bytes()
         step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches)
         for _ in range(STEPS):
-            tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-            step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+            step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
 
     return run_round

@@ -12,21 +12,14 @@ gradient of this project is float32; that of PyTorch has the dtype of the operan
 
 import statistics
 import sys
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import (
-    BenchmarkProcess,
-    ProcessSpec,
-    add_process_flags,
-    run_main,
-    run_rounds,
-    timed_round,
-)
-from benchmarks.harness.report import add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.rounds import measure_shapes
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
@@ -113,21 +106,11 @@ def measure(args, precision):
 
     "ms" of a result has the milliseconds of each round.
     """
-    modules, results = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}, []
+    modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        for shape in [shape for preset in args.preset for shape in SHAPES[preset]]:
-            request = {"shape": shape, "milliseconds": args.milliseconds}
-            measured = run_rounds(processes, args.rounds, request, request)
-            pair = []
-            for spec in specs:
-                rounds = measured[spec.name]["rounds"]
-                times = {kind: [each[kind] for each in rounds] for kind in KINDS}
-                pair.append({"name": spec.name, "precision": precision, "shape": shape, "ms": times})
-                pair[-1]["norms"] = rounds[-1]["norms"]
-            results.append(pair)
-    return results
+    shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
+    pairs = measure_shapes(specs, BENCHMARK, args, shapes, KINDS)
+    return [[result | {"precision": precision} for result in pair] for pair in pairs]
 
 
 def summarise(pair):
@@ -146,8 +129,7 @@ def parser():
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add_process_flags(add, rounds=7)
-    add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
+    add_flags(add, rounds=7, threads=4, timeout=300, milliseconds=20.0)
     add_save_flags(add, "products")
     return parser
 

@@ -8,7 +8,6 @@ This matching gives the source file of each kernel and the shape of each product
 
 import re
 import statistics
-import time
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,9 +17,11 @@ import numpy as np
 from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
+from stage2_cuda.tuning.tuner import milliseconds
 
 BENCHMARK = "benchmarks.gpu.profile"
 SEED = 20260101
@@ -215,28 +216,12 @@ def kernel_rows(listed, steps):
 # -- the measurement --------------------------------------------------------------------------------------------------
 
 
-def median_seconds(function, times):
-    """The median seconds of `times` calls of function()."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
 def replay_seconds(graph, stream, times):
     """Seconds of one replay of the graph: the mean of `times` back-to-back replays, timed by device events."""
-    from cupy import cuda
+    import cupy
 
-    begin, end = cuda.Event(), cuda.Event()
     graph.launch(stream)
-    begin.record(stream)
-    for _ in range(times):
-        graph.launch(stream)
-    end.record(stream)
-    end.synchronize()
-    return cuda.get_elapsed_time(begin, end) / 1e3 / times
+    return milliseconds(cupy, stream, lambda: [graph.launch(stream) for _ in range(times)]) / 1e3 / times
 
 
 def profile(config, args):
@@ -249,8 +234,7 @@ def profile(config, args):
     rng = np.random.default_rng(SEED)
 
     def train():
-        tokens = rng.integers(0, config.vocab_size, (args.batch_size, seq_len + 1))
-        step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+        step(*random_batch(rng, config.vocab_size, args.batch_size, seq_len))
 
     step.use_graph(False)
     train()  # compiles kernels and chooses algorithms
@@ -294,14 +278,14 @@ def profile(config, args):
 
 def report(result, limit):
     """Print all tables and times of a result of profile()."""
-    TABLES["gpu-kernels"].print({"graph": result["graph"], "rows": limit}, "a step as a graph")
+    TABLES["gpu-kernels"].print(result | {"rows": limit}, "a step as a graph")
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions)"
     print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
     TABLES["gpu-profile"].print(result)
     graph_titles = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
-        TABLES["gpu-kernels"].print({"graph": outside, "rows": limit}, "outside the graph: tokens and loss")
+        TABLES["gpu-kernels"].print(result | {"graph": outside, "rows": limit}, "outside the graph: tokens and loss")
     for key, text in (
         ("eager_step_seconds", "whole step without the graph, wall clock"),
         (

@@ -3,14 +3,22 @@
 import functools
 import statistics
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save
+from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.report import (
+    add_flags,
+    add_save_flags,
+    benchmark_parser,
+    nvidia_smi,
+    paired_ratio,
+    round_medians,
+    save,
+)
+from benchmarks.harness.rounds import measure_specs, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -58,8 +66,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def batches(count):
         for _ in range(count):
-            tokens = rng.integers(0, vocab_size, (batch_size, seq_len + 1))
-            yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
+            yield random_batch(rng, vocab_size, batch_size, seq_len)
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
@@ -127,9 +134,7 @@ def process_specs(args, preset, precision):
 
 def measure(args, specs, steps):
     """Measure one preset and precision; return one result for each spec, with the seconds of every step."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": steps})
+    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": steps})
     results = []
     for spec in specs:
         warm_up, rounds = measured[spec.name]["warm_up"], measured[spec.name]["rounds"]
@@ -204,10 +209,9 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add_process_flags(add, rounds=7, timeout=500)
+    add_flags(add, rounds=7, threads=4, timeout=500, warm_up=3)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
-    add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add_save_flags(add, "step")
     args = parser.parse_args()
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
@@ -129,9 +129,10 @@ def timed_sums(world, name, source, repeats, torch_sum):
         return torch_sums(world, source, repeats, torch_sum)
     if name == STAGED:
         return staged_sum(world, source)
-    from cupy import cuda
+    import cupy
 
     from stage2_cuda.runtime.cuda_graph import CapturedStep
+    from stage2_cuda.tuning.tuner import milliseconds
 
     x, reduce = reduction(world, name, source)
 
@@ -144,18 +145,13 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
     def timed():
         x[...] = source.astype(x.dtype)
-        cuda.runtime.deviceSynchronize()
+        cupy.cuda.runtime.deviceSynchronize()
         world.barrier()
-        begin, end = cuda.Event(), cuda.Event()
         step()  # not timed: it makes all ranks start the timed replay together
         if step.graph is None or step.calls == 2:  # one of the first two calls: there was no graph before it
-            cuda.runtime.deviceSynchronize()
+            cupy.cuda.runtime.deviceSynchronize()
             return 0.0
-        begin.record(step.stream)
-        step.graph.launch(step.stream)
-        end.record(step.stream)
-        end.synchronize()
-        return cuda.get_elapsed_time(begin, end) / 1e3 / repeats
+        return milliseconds(cupy, step.stream, lambda: step.graph.launch(step.stream)) / 1e3 / repeats
 
     return timed
 
@@ -280,8 +276,7 @@ def parser():
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
-    add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
+    add_flags(add, rounds=9, timeout=150)
     add_save_flags(add, "collectives")
     return parser
 

@@ -10,7 +10,7 @@ import sys
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
@@ -97,8 +97,7 @@ def parser():
         help="precisions, one table each (default fp32 bf16)",
     )
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
-    add("--steps", type=int, default=50, help="steps of each run (default 50)")
-    add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
+    add_flags(add, steps=50, timeout=300)
     add_save_flags(add, "parity")
     return parser
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
 from gpt2core.app.presets import PRESETS
@@ -243,10 +243,8 @@ def parser_of(benchmark, docstring, timeout, limited, *examples):
 def add_rounds(add):
     """Add the flags of benchmarks with interleaved rounds."""
     warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
-    add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
+    add_flags(add, rounds=5, steps_per_round=10, threads=4)
     add("--warm-up", type=int, default=1, help=warm_up)
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 

@@ -5,13 +5,12 @@ step time of its baseline is the time of the communication that does not overlap
 baselines, because the deterministic mode uses other kernels for matrix products than the fast mode.
 """
 
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, parser_of, reached, variant_name
+from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, reached, variant_name
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.data_parallel import STRATEGIES
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.strategies"
 MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's
@@ -114,10 +113,7 @@ def main(argv=None):
     chosen = variants(args.ranks, batch, args.bucket_mb)
     if args.buckets_mb:
         chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
-    options = {"preset": args.preset, "seq_len": seq_len, "precision": args.precision, "variants": chosen}
-    launcher = tuple(launch_line(*choose(), args.ranks))
-    job = ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=args.ranks, launcher=launcher)
-    results = measure(args, [job], args.steps_per_round)
+    results = measure(args, list(jobs(args, args.preset, chosen, {})), args.steps_per_round)
     summarise(results)
     print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
     TABLES["gpus-strategies"].print(results)

@@ -10,6 +10,7 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpus.scaling import add_sizes, parser_of
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
@@ -123,23 +124,15 @@ def times_of(placed):
 
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
-    for panel, (name, placed) in zip(panels[:, 0], steps.items(), strict=True):
-        for lane, colour in enumerate(COLOURS):
-            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
-            panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
-        panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
-        panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
-        panel.grid(axis="x", alpha=0.3)
-    panels[-1, 0].set_xlabel("ms")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, len(steps), figsize=(10, 1.8 * len(steps)), sharex=True, layout="tight", dpi=130) as (_, axes):
+        for panel, (name, placed) in zip(axes[:, 0], steps.items(), strict=True):
+            for lane, colour in enumerate(COLOURS):
+                bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
+                panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
+            panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
+            panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
+            panel.grid(axis="x", alpha=0.3)
+        axes[-1, 0].set_xlabel("ms")
 
 
 def parser():

@@ -137,7 +137,9 @@ FITS = """
 FASTEST, CORES = "fastest step, ms = {min:times 1e3 .4g}", "cores used = {cores_used:.2f}"  # on the console only
 
 TABLES = {
-    **Table("cpu/train_step", STEP, console=FASTEST).kinds("cpu-step", "zen3", "zen5", "intel"),
+    **Table("cpu/train_step", STEP, console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}").kinds(
+        "cpu-step", "zen3", "zen5", "intel"
+    ),
     **Table("cpu/choices", CHOICES).kinds("cpu-choices", "intel"),
     "first-run": Table(
         "cpu/first_run",

@@ -58,10 +58,15 @@ def kernel_groups(record):
 
 
 def kernels(record):
-    """The kernels with the longest time, 21 or "rows" of them; rates that were not counted are None."""
-    for kernel in record["results"]["graph"][: record["results"].get("rows", 21)]:
-        shares = {f"of_{rate}": kernel[rate] and kernel[rate] / ceiling for rate, ceiling in CEILINGS.items()}
-        yield kernel | shares
+    """The kernels with the longest time, 21 or "rows" of them; rates that were not counted are None.
+
+    The ceiling of products is known in bf16 only.
+    """
+    profile = record["results"]
+    ceilings = CEILINGS if profile["precision"] == "bf16" else CEILINGS | {"tflops": math.inf}
+    for kernel in profile["graph"][: profile.get("rows", 21)]:
+        shares = {rate: kernel[rate] / ceiling for rate, ceiling in ceilings.items() if kernel[rate]}
+        yield kernel | {f"of_{rate}": shares.get(rate) or None for rate in CEILINGS}
 
 
 def fusions(record):
@@ -291,6 +296,7 @@ TIMELINE = """
 PARITY = """
     = {precision}, {name} | compared with stage 2 = {compared} | largest loss deviation = {deviation}
     ms per step = {median:times 1e3 .3g} | last loss = {loss}"""
+PARITY_CONSOLE = "difference | parameters_sha256 = {parameters_sha256:.12}"
 MATMUL = """
     = {name} | size | us = {value[median]:times 1e3 .1f} | time of this row / time of ours = {ratio:.2f}"""
 DDP = """
@@ -327,7 +333,7 @@ TABLES = {
     "gpus-collectives": Table("gpus/collectives", ALL_REDUCES, gpu_all_reduces),
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),
     "gpus-timeline": Table("gpus/timeline", TIMELINE, overlaps),
-    "gpus-parity": Table("gpus/parity", PARITY, compared_runs, "difference = {difference} | parameters_sha256"),
+    "gpus-parity": Table("gpus/parity", PARITY, compared_runs, PARITY_CONSOLE),
     "gpus-kill": Table("gpus/kill", rows=kill_results),
     "torch-attention": Table(
         "torch/attention", "= {name} | ms = {both?[mean]:.4g} | standard deviation = {both?[std]:.2g}", leaderboard

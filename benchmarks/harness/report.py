@@ -240,6 +240,28 @@ def benchmark_parser(benchmark, docstring, *examples, **options):
     return BenchmarkParser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
 
 
+FLAGS = {  # {name: help text} of flags of several benchmarks, whose values are numbers
+    "rounds": "number of rounds; each round times every program",
+    "steps_per_round": "timed steps of each program in a round",
+    "warm_up": "steps before the first round",
+    "milliseconds": "approximate device time of one round",
+    "threads": "CPU threads of each process",
+    "timeout": "seconds that one round of a program, or one run, may take",
+    "batch_size": "sequences per step over all ranks",
+    "times": "number of runs; one rank of each run is killed",
+    "steps": "steps of each run",
+    "checkpoint_every": "steps between checkpoints",
+    "seed": "seed of the choice of ranks and of times",
+}
+
+
+def add_flags(add, **defaults):
+    """Add flags of FLAGS with these defaults to a parser; `add` is its method add_argument."""
+    for name, default in defaults.items():
+        text = f"{FLAGS[name]} (default {default:g})"
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
+
+
 def add_save_flags(add, name=None):
     """Add the flags --save and --commit to a parser; `add` is its method add_argument.
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import string
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -106,7 +105,7 @@ FORMATS = {  # {name: function of the value and of the words after the name}
     "or": lambda value, *words: str(value or " ".join(words)),
     "joined": lambda values, *words: f" {' '.join(words)} ".replace("  ", " ").join(map(str, values)),
     "listed": ", ".join,
-    "gpu": lambda name: name.split()[1],  # "NVIDIA H100 80GB HBM3" is an H100
+    "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
     "code": lambda text: f"`{text}`",
     "cell": cell,
 }
@@ -189,9 +188,9 @@ class Table:
         machine = {"cores": os.cpu_count(), "gpu": "no GPU", **gpu_hardware()}
         record = {"results": summarised(results), "hardware": machine, "commit": ""}
         if rows := self.cells([record], console=True):
-            print(f"\n{title}\n" if title else "")
+            print(f"\n{title}\n\n" if title else "", end="")
             print_table(rows)
-            sys.stdout.flush()
+            print(flush=True)
 
     def of(self, files):
         """The same table of other files."""

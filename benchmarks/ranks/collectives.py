@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 
@@ -200,25 +201,18 @@ def fit_line(sizes, seconds):
 
 def plot(results, path, operation="all_reduce"):
     """Draw seconds against bytes, both logarithmic, one panel for each number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     counts = sorted({result["ranks"] for result in results})
-    figure, panels = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, squeeze=False)
-    for ranks, panel in zip(counts, panels[0], strict=True):
-        for name in ALGORITHMS:
-            shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
-            points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
-            if points:
-                panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
-        panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel(f"seconds of {operation}")
-    panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with panels(path, 1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, layout="tight") as (_, axes):
+        for ranks, panel in zip(counts, axes[0], strict=True):
+            for name in ALGORITHMS:
+                shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
+                points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
+                if points:
+                    panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
+            panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
+            panel.grid(alpha=0.3)
+        axes[0][0].set_ylabel(f"seconds of {operation}")
+        axes[0][0].legend()
 
 
 def compare(args, operation):
@@ -264,13 +258,10 @@ def main():
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)"
-    )
+    add_flags(parser.add_argument, rounds=9, timeout=900)
     parser.add_argument(
         "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
     )
-    parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
     parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
     add_save_flags(parser.add_argument, "collectives")
     args = parser.parse_args()

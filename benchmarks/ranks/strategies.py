@@ -2,8 +2,8 @@
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.ranks.ranks import timed_steps
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import plan_micro_batches
@@ -66,15 +66,14 @@ def measure(args, ranks, chosen):
     with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
         job_variants = [JobVariant(process, name) for name in chosen]
         measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    results = []
+    results, times = [], step_results(measured)
     for name, of_variant in measured.items():
         last = of_variant["rounds"][-1]
         results.append(
             {
                 "name": name,
                 "ranks": ranks,
-                "seconds": [each["seconds"] for each in of_variant["rounds"]],
-                "cpu_seconds": sum(each["cpu_seconds"] for each in of_variant["rounds"]),
+                **times[name],
                 "final_loss": last["losses"][-1],
                 **{key: last[key] for key in ("messages", "bytes_sent", "optimizer_bytes")},
             }
@@ -113,13 +112,9 @@ def main():
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT")
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
-    add("--steps-per-round", type=int, default=1, help="timed steps of each variant in a round (default 1)")
-    add("--warm-up", type=int, default=1, help="steps before the first round (default 1)")
-    add("--timeout", type=int, default=900, help="seconds that one round of a variant may take (default 900)")
+    add_flags(add, batch_size=16, rounds=5, steps_per_round=1, warm_up=1, timeout=900)
     add_save_flags(add)
     args = parser.parse_args()
     for ranks in args.ranks:

@@ -105,6 +105,8 @@ def grid_row(name, dtype_name, T, D, args):
     import torch._functorch.config as functorch
     import triton
 
+    from benchmarks.peers.torch_graphs import captured
+
     functorch.donated_buffer = False  # a compiled function is differentiated several times
     forget_compiled(name, dtype_name, D)
     dtype = getattr(torch, dtype_name)
@@ -132,7 +134,7 @@ def grid_row(name, dtype_name, T, D, args):
             for _ in range(3):
                 call()
             if T <= GRAPH_LENGTH or name in ALWAYS_IN_GRAPH:
-                call = captured(call, stream).replay
+                call = captured(call, stream)[0].replay
             samples = triton.testing.do_bench(call, args.warmup, args.rep, return_mode="all")
             result[kind] = mean_and_deviation(samples)
     torch.cuda.synchronize()
@@ -149,17 +151,6 @@ def forget_compiled(*_):
     import torch
 
     torch._dynamo.reset()
-
-
-def captured(call, stream):
-    """A CUDA graph of one call."""
-    import torch
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph
 
 
 # -- leaderboard -------------------------------------------------------------------------------------------------------
@@ -183,7 +174,7 @@ def board_row(name):
     return {"both": mean_and_deviation(samples)}
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def cases(args):

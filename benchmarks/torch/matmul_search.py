@@ -75,30 +75,22 @@ def side_stream():
 
 def captured(call):
     """A CUDA graph of CALLS calls."""
-    import torch
+    from benchmarks.peers import torch_graphs
 
     for _ in range(2):
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side_stream()):
-        for _ in range(CALLS):
-            call()
-    return graph
+    return torch_graphs.captured(call, side_stream(), CALLS)[0]
 
 
 def milliseconds(graph):
     """Device time of one call, from one replay of a graph; an untimed replay before it raises the GPU's clock."""
     import torch
 
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    from benchmarks.peers import torch_graphs
+
     with torch.cuda.stream(side_stream()):
         graph.replay()
-        start.record()
-        graph.replay()
-        stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / CALLS
+        return torch_graphs.milliseconds(graph.replay) / CALLS
 
 
 def launch_of(size, tile):

@@ -119,9 +119,11 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
     rows = kernel_rows(listed, 1)
     assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
     assert [group_of(row) for row in rows] == ["matrix products", "layernorm", "other kernels and copies"]
-    product, norm = cells("gpu-kernels", {"graph": rows, "rows": 2})
+    product, norm = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "bf16"})
     assert [*product.values()] == ["`product a b`", "1", "1.000", "40.0 %", "383", "50 %", "", ""]
     assert [*norm.values()] == ["`layernorm: forward`", "1", "1.000", "40.0 %", "", "", "1.00", "23 %"]
+    product, _ = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "fp32"})
+    assert [*product.values()][4:6] == ["383", ""]  # the ceiling of products is that of bf16
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

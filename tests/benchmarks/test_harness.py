@@ -144,7 +144,7 @@ def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curv
     monkeypatch.setattr(report, "cpu_field", lambda name: "")
     losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
-    monkeypatch.setattr(curve, "train", lambda threads: rows)
+    monkeypatch.setattr(curve, "train_on", lambda threads: rows)
     monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
     assert curve.main() == 0
     assert (tmp_path / "out" / "results" / "cpu" / "curve.png").read_bytes().startswith(b"\x89PNG")
