@@ -5,13 +5,15 @@ overrides, beside its formula in PlainBackend: both compute the same values. Thi
 arrays of the sizes in preset `paper`.
 """
 
-import statistics
 import time
+from functools import partial
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import adamw_scalars
 from gpt2core.parallel.threads import limit_blas
@@ -124,26 +126,18 @@ def main():
     parser = benchmark_parser(
         "benchmarks.cpu.choices", __doc__, ("", "every choice, 15 rounds"), ("--rounds 3", "a quick trial")
     )
-    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of each choice (default 15)")
+    add_flags(parser.add_argument, rounds=15)
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     limit_blas(1)
-    results, rows = [], []
+    results = []
     for name, naive, ours in choices():
         repeat = max(1, int(0.02 / seconds_per_call(ours, 2)))  # as many calls as our code makes in 20 ms
-        times = [(seconds_per_call(naive, repeat), seconds_per_call(ours, repeat)) for _ in range(args.rounds)]
-        naive_seconds, our_seconds = zip(*times, strict=True)
-        gain = paired_ratio(naive_seconds, our_seconds)
-        results.append({"choice": name, "naive_seconds": naive_seconds, "our_seconds": our_seconds, "gain": gain})
-        rows.append(
-            {
-                "choice": name,
-                "naive, us": f"{statistics.median(naive_seconds) * 1e6:,.0f}",
-                "ours, us": f"{statistics.median(our_seconds) * 1e6:,.0f}",
-                "times as fast": f"{gain['median']:.2f}",
-            }
-        )
-    print_table(rows)
+        functions = {"naive_seconds": naive, "our_seconds": ours}
+        timers = {side: partial(seconds_per_call, function, repeat) for side, function in functions.items()}
+        seconds = interleaved(timers, args.rounds)
+        results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
+    TABLES["cpu-choices"].print(results)
     save("benchmarks.cpu.choices", results, args)
 
 

@@ -6,15 +6,15 @@ Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
@@ -53,11 +53,11 @@ def solved(stage, folder):
     return work
 
 
-def measure(command):
-    """(seconds, bytes of the largest process) of a command; raises ConfigError if it fails."""
+def measure(command, directory=ROOT):
+    """(seconds, bytes of the largest process) of a command in a directory; raises ConfigError if it fails."""
     with tempfile.TemporaryFile("w+") as output:
         began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
@@ -84,16 +84,7 @@ def main():
                 results[title]["seconds"].append(seconds)
                 results[title]["peak_bytes"] = max(peak, results[title]["peak_bytes"])
     progress("")
-    print_table(
-        [
-            {
-                "command": title,
-                "seconds": f"{statistics.median(result['seconds']):.0f}",
-                "MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-            }
-            for title, result in results.items()
-        ]
-    )
+    TABLES["classroom"].print(list(results.values()))
     save(BENCHMARK, list(results.values()), args)
 
 

@@ -4,29 +4,24 @@ Runs the default training (preset `paper`, 50 steps) once for each number of thr
 deviates by 25 % or more from the paper's, or if two runs differ in a bit.
 """
 
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.paper import LOSSES, paper_curves
+from benchmarks.ranks.parity import train
 from gpt2core.app.loss_plot import Curve, write_plot
-from gpt2core.app.run_log import read_log
-from testing.jobs import ROOT
 
 PAPER_LOSSES = LOSSES["serial"]
+TIMEOUT = 3600  # seconds of one run
 MAX_DEVIATION = 0.25  # the relative difference of a loss from the paper's must be smaller
 
 
-def train(threads):
+def train_on(threads):
     """Run the default training on `threads` threads; return its log, a list with one dictionary for each step."""
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log.jsonl"
-        command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads), "--log", str(log)]
-        subprocess.run([*command, "--sample", "0"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return read_log(log)
+    command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads)]
+    return train(f"{threads} threads", command, "paper", len(PAPER_LOSSES), TIMEOUT)
 
 
 def curves_with_the_paper(losses):
@@ -41,16 +36,12 @@ def main():
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
-    logs = {threads: train(threads) for threads in args.threads}
+    logs = {threads: train_on(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]
-    rows = []
-    for step in (*range(0, 50, 5), 49):
-        row = {"step": step, "paper": f"{PAPER_LOSSES[step]:.3f}", "ours": f"{losses[step]:.3f}"}
-        rows.append(row | {"deviation": f"{deviations[step]:+.1%}"})
-    print_table(rows)
+    TABLES["cpu-curve"].print({"losses": losses, "deviations": deviations})
     worst_step = max(range(50), key=lambda step: abs(deviations[step]))
-    print(f"\nlargest deviation from the paper: step {worst_step}: {deviations[worst_step]:+.1%}")
+    print(f"largest deviation from the paper: step {worst_step}: {deviations[worst_step]:+.1%}")
     hashes = {threads: log[-1]["parameters_sha256"] for threads, log in logs.items()}
     distinct_runs = {(*(line["loss"] for line in log), hashes[threads]) for threads, log in logs.items()}
     bitwise_equal = len(distinct_runs) == 1

@@ -9,8 +9,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save, summary
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save, summary
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -106,14 +107,12 @@ def measure(args, threads, specs):
 
 
 def summarise(results):
-    """Add cores used, speed ratios and the rates of batches to the results of one thread count.
+    """Add cores used, speed ratios and the new tokens per second of batches to the results of one thread count.
 
-    The ratios "as fast as torch" compare with the program of PyTorch that is the fastest in this case.
-
-    Returns two lists of table rows: of the cases with one prompt, and of the batches.
+    The ratios "as fast as torch" compare with the program of PyTorch that is the fastest in this case. The rates of a
+    batch include the time of the prompts.
     """
     by_case = {(result["name"], result["case"]): result for result in results}
-    rows, batch_rows = [], []
     for result in results:
         peers = [by_case[name, result["case"]] for name in (TORCH, COMPILED) if (name, result["case"]) in by_case]
         torch = min(peers, key=lambda peer: statistics.median(peer["total"]))
@@ -121,51 +120,12 @@ def summarise(results):
         result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
         result["times_as_fast_as_torch"] = paired_ratio(torch["token"], result["token"])
         if "batch" in result:
-            summarise_batch(result, torch)
-            batch_rows.append(batch_row(result))
-            continue
-        if recomputing:
+            rates = [result["batch"] * result["new"] / total for total in result["total"]]
+            result["tokens_per_second"] = summary(rates)
+            result["tokens_per_second_to_torch"] = paired_ratio(torch["total"], result["total"])
+        elif recomputing:
             medians = [statistics.median(each["token"]) for each in (recomputing, result)]
             result["times_as_fast_as_recomputing"] = medians[0] / medians[1]
-        rows.append(row(result))
-    return rows, batch_rows
-
-
-def summarise_batch(result, torch):
-    """Add the new tokens per second of all prompts, and their ratio to those of `torch`, with the prompts' time."""
-    result["tokens_per_second"] = summary([result["batch"] * result["new"] / total for total in result["total"]])
-    result["tokens_per_second_to_torch"] = paired_ratio(torch["total"], result["total"])
-
-
-def row(result):
-    ratio = result.get("times_as_fast_as_recomputing")
-    return {
-        f"{result['threads']} thread(s)": f"{result['case']}, {result['name']}",
-        "tokens": f"{result['prompt']} + {result['new']}",
-        "first token, ms": f"{1e3 * statistics.median(result['first']):.1f}",
-        "ms/token": f"{1e3 * statistics.median(result['token']):.2f}",
-        "fastest round, ms/token": f"{1e3 * min(result['token']):.2f}",
-        "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
-        "times as fast as recomputing": "" if ratio is None else f"{ratio:.1f}",
-        "all tokens, s": f"{statistics.median(result['total']):.2f}",
-        "cores used": f"{result['cores_used']:.2f}",
-        "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-    }
-
-
-def batch_row(result):
-    return {
-        f"{result['threads']} thread(s)": f"{result['case']}, {result['name']}",
-        "tokens": f"{result['batch']} x ({result['prompt']} + {result['new']})",
-        "tokens/s": f"{result['tokens_per_second']['median']:.0f}",
-        "times as fast as torch": f"{result['tokens_per_second_to_torch']['median']:.2f}",
-        "first tokens, ms": f"{1e3 * statistics.median(result['first']):.1f}",
-        "ms/step": f"{1e3 * statistics.median(result['token']):.2f}",
-        "fastest round, ms/step": f"{1e3 * min(result['token']):.2f}",
-        "a step: times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
-        "cores used": f"{result['cores_used']:.2f}",
-        "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-    }
 
 
 def main():
@@ -180,8 +140,7 @@ def main():
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
+    add_flags(add, rounds=7, timeout=300)
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add_save_flags(add)
@@ -195,9 +154,9 @@ def main():
     results = []
     for threads in args.threads:
         thread_results = measure(args, threads, list(process_specs(args, threads)))
-        for rows in filter(None, summarise(thread_results)):
-            print_table(rows)
-            print()
+        summarise(thread_results)
+        TABLES["cpu-decode"].print(thread_results)
+        TABLES["cpu-decode-batch"].print(thread_results)
         results += thread_results
     save(BENCHMARK, results, args)
 

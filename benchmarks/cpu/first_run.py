@@ -3,26 +3,18 @@
 The times are of whole processes and include the start of Python.
 """
 
-import statistics
-import subprocess
 import sys
-import time
 
+from benchmarks.cpu.classroom import measure
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from testing.jobs import ROOT
 
 COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
     "inference.py (256 + 30 tokens)": [sys.executable, "inference.py"],
 }
-
-
-def seconds_of_process(command):
-    """Run the command in a new process; return the seconds until it ends."""
-    start = time.perf_counter()
-    subprocess.run(command, cwd=ROOT / "stage0_serial", check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
 
 
 def main():
@@ -35,8 +27,8 @@ def main():
     results = {name: [] for name in COMMANDS}
     for _ in range(args.rounds):
         for name, command in COMMANDS.items():
-            results[name].append(seconds_of_process(command))
-    print_table([{"command": name, "seconds": f"{statistics.median(runs):.2f}"} for name, runs in results.items()])
+            results[name].append(measure(command, ROOT / "stage0_serial")[0])
+    TABLES["first-run"].print({"seconds": results})
     save("benchmarks.cpu.first_run", {"seconds": results}, args)
 
 

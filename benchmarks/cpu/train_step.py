@@ -3,19 +3,17 @@
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
 """
 
-import statistics
-import time
 from contextlib import ExitStack
 
-import numpy as np
-
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
+from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 
 EAGER, FLOOR = "torch eager", "sgemm floor"
-SEED = 20260101
 BENCHMARK = "benchmarks.cpu.train_step"  # the name under which the benchmark processes import this file
 
 
@@ -26,19 +24,7 @@ def prepare(module, preset, batch_size, threads, **options):
     """
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, **options)
-    rng = np.random.default_rng(SEED)  # the same tokens in every process
-
-    def run_round(steps):
-        seconds, losses, cpu_started = [], [], time.process_time()
-        for _ in range(steps):
-            tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-            inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-            started = time.perf_counter()
-            losses.append(step(inputs, targets))
-            seconds.append(time.perf_counter() - started)
-        return {"seconds": seconds, "losses": losses, "cpu_seconds": time.process_time() - cpu_started}
-
-    return run_round
+    return timed_steps(Solo(), step, config, batch_size)
 
 
 def process_specs(args, threads):
@@ -69,13 +55,12 @@ def measure(args, threads, specs):
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-        baseline = {process.spec.name: process.baseline for process in processes}
+        times, baseline = step_results(measured), {process.spec.name: process.baseline for process in processes}
     return [
         {
             "name": name,
             "threads": threads,
-            "seconds": [each["seconds"] for each in answers["rounds"]],
-            "cpu_seconds": sum(each["cpu_seconds"] for each in answers["rounds"]),
+            **times[name],
             "warm_up_seconds": answers["warm_up"]["seconds"],
             "final_loss": answers["rounds"][-1]["losses"][-1],
             "peak_bytes": answers["rounds"][-1]["peak_bytes"],
@@ -85,33 +70,13 @@ def measure(args, threads, specs):
     ]
 
 
-def summarise(results, tokens):
-    """Add minimum, cores used and ratios to the results of one thread count; return the rows of its table.
-
-    tokens: tokens per step. The ratios are computed for each round, and the table shows their median.
-    """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+def summarise(results):
+    """Add minimum, cores used and ratios to the results of one thread count; the ratios are computed in each round."""
+    medians = add_step_fields(results)
     for result in results:
-        steps, own = sum(result["seconds"], []), medians[result["name"]]
-        median, result["min"] = statistics.median(steps), min(steps)
-        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        own = medians[result["name"]]
         result["times_as_fast_as_eager"] = paired_ratio(medians[EAGER], own)
         result["share_of_floor"] = paired_ratio(medians[FLOOR], own)
-        rows.append(
-            {
-                f"{result['threads']} thread(s)": result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{tokens / median:.0f}",
-                "times as fast as torch eager": f"{result['times_as_fast_as_eager']['median']:.3f}",
-                "time of floor / time": f"{100 * result['share_of_floor']['median']:.0f} %",
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-                "imports MiB": f"{result['import_bytes'] / 2**20:.0f}",
-            }
-        )
-    return rows
 
 
 def main():
@@ -125,22 +90,17 @@ def main():
     add = parser.add_argument
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
-    add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
-    add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
-    add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
+    add_flags(add, batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900)
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
     add_save_flags(add, "train_step")
     args = parser.parse_args()
 
-    tokens = args.batch_size * PRESETS[args.preset].block_size
     results = []
     for threads in args.threads:
         thread_results = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(thread_results, tokens))
-        print()
+        summarise(thread_results)
+        TABLES["cpu-step"].print(thread_results)
         results += thread_results
     save(BENCHMARK, results, args, args.save_as)
 

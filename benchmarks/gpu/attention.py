@@ -15,20 +15,14 @@ import argparse
 import functools
 import statistics
 import sys
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import (
-    BenchmarkProcess,
-    ProcessSpec,
-    add_process_flags,
-    run_main,
-    run_rounds,
-    timed_round,
-)
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.rounds import measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -140,49 +134,22 @@ def measure(args, specs):
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
     results = []
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        for shape in args.shape or SHAPES:
-            request = {"shape": shape, "milliseconds": args.milliseconds}
-            measured = run_rounds(processes, args.rounds, request, request)
-            results.append([])
-            for spec in specs:
-                rounds = measured[spec.name]["rounds"]
-                times = {kind: [each[kind] for each in rounds] for kind in KINDS}
-                results[-1].append({"name": spec.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
-            print_table(summarise(results[-1]))
-            print(flush=True)
-            yield results
+    for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
+        summarise(of_shape)
+        TABLES["gpu-attention"].print([of_shape])
+        results.append(of_shape)
+        yield results
 
 
 def summarise(results):
-    """Add TFLOP/s and speed ratios to the results of one shape; return the rows of its table."""
-    shape, ours_tuned, rows = results[0]["shape"], results[0], []
-    B, H, T, D = shape
+    """Add TFLOP/s and speed ratios to the results of one shape; report results that differ from ours."""
+    (B, H, T, D), own = results[0]["shape"], results[0]
     forward_flops = 2 * B * H * T * T * D
     flops = {"forward": forward_flops, "both": 3.5 * forward_flops}
     for result in results:
-        median = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
-        result["tflops"] = {kind: flops[kind] / median[kind] / 1e9 for kind in KINDS}
-        ratio = {kind: paired_ratio(result["ms"][kind], ours_tuned["ms"][kind]) for kind in KINDS}
-        result["ours_is_times_as_fast"] = ratio
-        difference = max(abs(a / b - 1) for a, b in zip(result["norms"], ours_tuned["norms"], strict=True))
-        if not difference < TOLERANCE:
-            norms = f"norms {result['norms']} and {ours_tuned['norms']}"
-            print(f"{result['name']} and {OURS} give different results: {norms}")
-        rows.append(
-            {
-                f"{B} x {H} x {T} x {D}": result["name"],
-                "forward ms": f"{median['forward']:.4g}",
-                "TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                "speedup of ours": f"{ratio['forward']['median']:.3f}",
-                "forward + backward ms": f"{median['both']:.4g}",
-                # a space at the end, because the keys of a row must differ
-                "TFLOP/s ": f"{result['tflops']['both']:.0f}",
-                "speedup of ours ": f"{ratio['both']['median']:.3f}",
-            }
-        )
-    return rows
+        result["tflops"] = {kind: flops[kind] / statistics.median(result["ms"][kind]) / 1e9 for kind in KINDS}
+        result["ours_is_times_as_fast"] = {kind: paired_ratio(result["ms"][kind], own["ms"][kind]) for kind in KINDS}
+        compare_norms(result, own, TOLERANCE)
 
 
 def parse_shape(text):
@@ -207,8 +174,7 @@ def main():
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add_process_flags(add, rounds=15)
-    add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
+    add_flags(add, rounds=15, threads=4, timeout=300, milliseconds=30.0)
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):

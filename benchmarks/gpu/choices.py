@@ -5,14 +5,14 @@ and the time of a variant is divided by that of the full step in the same round.
 """
 
 import functools
-import statistics
-import time
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
@@ -94,8 +94,7 @@ class Variants:
     """
 
     def __init__(self, config, batch_size, precision):
-        tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-        self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        self.batch = random_batch(np.random.default_rng(SEED), config.vocab_size, batch_size, config.block_size)
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision = config, precision
         self.memory_owner = None  # the first captured step; the others use its memory
@@ -121,12 +120,7 @@ class Variants:
 
     def median_step_seconds(self, trainer, steps):
         """Run `steps` training steps; return the median of their seconds."""
-        times = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            train_step(trainer, *self.batch)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+        return median_seconds(functools.partial(train_step, trainer, *self.batch), steps)
 
 
 def measure(preset, precision, rounds):
@@ -134,12 +128,12 @@ def measure(preset, precision, rounds):
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
     trainers = {name: variants.trainer(change) for name, change in {FULL_STEP: None, **CHANGES}.items()}
-    seconds = {name: [] for name in trainers}
-    for _ in range(rounds):
-        for name, trainer in trainers.items():
-            variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
-            seconds[name].append(variants.median_step_seconds(trainer, steps))
-    return seconds
+
+    def seconds(trainer):
+        variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
+        return variants.median_step_seconds(trainer, steps)
+
+    return interleaved({name: functools.partial(seconds, trainer) for name, trainer in trainers.items()}, rounds)
 
 
 def main():
@@ -147,21 +141,17 @@ def main():
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="precision (default bf16)")
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
+    add_flags(add, rounds=5)
     add_save_flags(add)
     args = parser.parse_args()
     check_gpu()
     results = []
     for preset in args.preset:
-        measured, rows = measure(preset, args.precision, args.rounds), []
+        measured = measure(preset, args.precision, args.rounds)
         for name, seconds in measured.items():
             gain = paired_ratio(seconds, measured[FULL_STEP])
             results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
-            title = "full step" if name == FULL_STEP else name
-            row = {f"{preset}, {args.precision}": title, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
-            rows.append(row | {"time / time of full step": f"{gain['median']:.3f}"})
-        print_table(rows)
-        print(flush=True)
+        TABLES["gpu-choices"].print(results[-len(measured) :])
         # after each table, so that an interrupted run keeps its finished tables
         save(BENCHMARK, results, args)
 

@@ -7,14 +7,15 @@ each constant of this project's kernels.
 
 import functools
 import statistics
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
 
 SEED = 20260101
@@ -163,9 +164,7 @@ def measure(args, case, precision):
         with BenchmarkProcess(spec, BENCHMARK, args.timeout) as process:
             variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
     specs = list(process_specs(args, sizes, variant))
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, request, request)
+    measured = measure_specs(specs, BENCHMARK, args, request, request)
     results = []
     for spec in specs:
         rounds = measured[spec.name]["rounds"]
@@ -189,25 +188,9 @@ def measure(args, case, precision):
 
 
 def summarise(results):
-    """Add speed ratios to the results of one table; return the rows of the table."""
-    own, rows = results[0], []
-    title = f"{own['case']}: {own['preset']}, {own['precision']}, {own['batch']} x ({own['prompt']} + {own['new']})"
+    """Add speed ratios to the results of one table: the time of each peer, divided by that of the result."""
     for result in results:
-        first, token, total = (statistics.median(result[key]) for key in ("first", "token", "total"))
         result["times_as_fast"] = {peer["name"]: paired_ratio(peer["total"], result["total"]) for peer in results}
-        rows.append(
-            {
-                title: result["name"],
-                "us/token": f"{1e6 * token:.1f}",
-                "fastest round, us/token": f"{1e6 * min(result['token']):.1f}",
-                "tokens/s": f"{result['batch'] / token:,.0f}",
-                "first token, ms": f"{1e3 * first:.2f}",
-                "all tokens, ms": f"{1e3 * total:.2f}",
-                "cold start, ms": f"{1e3 * result['cold']:.0f}",
-                "speedup of ours": f"{own['times_as_fast'][result['name']]['median']:.2f}",
-            }
-        )
-    return rows
 
 
 # -- constants of the kernels -----------------------------------------------------------------------------------------
@@ -231,10 +214,10 @@ def time_constants(args, case):
             except Exception as error:  # the tile needs more registers or shared memory than the GPU has
                 decoders.pop(value, None)
                 print(f"{constant} {value}: {(str(error).splitlines() or [type(error).__name__])[0]}")
-        seconds = {value: [] for value in decoders}
-        for _ in range(args.rounds):
-            for value, decoder in decoders.items():
-                seconds[value].append(seconds_per_step(decoder, prompts, steps))
+        timers = {
+            value: functools.partial(seconds_per_step, decoder, prompts, steps) for value, decoder in decoders.items()
+        }
+        seconds = interleaved(timers, args.rounds)
         median = {value: statistics.median(times) for value, times in seconds.items()}
         fastest[constant] = min(median, key=median.get)
         results.append({"case": case, "constant": constant, "seconds": {str(v): t for v, t in seconds.items()}})
@@ -259,7 +242,7 @@ def main():
         "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    add_process_flags(add, rounds=7, timeout=500)
+    add_flags(add, rounds=7, threads=4, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
     add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")
@@ -274,8 +257,8 @@ def main():
                 results += time_constants(args, case)
             else:
                 table_results = measure(args, case, precision)
-                print_table(summarise(table_results))
-                print(flush=True)
+                summarise(table_results)
+                TABLES["gpu-decode"].print(table_results)
                 results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)

@@ -11,9 +11,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import interleaved
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
@@ -96,7 +98,7 @@ def microseconds(functions, rounds=5, repeats=20):
     """
     import cupy
 
-    stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
+    stream, graphs = cupy.cuda.Stream(non_blocking=True), {}
     for name, function in functions.items():
         try:
             function()
@@ -106,11 +108,11 @@ def microseconds(functions, rounds=5, repeats=20):
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
             graphs[name] = capture_calls(stream, function, repeats)
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            spent = milliseconds(cupy, stream, partial(graph.launch, stream))
-            times.setdefault(name, []).append(1e3 * spent / repeats)
-    return {name: float(np.median(each)) for name, each in times.items()}
+    timers = {
+        name: partial(milliseconds, cupy, stream, partial(graph.launch, stream)) for name, graph in graphs.items()
+    }
+    times = interleaved(timers, rounds)
+    return {name: 1e3 * float(np.median(each)) / repeats for name, each in times.items()}
 
 
 def functions_of(cupy, backend, n, c, k):
@@ -185,9 +187,7 @@ def functions_of(cupy, backend, n, c, k):
 
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "every fusion, 5 rounds"), ("--rounds 1", "a quick trial"))
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)"
-    )
+    add_flags(parser.add_argument, rounds=5)
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
@@ -196,13 +196,9 @@ def main():
     backend, results = CudaBackend("bf16", deterministic=False), []
     for n, c, k in SHAPES:
         times = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
-        rows = []
         for (fusion, version), us in times.items():
             results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
-            row = {f"{n} x {c} x {k}": fusion, "version": version, "us": f"{us:.1f}"}
-            rows.append(row | {"times as fast": f"{times[fusion, SEPARATE] / us:.2f}"})
-        print_table(rows)
-        print()
+        TABLES["gpu-fusions"].print(results[-len(times) :])
     save(BENCHMARK, results, args, "fusions")
 
 

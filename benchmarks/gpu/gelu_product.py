@@ -15,9 +15,10 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.gpu.fusions import microseconds
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.gluon_launch import gluon_kind
@@ -225,20 +226,6 @@ def measure(args):
         return results
 
 
-def row(result):
-    """One row of the table."""
-    M, K, N = SHAPE
-    cells = {"direction": result["direction"], "variant": result["variant"]}
-    if "error" in result:
-        return cells | {"us": result["error"], "product TFLOP/s": "", "cublasLt us": "", "times as fast": ""}
-    us, library = result["us"], result["cublasLt us"]
-    speed = 2e-6 * M * K * N / result["product us"]
-    return cells | {
-        "us": f"{us:.0f}", "product TFLOP/s": f"{speed:.0f}", "cublasLt us": f"{library:.0f}",
-        "times as fast": f"{library / us:.2f}",
-    }  # fmt: skip
-
-
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "every variant"), ("--only forward --rounds 1", "a quick trial"))
     add = parser.add_argument
@@ -252,8 +239,11 @@ def main():
     if gluon_kind(*gpu_model()) is None:
         raise ConfigError("this GPU or this Triton has no Gluon kernels: use a Hopper GPU and Triton 3.6 or later")
     results = measure(args)
-    print_table([row(result) for result in results])
-    print("\nus, cublasLt us: the product and, in backward, the column sums")
+    TABLES["gpu-gelu"].print(results)
+    for result in results:
+        if "error" in result:
+            print(f"{result['direction']} {result['variant']}: {result['error']}")
+    print("us, cublasLt us: the product and, in backward, the column sums")
     save(BENCHMARK, results, args, args.save_as)
     return int(any("error" in result for result in results))
 

@@ -7,8 +7,8 @@ captures several calls in a CUDA graph; the rounds are interleaved.
 import sys
 
 from benchmarks.gpu import attention
-from benchmarks.harness.processes import ProcessSpec, add_process_flags, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 
 # B batch, H heads, T time, D head size
 
@@ -43,8 +43,7 @@ def main():
     add = parser.add_argument
     text = "batch, heads, tokens and head size 64, one table for each (default: two shapes)"
     add("--shape", type=attention.parse_shape, nargs="+", default=SHAPES, metavar="BxHxTxD", help=text)
-    add_process_flags(add, rounds=15)
-    add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
+    add_flags(add, rounds=15, threads=4, timeout=300, milliseconds=30.0)
     add_save_flags(add, "gluon_ladder")
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]

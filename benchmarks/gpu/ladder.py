@@ -12,10 +12,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.lesson import device_seconds, interleaved
+from benchmarks.gpu.lesson import device_seconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.rounds import interleaved
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
 BENCHMARK = "benchmarks.gpu.ladder"
@@ -198,7 +199,7 @@ def rows_of(results):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every rung (default 7)")
+    add_flags(add, rounds=7)
     add_save_flags(add)
     args = parser.parse_args()
     check_gpu()

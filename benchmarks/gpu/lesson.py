@@ -6,7 +6,6 @@ timed by device events; launches, training steps and generated tokens are timed 
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +15,11 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.lesson"
@@ -80,9 +81,8 @@ class TimedSteps:
         self.train = CudaSteps(self.config, BATCH_SIZE, self.config.block_size, precision, captured=captured)
 
     def __call__(self):
-        shape = BATCH_SIZE, self.config.block_size + 1
-        tokens = [self.rng.integers(0, self.config.vocab_size, shape) for _ in range(self.count)]
-        batches = [(each[:, :-1].copy(), each[:, 1:].copy()) for each in tokens]
+        sizes = self.config.vocab_size, BATCH_SIZE, self.config.block_size
+        batches = [random_batch(self.rng, *sizes) for _ in range(self.count)]
         if self.overlap:
             self.train.announce(batches)
         started = time.perf_counter()
@@ -130,15 +130,6 @@ def device_seconds(xp, function, min_total=0.02):
     return seconds / (calls // 2)
 
 
-def interleaved(functions, rounds):
-    """{name: [the result of each round]} of functions {name: function}; every second round has the reverse order."""
-    results = {name: [] for name in functions}
-    for number in range(rounds):
-        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
-            results[name].append(functions[name]())
-    return results
-
-
 def measure(comparison, rounds):
     """Measure both versions in `rounds` rounds, after one call of each that is not counted.
 
@@ -150,18 +141,6 @@ def measure(comparison, rounds):
     seconds = interleaved(functions, rounds)
     ratio = paired_ratio(seconds["plain"], seconds["ours"])
     return {"section": comparison.section, "name": comparison.name, **seconds, "times_as_fast": ratio}
-
-
-def row_of(result):
-    """The row of the table for one result of measure()."""
-    plain, ours = (1e6 * statistics.median(result[name]) for name in ("plain", "ours"))
-    return {
-        "section": result["section"],
-        "measured": result["name"],
-        "plain, us": f"{plain:,.1f}",
-        "ours, us": f"{ours:,.1f}",
-        "times as fast": f"{result['times_as_fast']['median']:.2f}",
-    }
 
 
 def comparisons(xp):
@@ -182,7 +161,7 @@ def comparisons(xp):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
     add = parser.add_argument
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
+    add_flags(add, rounds=7)
     add_save_flags(add)
     args = parser.parse_args()
     xp, results = check_gpu(), []
@@ -193,7 +172,7 @@ def main():
         save(BENCHMARK, results, args, "lesson")
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
-    print_table([row_of(result) for result in results])
+    TABLES["gpu-lesson"].print(results)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
-from benchmarks.harness.table_format import gib
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
@@ -42,8 +43,7 @@ def prepare(module, preset, batch_size, precision, micro_batches):
         before = driver_bytes()
         step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches)
         for _ in range(STEPS):
-            tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-            step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+            step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
 
     return run_round
@@ -65,23 +65,6 @@ def measure(case, timeout):
     model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
     difference = model_bytes / measured["held_bytes"] - 1
     return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
-
-
-def row_of(result):
-    """The row of the table for one result of measure()."""
-    options, context = result["options"], None
-    if result["driver_bytes"] is not None:
-        context = result["driver_bytes"] - result["held_bytes"]
-    largest = sorted(result["terms"].items(), key=lambda term: -term[1])[:3]
-    return {
-        "configuration": f"{options['preset']}, {options['precision']}, {options['batch_size']} sequences"
-        + f" in {options['micro_batches']} micro-batches" * (options["micro_batches"] > 1),
-        "held GiB": gib(result["held_bytes"]),
-        "model GiB": gib(result["model_bytes"]),
-        "difference": f"{100 * result['difference']:+.1f} %",
-        "context GiB": gib(context),
-        "largest terms": ", ".join(f"{name} {gib(count)}" for name, count in largest),
-    }
 
 
 def main():
@@ -110,8 +93,9 @@ def main():
         # after each case, so that an interrupted run keeps its finished cases
         save(BENCHMARK, results, args)
     progress("")
-    print_table([row_of(result) for result in results])
-    print(f"\nThe columns held GiB and model GiB do not include the CUDA context ({gib(CONTEXT)} GiB in the model).")
+    TABLES["gpu-memory"].print(results)
+    context = f"{CONTEXT / 2**30:.2f} GiB"
+    print(f"The columns held and predicted do not include the CUDA context ({context} in the model).")
     wrong = [result for result in results if abs(result["difference"]) > MAX_DIFFERENCE]
     if wrong:
         sys.exit(f"{len(wrong)} of {len(results)} cases differ by more than {MAX_DIFFERENCE:.0%}")

@@ -12,20 +12,14 @@ gradient of this project is float32; that of PyTorch has the dtype of the operan
 
 import statistics
 import sys
-from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import (
-    BenchmarkProcess,
-    ProcessSpec,
-    add_process_flags,
-    run_main,
-    run_rounds,
-    timed_round,
-)
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.rounds import measure_shapes
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
@@ -112,40 +106,21 @@ def measure(args, precision):
 
     "ms" of a result has the milliseconds of each round.
     """
-    modules, results = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}, []
+    modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        for shape in [shape for preset in args.preset for shape in SHAPES[preset]]:
-            request = {"shape": shape, "milliseconds": args.milliseconds}
-            measured = run_rounds(processes, args.rounds, request, request)
-            pair = []
-            for spec in specs:
-                rounds = measured[spec.name]["rounds"]
-                times = {kind: [each[kind] for each in rounds] for kind in KINDS}
-                pair.append({"name": spec.name, "precision": precision, "shape": shape, "ms": times})
-                pair[-1]["norms"] = rounds[-1]["norms"]
-            results.append(pair)
-    return results
+    shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
+    pairs = measure_shapes(specs, BENCHMARK, args, shapes, KINDS)
+    return [[result | {"precision": precision} for result in pair] for pair in pairs]
 
 
 def summarise(pair):
-    """Add TFLOP/s and speed ratios to the two results of one shape; return the row of the shape in the table."""
+    """Add TFLOP/s and speed ratios to the two results of one shape; report results that differ."""
     own, peer = pair
     N, C, K, _ = own["shape"]
-    row = {f"{own['precision']}: N x C x K": f"{N} x {C} x {K}"}
     for result in pair:
         result["tflops"] = {kind: 2e-9 * N * C * K / statistics.median(result["ms"][kind]) for kind in KINDS}
     own["times_as_fast"] = {kind: paired_ratio(peer["ms"][kind], own["ms"][kind]) for kind in KINDS}
-    for kind, heading in zip(KINDS, ("forward", "input gradient", "weight gradient"), strict=True):
-        padding = " " * KINDS.index(kind)  # the keys of a row must differ
-        row[f"{heading}, TFLOP/s"] = f"{own['tflops'][kind]:.0f}"
-        row[f"torch{padding}"] = f"{peer['tflops'][kind]:.0f}"
-        row[f"times as fast{padding}"] = f"{own['times_as_fast'][kind]['median']:.3f}"
-    difference = max(abs(a / b - 1) for a, b in zip(peer["norms"], own["norms"], strict=True))
-    if not difference < TOLERANCES[own["precision"]]:
-        print(f"{OURS} and {PEER} give different results: norms {own['norms']} and {peer['norms']}")
-    return row
+    compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
 def parser():
@@ -154,8 +129,7 @@ def parser():
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add_process_flags(add, rounds=7)
-    add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
+    add_flags(add, rounds=7, threads=4, timeout=300, milliseconds=20.0)
     add_save_flags(add, "products")
     return parser
 
@@ -164,8 +138,9 @@ def main(argv=None):
     args, results = parser().parse_args(argv), []
     for precision in args.precision:
         precision_results = measure(args, precision)
-        print_table([summarise(pair) for pair in precision_results])
-        print(flush=True)
+        for pair in precision_results:
+            summarise(pair)
+        TABLES["gpu-products"].print(precision_results)
         results += precision_results
         save(BENCHMARK, results, args, args.save_as)
 

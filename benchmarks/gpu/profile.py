@@ -8,26 +8,26 @@ This matching gives the source file of each kernel and the shape of each product
 
 import re
 import statistics
-import time
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.rounds import median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
+from stage2_cuda.tuning.tuner import milliseconds
 
 BENCHMARK = "benchmarks.gpu.profile"
 SEED = 20260101
 # Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)
-# The largest rates measured on an H200: TFLOP/s of bf16 products of random numbers, TB/s of a copy.
-CEILINGS = {"tflops": 766, "tbps": 4.26}
 # Number of products (T, D) x (D, T) that each attention kernel computes per head; each counts as T T D operations,
 # because half of the scores are masked.
 ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}
@@ -213,82 +213,15 @@ def kernel_rows(listed, steps):
     ]
 
 
-def group_of(row):
-    """The group of a table row: the name of a kernel file, or "products", "copies and fills" or "CuPy"."""
-    file, colon, _ = row["title"].partition(": ")
-    if colon:
-        return file
-    if row["tflops"] or any(PRODUCT.search(name) or SPLIT_K_REDUCTION.search(name) for name in row["kernels"]):
-        return "products"
-    return "copies and fills" if row["title"].startswith(("Mem", "cupy_copy")) else "CuPy"
-
-
-def share_of_ceiling(row, ceilings):
-    """A row's TFLOP/s or TB/s as a percentage of its ceiling, as text; "" for a row that has neither."""
-    return next((f"{100 * row[rate] / ceiling:.0f} %" for rate, ceiling in ceilings.items() if row[rate]), "")
-
-
-def print_kernels(heading, rows, limit, ceilings=CEILINGS):
-    """Print a table of the first `limit` rows, the sum of the other rows, and the sum of all."""
-    table = [
-        {
-            heading: row["title"],
-            "calls": f"{row['calls']:g}",
-            "ms": f"{row['ms']:.4f}",
-            "share": f"{100 * row['share']:.1f} %",
-            "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
-            "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
-            "of ceiling": share_of_ceiling(row, ceilings),
-        }
-        for row in rows[:limit]
-    ]
-    for name, part in (("others", rows[limit:]), ("sum", rows)):
-        if part:
-            calls, spent = sum(row["calls"] for row in part), sum(row["ms"] for row in part)
-            share = f"{100 * sum(row['share'] for row in part):.1f} %"
-            sums = {heading: name, "calls": f"{calls:g}", "ms": f"{spent:.4f}", "share": share}
-            table.append(dict.fromkeys(table[0], "") | sums)
-    print_table(table)
-    print()
-
-
-def print_groups(rows):
-    """Print the time of each group of kernels (see group_of())."""
-    spent = Counter()
-    for row in rows:
-        spent[group_of(row)] += row["ms"]
-    total = sum(spent.values())
-    print_table(
-        [{"group": name, "ms": f"{ms:.3f}", "share": f"{100 * ms / total:.1f} %"} for name, ms in spent.most_common()]
-    )
-    print()
-
-
 # -- the measurement --------------------------------------------------------------------------------------------------
-
-
-def median_seconds(function, times):
-    """The median seconds of `times` calls of function()."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
 
 
 def replay_seconds(graph, stream, times):
     """Seconds of one replay of the graph: the mean of `times` back-to-back replays, timed by device events."""
-    from cupy import cuda
+    import cupy
 
-    begin, end = cuda.Event(), cuda.Event()
     graph.launch(stream)
-    begin.record(stream)
-    for _ in range(times):
-        graph.launch(stream)
-    end.record(stream)
-    end.synchronize()
-    return cuda.get_elapsed_time(begin, end) / 1e3 / times
+    return milliseconds(cupy, stream, lambda: [graph.launch(stream) for _ in range(times)]) / 1e3 / times
 
 
 def profile(config, args):
@@ -301,8 +234,7 @@ def profile(config, args):
     rng = np.random.default_rng(SEED)
 
     def train():
-        tokens = rng.integers(0, config.vocab_size, (args.batch_size, seq_len + 1))
-        step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+        step(*random_batch(rng, config.vocab_size, args.batch_size, seq_len))
 
     step.use_graph(False)
     train()  # compiles kernels and chooses algorithms
@@ -346,15 +278,14 @@ def profile(config, args):
 
 def report(result, limit):
     """Print all tables and times of a result of profile()."""
-    ceilings = CEILINGS if result["precision"] == "bf16" else {"tbps": CEILINGS["tbps"]}
-    print_kernels("a step as a graph", result["graph"], limit, ceilings)
-    products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions), "
-    print(f"Ceilings of an H200: {products}{CEILINGS['tbps']} TB/s.\n")
-    print_groups(result["graph"])
+    TABLES["gpu-kernels"].print(result | {"rows": limit}, "a step as a graph")
+    products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions)"
+    print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
+    TABLES["gpu-profile"].print(result)
     graph_titles = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
-        print_kernels("outside the graph: tokens and loss", outside, limit, ceilings)
+        TABLES["gpu-kernels"].print(result | {"graph": outside, "rows": limit}, "outside the graph: tokens and loss")
     for key, text in (
         ("eager_step_seconds", "whole step without the graph, wall clock"),
         (

@@ -5,18 +5,17 @@ first run has filled. The caches are those of Triton, CuPy, NVIDIA's driver and 
 the libraries stay in the memory of the operating system. One more run of each kind records where its time goes.
 """
 
-import contextlib
 import json
 import os
 import shlex
 import site
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.start_trace import START
@@ -109,7 +108,7 @@ def main():
     add("--show-output", action="store_true", help="print what each traced command printed (default: no)")
     add_save_flags(add, "start")
     args = parser.parse_args()
-    results, rows = {}, []
+    results = {}
     for command in args.commands:
         results[command] = measure(command, args.rounds)
         for state, result in results[command].items():
@@ -118,20 +117,8 @@ def main():
             output = result.pop("output")
             if args.show_output:
                 print(output)
-            seconds = result["seconds"]
-            with contextlib.suppress(statistics.StatisticsError):  # --rounds 0
-                rows.append(
-                    {
-                        "command": " ".join(COMMANDS[command]).format(out="DIR"),
-                        "caches": state,
-                        "seconds": f"{statistics.median(seconds):.2f}",
-                        "fastest": f"{min(seconds):.2f}",
-                        "slowest": f"{max(seconds):.2f}",
-                    }
-                )
-    print()
-    if rows:
-        print_table(rows)
+    if args.rounds:
+        TABLES["gpu-start"].print(results)
     save(BENCHMARK, results, args, args.save_as)
 
 

@@ -3,22 +3,22 @@
 import functools
 import statistics
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import (
+    add_flags,
     add_save_flags,
     benchmark_parser,
     nvidia_smi,
     paired_ratio,
-    print_table,
     round_medians,
     save,
 )
-from benchmarks.harness.table_format import gib
+from benchmarks.harness.rounds import measure_specs, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -66,8 +66,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def batches(count):
         for _ in range(count):
-            tokens = rng.integers(0, vocab_size, (batch_size, seq_len + 1))
-            yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
+            yield random_batch(rng, vocab_size, batch_size, seq_len)
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
@@ -135,9 +134,7 @@ def process_specs(args, preset, precision):
 
 def measure(args, specs, steps):
     """Measure one preset and precision; return one result for each spec, with the seconds of every step."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": steps})
+    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": steps})
     results = []
     for spec in specs:
         warm_up, rounds = measured[spec.name]["warm_up"], measured[spec.name]["rounds"]
@@ -158,48 +155,25 @@ def measure(args, specs, steps):
 
 
 def summarise(results):
-    """Add minimum, tokens/s, MFU and speed ratios to the results of one table; return the rows of the table.
+    """Add minimum, tokens/s, MFU and speed ratios to the results of one table.
 
     MFU is the model-FLOPs utilisation. A ratio is computed from the median step times of the same round.
     """
-    options = results[0]["options"]
-    title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
+    options, peers = results[0]["options"], results[1:]
     tokens = options["batch_size"] * options["seq_len"]
     flops = tokens * flops_per_token(config_of(options["preset"], options["seq_len"]), options["seq_len"])
-    gpu_name = (nvidia_smi("name") or [[""]])[0][0]
-    peak = peak_flops(gpu_name, options["precision"])
+    peak = peak_flops((nvidia_smi("name") or [[""]])[0][0], options["precision"])
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    peers, rows = results[1:], []
     for result in results:
         all_steps, own = sum(result["seconds"], []), medians[result["name"]]
         median, result["min"] = statistics.median(all_steps), min(all_steps)
         result["tokens_per_second"] = tokens / median
         result["mfu"] = peak and flops / median / peak
         result["times_as_fast"] = {peer["name"]: paired_ratio(medians[peer["name"]], own) for peer in peers}
-        unread = [seconds for seconds in result["unread_seconds"] if seconds]
-        if not unread:  # this project's result; its losses are always read at every step
+        if not any(result["unread_seconds"]):  # this project's result; its losses are always read at every step
             result["times_as_fast_as_unread"] = {
                 peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers
             }
-        rows.append(
-            {
-                title: result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "ms/step, losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
-                "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                **{
-                    f"times as fast as {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}"
-                    for peer in peers[:1]
-                },
-                "MFU": f"{100 * result['mfu']:.1f} %" if peak else "",
-                "tensors GiB": gib(result["allocated_bytes"]),
-                "held GiB": gib(result["held_bytes"]),
-                "driver GiB": gib(result["driver_bytes"]),
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    return rows
 
 
 def verdicts(results):
@@ -235,10 +209,9 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add_process_flags(add, rounds=7, timeout=500)
+    add_flags(add, rounds=7, threads=4, timeout=500, warm_up=3)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
-    add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add_save_flags(add, "step")
     args = parser.parse_args()
 
@@ -247,8 +220,9 @@ def main():
         steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
         for precision in args.precision:
             table_results = measure(args, list(process_specs(args, preset, precision)), steps)
-            print_table(summarise(table_results))
-            print("\n" + "\n".join(verdicts(table_results)) + "\n", flush=True)
+            summarise(table_results)
+            TABLES["gpu-step"].print(table_results)
+            print("\n".join(verdicts(table_results)), flush=True)
             results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
 from stage2_cuda.cuda_backend import dtype_of
@@ -285,18 +286,11 @@ def measure(case):
 def show(case, rows, limit=6):
     """Print a table of the `limit` fastest candidates and of the current constants ("in use")."""
     current = next(row for row in rows if row["label"] == "in use")
-    table = [
-        {
-            case.title: row["label"],
-            "ms": f"{row['ms']:.5f}",
-            "times as fast": f"{current['ms'] / row['ms']:.3f}",
-            "TB/s": f"{case.bytes / row['ms'] / 1e9:.3g}",
-            "error": f"{row['error']:.0e}",
-        }
-        for row in rows[:limit] + [current] * (current not in rows[:limit])
-    ]
-    print_table(table)
-    print(flush=True)
+    shown = rows[:limit] + [current] * (current not in rows[:limit])
+    speeds = [{"gain": current["ms"] / row["ms"], "rate": case.bytes / row["ms"] / 1e9} for row in shown]
+    columns = f"{case.title} = {{label}} | ms = {{ms:.5f}} | times as fast = {{gain:.3f}} | TB/s = {{rate:.3g}}"
+    rows = [row | speed for row, speed in zip(shown, speeds, strict=True)]
+    Table("", f"{columns} | error = {{error:.0e}}").print(rows)
 
 
 def main():

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
@@ -128,9 +129,10 @@ def timed_sums(world, name, source, repeats, torch_sum):
         return torch_sums(world, source, repeats, torch_sum)
     if name == STAGED:
         return staged_sum(world, source)
-    from cupy import cuda
+    import cupy
 
     from stage2_cuda.runtime.cuda_graph import CapturedStep
+    from stage2_cuda.tuning.tuner import milliseconds
 
     x, reduce = reduction(world, name, source)
 
@@ -143,18 +145,13 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
     def timed():
         x[...] = source.astype(x.dtype)
-        cuda.runtime.deviceSynchronize()
+        cupy.cuda.runtime.deviceSynchronize()
         world.barrier()
-        begin, end = cuda.Event(), cuda.Event()
         step()  # not timed: it makes all ranks start the timed replay together
         if step.graph is None or step.calls == 2:  # one of the first two calls: there was no graph before it
-            cuda.runtime.deviceSynchronize()
+            cupy.cuda.runtime.deviceSynchronize()
             return 0.0
-        begin.record(step.stream)
-        step.graph.launch(step.stream)
-        end.record(step.stream)
-        end.synchronize()
-        return cuda.get_elapsed_time(begin, end) / 1e3 / repeats
+        return milliseconds(cupy, step.stream, lambda: step.graph.launch(step.stream)) / 1e3 / repeats
 
     return timed
 
@@ -241,30 +238,14 @@ def encoded_bytes(name, size):
     return size // 2 if name.endswith("bf16") else size
 
 
-def summarise(results, errors, ranks):
-    """Return the table's rows for the results of one job.
-
-    Also adds three fields to each result: ranks, bus_bandwidth and times_as_fast_as_torch.
-    """
+def summarise(results, ranks):
+    """Add three fields to the results of one job: ranks, bus_bandwidth and times_as_fast_as_torch."""
     torch_seconds = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
-    rows = []
     for result in results:
-        name, size = result["name"], result["bytes"]
+        size = result["bytes"]
         result["ranks"], median = ranks, statistics.median(result["seconds"])
         result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[size], result["seconds"])
-        result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(name, size), median, ranks)
-        rows.append(
-            {
-                f"{ranks} GPUs": name,
-                "MB of fp32": f"{1e-6 * size:,.0f}",
-                "us": f"{1e6 * median:.1f}",
-                "fastest, us": f"{1e6 * min(result['seconds']):.1f}",
-                "bus GB/s": f"{1e-9 * result['bus_bandwidth']:.1f}",
-                "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.3f}",
-                "relative error": f"{errors[name]:.1e}",
-            }
-        )
-    return rows
+        result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(result["name"], size), median, ranks)
 
 
 def fit(results):
@@ -295,8 +276,7 @@ def parser():
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
-    add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
+    add_flags(add, rounds=9, timeout=150)
     add_save_flags(add, "collectives")
     return parser
 
@@ -308,17 +288,17 @@ def main(argv=None):
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
-            errors[ranks], of_ranks = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=BENCHMARK)
+            job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=BENCHMARK)
+            errors[str(ranks)], of_ranks = job
         progress("")
-        print_table(summarise(of_ranks, errors[ranks], ranks))
-        print("\n" + "\n".join(verdicts(of_ranks, ranks)))
+        summarise(of_ranks, ranks)
+        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "errors": errors})
+        print("\n".join(verdicts(of_ranks, ranks)))
         fits[ranks] = fit(of_ranks)
         for name, (alpha, beta) in fits[ranks].items():
-            bucket_mb = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
-            bucket_sizes[f"{ranks} GPUs, {name}"] = bucket_mb
-            fitted = f"alpha {1e6 * alpha:.1f} us, beta {1e12 * beta:.2f} ps per byte"
-            print(f"{ranks} GPUs, {name}: {fitted}; best --bucket-mb for {args.preset}: {bucket_mb:.0f}")
-        print(flush=True)
+            bucket_sizes[f"{ranks} GPUs, {name}"] = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
+        print(f"\nfits; best --bucket-mb for {args.preset}")
+        TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
         results += of_ranks
     saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
     save(BENCHMARK, saved, args, args.save_as)

@@ -6,8 +6,6 @@ may be during start-up. The other ranks then wait for an NCCL kernel that never 
 
 import random
 import re
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,10 +13,8 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_save_flags, benchmark_parser, nvidia_smi, print_table, save
-from benchmarks.ranks.kill import finished, kill_one
-from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.errors import CheckpointError
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, nvidia_smi, save
+from benchmarks.ranks.kill import checkpoint_of, finished, killed_run, print_trials, summary_of, times_of
 from testing.jobs import ROOT, Job, launcher
 
 BENCHMARK = "benchmarks.gpus.kill"
@@ -68,47 +64,22 @@ def left_on_gpus(before):
 def trial(args, folder, rng, longest, before):
     """Start a run and kill one of its ranks; return the result, or None if the run ended before the kill.
 
-    folder: contains the checkpoint from which the run resumes. longest: the duration of an uninterrupted run in
-    seconds; the kill is at a random moment within it. before: gpu_state() when no run was active.
+    folder, longest: see killed_run(). before: gpu_state() when no run was active.
     """
-    out, moment = folder / "run", rng.uniform(0, longest)
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(folder / "begun", out, symlinks=True)
-    with train(args.ranks, "--resume", out, "--out", out, "--dp", args.dp, "--steps", args.steps) as job:
-        rank = kill_one(job, moment, rng)
-        done = job.done()
-    if rank is None or done.code == 0:
+    out = folder / "run"
+    flags = "--resume", out, "--out", out, "--dp", args.dp, "--steps", args.steps
+    if (killed := killed_run(folder, lambda: train(args.ranks, *flags), rng, longest)) is None:
         return None
+    done, result = killed
     text = done.out + done.err
-    result = {
-        "rank": rank, "moment": moment, "seconds": done.seconds, "code": done.code, "left": len(done.left),
-        "on_gpus": left_on_gpus(before), "cause": (CAUSE.search(text) or [""])[0], "steps_seen": text.count("| loss"),
-    }  # fmt: skip
-    try:
-        return result | {"step": load_checkpoint(out, with_optimizer=True).state["step"]}
-    except CheckpointError as error:
-        return result | {"step": None, "error": str(error)}
+    result |= {"on_gpus": left_on_gpus(before), "cause": (CAUSE.search(text) or [""])[0]}
+    return result | {"steps_seen": text.count("| loss"), **checkpoint_of(out)}
 
 
-def summarise(results):
-    """Add the field "clean" (whether the job ended as it should) to each result; return the table's rows."""
-    for result in results:
-        ended = result["code"] != 0 and result["seconds"] < END_LIMIT
-        result["clean"] = bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
-    return [
-        {
-            "killed": f"rank {result['rank']}",
-            "killed after, s": f"{result['moment']:.2f}",
-            "steps printed": result["steps_seen"],
-            "job ended within, s": f"{result['seconds']:.2f}",
-            "exit code": result["code"],
-            "cause reported": result["cause"] or "NONE",
-            "processes left": result["left"],
-            "left on GPUs": result["on_gpus"] or "nothing",
-            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-        }
-        for result in results
-    ]
+def is_clean(result):
+    """Whether the job of a trial ended soon, with an error code, reported the cause and left nothing."""
+    ended = result["code"] != 0 and result["seconds"] < END_LIMIT
+    return bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
 
 
 def parser():
@@ -116,13 +87,10 @@ def parser():
         BENCHMARK, __doc__, ("", "ten runs"), ("--times 1 --ranks 2", "a quick trial on two GPUs")
     )
     add = parser.add_argument
-    add("--times", type=int, default=10, help="number of runs; one rank of each run is killed (default 10)")
+    add_flags(add, times=10, steps=4000, checkpoint_every=100, seed=0)
     add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")
     add("--preset", default="tiny", help="model (default tiny)")
     add("--dp", default="bucket", help="strategy of gradient synchronisation (default bucket)")
-    add("--steps", type=int, default=4000, help="steps of each run (default 4000)")
-    add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    add("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(add, "kill")
     return parser
 
@@ -144,18 +112,13 @@ def main(argv=None):
             if len(results) < args.times and (result := trial(args, folder, rng, longest, before)):
                 results.append(result)
     progress("")
-    print_table(summarise(results))
-    seconds = [result["seconds"] for result in results]
-    summary = {
-        "clean_ends": sum(result["clean"] for result in results),
-        "readable": sum(result["step"] is not None for result in results),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
-    }
+    results = [result | {"clean": is_clean(result)} for result in results]
+    columns = "steps printed = {steps_seen} | cause reported = {cause:or NONE} | left on GPUs = {on_gpus:or nothing}"
+    print_trials(results, columns)
+    summary = summary_of(results, is_clean)
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
-        f"(median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), "
-        f"{summary['readable']} left a readable checkpoint."
+        f"{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
+        f"({times_of(summary)}), {summary['readable']} left a readable checkpoint."
     )
     options = vars(args) | {"longest_moment": longest}
     save(BENCHMARK, {**options, "summary": summary, "rows": results}, args, args.save_as)

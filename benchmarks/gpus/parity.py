@@ -8,8 +8,9 @@ import statistics
 import sys
 
 from benchmarks.gpus.scaling import gpus
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
@@ -69,21 +70,6 @@ def result_of(name, ranks, precision, log, expected):
     }
 
 
-def summarise(results, title):
-    """The rows of one table."""
-    return [
-        {
-            title: result["name"],
-            "compared with stage 2": result["difference"] or "equal",
-            "largest loss deviation": f"{result['largest_deviation']:.1e}",
-            "ms/step": f"{1e3 * result['median']:.3f}",
-            "last loss": f"{result['losses'][-1]:.6f}",
-            "parameters_sha256": result["parameters_sha256"][:12],
-        }
-        for result in results
-    ]
-
-
 def verdict(results):
     """(whether all requirements of one precision are met, a sentence that says so)."""
     deterministic = [result for result in results[1:] if DETERMINISTIC in result["name"]]
@@ -111,8 +97,7 @@ def parser():
         help="precisions, one table each (default fp32 bf16)",
     )
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
-    add("--steps", type=int, default=50, help="steps of each run (default 50)")
-    add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
+    add_flags(add, steps=50, timeout=300)
     add_save_flags(add, "parity")
     return parser
 
@@ -122,9 +107,10 @@ def main(argv=None):
     results, all_met = [], True
     for precision in args.precision:
         of_precision = compare(args, precision)
-        print_table(summarise(of_precision, f"{args.preset}, {precision}, {args.steps} steps"))
+        print(f"\n{args.preset}, {args.steps} steps")
+        TABLES["gpus-parity"].print(of_precision)
         met, sentence = verdict(of_precision)
-        print(f"\n{sentence}\n", flush=True)
+        print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
     save(BENCHMARK, results, args, args.save_as)
     return 0 if all_met else 1

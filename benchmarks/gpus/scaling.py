@@ -11,9 +11,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.speedups import efficiencies
+from benchmarks.harness.table_format import percent
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
@@ -140,18 +142,16 @@ def measure(args, specs, steps):
     return list(by_name.values())
 
 
-def summarise(results, title):
-    """Return the rows of one table.
+def summarise(results):
+    """Add fields to each result of one table: min, tokens_per_second, efficiency and times_as_fast.
 
-    Also adds fields to each result: min, tokens_per_second, efficiency and times_as_fast (PyTorch's time / its time, on
-    equally many GPUs; None without PyTorch). Our results on the most GPUs also get times_bucket (its time / time of our
-    variant with --dp bucket), if that variant was measured.
+    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our results on the most GPUs
+    also get times_bucket (its time / time of our variant with --dp bucket), if that variant was measured.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
     by_name = {result["name"]: result for result in results}
     bucket = by_name.get(variant_name(most_ranks(results), OUR_VARIANTS["bucket"]))
-    rows = []
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
@@ -160,23 +160,6 @@ def summarise(results, title):
             result["times_bucket"] = paired_ratio(result["seconds"], bucket["seconds"])
         peer = ddp.get(result["ranks"])
         result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
-        rows.append(
-            {
-                title: result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest round, ms/step": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                "efficiency": percent(result["efficiency"]),
-                "times as fast as PyTorch": "" if peer is None else f"{result['times_as_fast']['median']:.3f}",
-                "MB sent per rank": megabytes(result["bytes_sent"]),
-                "optimizer MB per rank": megabytes(result["optimizer_bytes"]),
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    for row in rows:
-        if each := efficiencies(results).get(row[title]):
-            row["efficiency"] = each.cell(row["efficiency"])
-    return rows
 
 
 def most_ranks(results):
@@ -193,16 +176,6 @@ def efficiency(result, one_gpu):
         return None
     work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # sequences per GPU, relative to one_gpu
     return paired_ratio([work * seconds for seconds in one_gpu["seconds"]], result["seconds"])
-
-
-def percent(ratio):
-    """The median of a summary as a percentage; "" for None."""
-    return "" if ratio is None else f"{100 * ratio['median']:.1f} %"
-
-
-def megabytes(count):
-    """Bytes as megabytes (10^6); "" for None."""
-    return "" if count is None else f"{1e-6 * count:,.1f}"
 
 
 def verdicts(results, per_gpu):
@@ -242,21 +215,12 @@ def paper(args):
     """
     chosen = {variant_name(2, options): dict(ranks=2, batch_size=16, **options) for options in OUR_VARIANTS.values()}
     results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
-    rows = []
     for result in results:
         result["totals"] = [PAPER_STEPS * seconds for seconds in result["seconds"]]
-        total = statistics.median(result["totals"])
-        rows.append(
-            {
-                f"paper, {args.precision}, {PAPER_STEPS} steps of 16 x {result['seq_len']}": result["name"],
-                "seconds": f"{total:.4f}",
-                "fastest round, s": f"{min(result['totals']):.4f}",
-                f"target {PAPER_SECONDS} s": reached(total < PAPER_SECONDS),
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    print_table(rows)
-    print(flush=True)
+    TABLES["gpus-paper"].print({"paper": results})
+    for result in results:
+        met = statistics.median(result["totals"]) < PAPER_SECONDS
+        print(f"{result['name']}: target {PAPER_SECONDS} s: {reached(met)}", flush=True)
     return results
 
 
@@ -279,10 +243,8 @@ def parser_of(benchmark, docstring, timeout, limited, *examples):
 def add_rounds(add):
     """Add the flags of benchmarks with interleaved rounds."""
     warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
-    add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
+    add_flags(add, rounds=5, steps_per_round=10, threads=4)
     add("--warm-up", type=int, default=1, help=warm_up)
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
@@ -343,9 +305,11 @@ def main(argv=None):
         ours, peers = variants(gpu_counts, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, specs, args.steps_per_round)
-        print_table(summarise(of_table, f"{args.preset}, {args.precision}, {title}"))
-        print("\n" + "\n".join(verdicts(of_table, per_gpu)), flush=True)
+        summarise(of_table)
         results["scaling"].append({"title": title, "rows": of_table})
+        print(f"\n{args.preset}, {args.precision}")
+        TABLES["gpus-scaling"].print({"scaling": results["scaling"][-1:]})
+        print("\n".join(verdicts(of_table, per_gpu)), flush=True)
         save_so_far()
 
 

@@ -5,14 +5,12 @@ step time of its baseline is the time of the communication that does not overlap
 baselines, because the deterministic mode uses other kernels for matrix products than the fast mode.
 """
 
-import statistics
-
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, parser_of, reached, variant_name
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import paired_ratio, print_table, save
+from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, reached, variant_name
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import paired_ratio, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.data_parallel import STRATEGIES
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.strategies"
 MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's
@@ -51,36 +49,20 @@ def baseline_of(ranks, options):
     return f"no communication, {gpus(ranks)}" + " --deterministic" * options.get("deterministic", False)
 
 
-def summarise(results, title):
-    """Return the table's rows.
+def summarise(results):
+    """Add fields to each result: min, times_baseline, communication_share and times_plain.
 
-    Also adds fields to each result: min, times_baseline (its time / time of its baseline), communication_share (of the
-    step time) and times_plain (its time / time of the same --dp without other options).
+    times_baseline: its time / time of its baseline. communication_share: of the step time. times_plain: its time / time
+    of the same --dp without other options.
     """
     by_name = {result["name"]: result for result in results}
-    rows = []
     for result in results:
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
         if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
             result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
-        median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
-        share = "" if result is baseline else result["communication_share"]
-        rows.append(
-            {
-                title: result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest round, ms/step": f"{1e3 * result['min']:.4g}",
-                "added by communication, ms": share and f"{1e3 * share * median:.3f}",
-                "share of step": share and f"{100 * share:.1f} %",
-                "messages": result["messages"],
-                "MB sent per rank": f"{1e-6 * result['bytes_sent']:,.1f}",
-                "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.1f}",
-                "last loss": f"{result['last_loss']:.4f}",
-            }
-        )
-    return rows
+        result["min"] = min(result["seconds"])
 
 
 def verdicts(results, ranks):
@@ -131,13 +113,12 @@ def main(argv=None):
     chosen = variants(args.ranks, batch, args.bucket_mb)
     if args.buckets_mb:
         chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
-    options = {"preset": args.preset, "seq_len": seq_len, "precision": args.precision, "variants": chosen}
-    launcher = tuple(launch_line(*choose(), args.ranks))
-    job = ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=args.ranks, launcher=launcher)
-    results = measure(args, [job], args.steps_per_round)
-    print_table(summarise(results, f"{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU"))
+    results = measure(args, list(jobs(args, args.preset, chosen, {})), args.steps_per_round)
+    summarise(results)
+    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
+    TABLES["gpus-strategies"].print(results)
     if not args.buckets_mb:
-        print("\n" + "\n".join(verdicts(results, args.ranks)))
+        print("\n".join(verdicts(results, args.ranks)))
     save(BENCHMARK, results, args, args.save_as)
 
 

@@ -10,8 +10,10 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpus.scaling import add_sizes, parser_of
+from benchmarks.harness.drawing import panels
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table, save
+from benchmarks.harness.report import save
 from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
@@ -122,38 +124,15 @@ def times_of(placed):
 
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
-    for panel, (name, placed) in zip(panels[:, 0], steps.items(), strict=True):
-        for lane, colour in enumerate(COLOURS):
-            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
-            panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
-        panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
-        panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
-        panel.grid(axis="x", alpha=0.3)
-    panels[-1, 0].set_xlabel("ms")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def rows_of(times):
-    """The table's rows, from {name: times_of()}."""
-    return [
-        {
-            "rank 0": name,
-            "step, ms": f"{of_step['step_ms']:.2f}",
-            "compute, ms": f"{of_step['compute_ms']:.2f}",
-            "communication, ms": f"{of_step['communication_ms']:.2f}",
-            "communication that overlaps": f"{100 * of_step['hidden_ms'] / of_step['communication_ms']:.0f} %",
-            "kernels": of_step["kernels"],
-        }
-        for name, of_step in times.items()
-    ]
+    with panels(path, len(steps), figsize=(10, 1.8 * len(steps)), sharex=True, layout="tight", dpi=130) as (_, axes):
+        for panel, (name, placed) in zip(axes[:, 0], steps.items(), strict=True):
+            for lane, colour in enumerate(COLOURS):
+                bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
+                panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
+            panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
+            panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
+            panel.grid(axis="x", alpha=0.3)
+        axes[-1, 0].set_xlabel("ms")
 
 
 def parser():
@@ -179,7 +158,7 @@ def main(argv=None):
     profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
     steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
-    print_table(rows_of(times))
+    TABLES["gpus-timeline"].print(times)
     path = save(BENCHMARK, times, args, args.save_as)
     trace = path.with_name(f"{path.stem}_trace.json")
     write_trace(trace, processes_of(steps))

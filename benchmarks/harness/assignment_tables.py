@@ -1,438 +1,342 @@
-"""The tables of docs/ASSIGNMENT.md, which the commands of benchmarks/torch print too. This file imports no PyTorch.
-
-A function of a command gets the rows of its results file and returns {title: rows of a table}. TABLES has a function
-for each table of the page; it returns ([], files) if the rows do not exist yet.
-"""
-
-import functools
+"""The tables of docs/ASSIGNMENT.md, which the commands of benchmarks/torch print too. This file imports no PyTorch."""
 
 from benchmarks.harness import gpu_tables
-from benchmarks.harness.table_format import cell, load, percent
-from testing.jobs import ROOT
+from benchmarks.harness.table_format import Table, cell, load, percent
 
 KINDS = FORWARD, GRADIENTS, STEP = "forward", "forward + backward", "step"
 WARM_UPS = 0, 1, 2, 5  # numbers of steps
 ATTENTION_PARTS = PRODUCTS, SOFTMAX, OTHERS = "products", "softmax", "scale, mask, casts"
+OURS = "ours"
+GRID = "naive", "compiled", "sdpa", OURS, "ours, compiled backward"
+MOMENTS = "init", "before step", "after step"  # of sharding
 MIB, GIB = 2**20, 2**30
+OUT_OF_MEMORY = {"oom": True}
+
+# -- rows: a name is "[PART / ] size / context T / precision / [more / ] implementation" -------------------------------
 
 
-def keys_of(words):
-    """{column: cell} of the first words of a row's name: size, context, precision."""
-    size, context, precision = words[:3]
-    return {"size": size, "context": context.removeprefix("context "), "precision": precision}
+def models(part=None):
+    """A function of a file's content: its rows of a part, with the fields of their names. None: rows without a part."""
+
+    def rows(record):
+        for row in record["results"]:
+            words = row["name"].split(" / ")
+            before = [words.pop(0)] if words[0] == part else []
+            if bool(before) == bool(part) and words[1].startswith("context "):
+                size, context, precision, *more = words
+                keys = {"size": size, "context": context.removeprefix("context "), "precision": precision}
+                yield row | keys | {"more": more[0], "implementation": more[-1]}
+
+    return rows
+
+
+def named(part):
+    """A function of a file's content: its rows of a part, with the other words of their names."""
+
+    def rows(record):
+        for row in record["results"]:
+            if row["name"].startswith(f"{part} / "):
+                yield row | {"words": row["name"].split(" / ")[1:]}
+
+    return rows
+
+
+def or_out_of_memory(rows, columns):
+    """The function `rows` of a file's content, with OUT_OF_MEMORY in these columns of a row that has no results."""
+    return lambda record: (
+        row | dict.fromkeys(columns, OUT_OF_MEMORY) if row.get("oom") else row for row in rows(record)
+    )
+
+
+def measured(rows):
+    return lambda record: (row for row in rows(record) if not row.get("oom"))
 
 
 # -- end_to_end --------------------------------------------------------------------------------------------------------
 
 
-def end_to_end_tables(rows):
-    found = {}
-    for row in rows:
-        is_warm_up = row["name"].startswith("warm-up")
-        words = row["name"].removeprefix("warm-up / ").split(" / ")
-        columns = ["first step", *(f"warm-up {count}" for count in WARM_UPS)] if is_warm_up else KINDS
-        cells = keys_of(words) | {"implementation": words[3]}
-        for column in columns:
-            value = {"oom": True} if row.get("oom") else row[column]
-            cells[f"{column}, ms"] = "out of memory" if isinstance(value, dict) and value.get("oom") else cell(value)
-        if not is_warm_up:
-            cells["backward, ms"] = difference(row)
-        found.setdefault("warm-up steps" if is_warm_up else "time of each kind", []).append(cells)
-    if speedups := bf16_speedups({row["name"]: row for row in rows}):
-        found["time in fp32 / time in bf16"] = speedups
-    return found
+def kinds_of_passes(record):
+    """The rows of end_to_end; "backward" is the mean of forward + backward minus that of forward."""
+    for row in or_out_of_memory(models(), KINDS)(record):
+        both, forward = row[GRADIENTS], row[FORWARD]
+        yield row | {"backward": both["mean"] - forward["mean"] if "mean" in both and "mean" in forward else None}
 
 
-def bf16_speedups(rows):
-    """The ratio of the mean times of each kind, for the models that were measured in both precisions.
-
-    rows: {name: row}
-    """
-    found = []
-    for name, row in rows.items():
-        words = name.split(" / ")
-        other = rows.get(name.replace(" / bf16 / ", " / fp32 / "), row)
-        if other is not row and words[0] != "warm-up":
-            cells = {"size": words[0], "context": words[1].removeprefix("context "), "implementation": words[3]}
-            for kind in KINDS:
-                times = [each.get(kind, {}).get("mean") for each in (other, row)]
-                cells[kind] = f"{times[0] / times[1]:.2f}" if all(times) else ""
-            found.append(cells)
-    return found
-
-
-def difference(row):
-    """The mean of forward + backward minus that of forward; "" without one of them."""
-    both, forward = row.get(GRADIENTS, {}), row.get(FORWARD, {})
-    return f"{both['mean'] - forward['mean']:.4g}" if "mean" in both and "mean" in forward else ""
+def bf16_speedups(record):
+    """The ratio of the mean times of each kind, for the models that were measured in both precisions."""
+    by_name = {row["name"]: row for row in models()(record)}
+    for name, row in by_name.items():
+        other = by_name.get(name.replace(" / bf16 / ", " / fp32 / "), row)
+        if other is not row:
+            means = {kind: [each.get(kind, {}).get("mean") for each in (other, row)] for kind in KINDS}
+            yield row | {kind: fp32 / bf16 if fp32 and bf16 else None for kind, (fp32, bf16) in means.items()}
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def profile_tables(rows):
-    passes, attention, shares, others = [], [], [], []
-    for row in rows:
-        words = row["name"].split(" / ")
-        keys = keys_of(words) | {"implementation": words[3]}
-        if row.get("oom"):
-            passes.append(keys | {"pass": "out of memory"})
-            continue
-        for name, found in row["passes"].items():
-            passes.append(keys | {"pass": name} | pass_cells(found))
-        shares.append(keys | step_cells(row["passes"]))
-        longest = (
-            f"`{each['name']}` {each['calls']} x, {percent(each['share'])}"
-            for each in row["passes"]["forward only"]["others"]
-        )
-        others.append(keys | {"kernels that are not products, forward only: calls, share": "; ".join(longest)})
-        parts = row["attention"]
-        ms = {part: parts[part]["ms"] for part in ATTENTION_PARTS}
-        cells = {f"{part}, ms": f"{ms[part]:.4g}" for part in ATTENTION_PARTS}
-        cells["time of softmax / products"] = f"{ms[SOFTMAX] / ms[PRODUCTS]:.2f}" if ms[PRODUCTS] else ""
-        operations = parts[SOFTMAX]["operations"] / parts[PRODUCTS]["operations"]
-        attention.append(keys | cells | {"operations of softmax / products": f"{operations:.3f}"})
-    columns = dict.fromkeys(key for row in passes for key in row)
-    passes = [{key: row.get(key, "") for key in columns} for row in passes]
-    return {
-        "passes": passes,
-        "shares of the time of the kernels": shares,
-        "other kernels": others,
-        "attention of one layer, forward": attention,
-    }
-
-
-def step_cells(passes):
-    """The share of the products in inference and in a training step, and how much of the wall time is kernels."""
-    forward, step = passes["forward only"], [passes[name] for name in ("forward", "backward", "optimizer")]
-    total = sum(each["kernels_ms"] for each in step)
-    products = sum(each["kernels_ms"] * each["product_share"] for each in step)
-    wall = sum(each["wall"]["mean"] for each in step)
-    return {
-        "products, forward only": percent(forward["product_share"]),
-        "products, training step": percent(products / total),
-        "optimizer, training step": percent(step[-1]["kernels_ms"] / total),
-        "kernels / wall, forward only": percent(forward["kernels_ms"] / forward["wall"]["mean"]),
-        "kernels / wall, training step": percent(total / wall),
-    }
-
-
-def pass_cells(found):
-    """The cells of one pass."""
+def passes(record):
+    """A row for each pass, with its longest kernel and the longest one that is not a product."""
     none = {"name": "", "calls": 0, "share": 0.0}
-    top, other = (next(iter(found[field]), none) for field in ("kernels", "others"))
-    return {
-        "wall ms": cell(found["wall"]),
-        "sum of kernels, ms": f"{found['kernels_ms']:.4g}",
-        "kernels": found["calls"],
-        "products": percent(found["product_share"]),
-        "longest kernel": f"`{top['name']}`",
-        "its calls": top["calls"],
-        "its share": percent(top["share"]),
-        "longest other kernel": f"`{other['name']}`",
-        "share of that": percent(other["share"]),
-    }
+    for row in models()(record):
+        if row.get("oom"):
+            yield row | {"pass": "out of memory"}
+        for name, found in row.get("passes", {}).items():
+            top, other = (next(iter(found[field]), none) for field in ("kernels", "others"))
+            yield row | {"pass": name, "found": found, "top": top, "other": other}
 
 
-# -- accumulation ------------------------------------------------------------------------------------------------------
+def step_shares(record):
+    """The share of the products in inference and in a training step, and how much of the wall time is kernels."""
+    for row in measured(models())(record):
+        forward, *step = (row["passes"][name] for name in ("forward only", "forward", "backward", "optimizer"))
+        total = sum(each["kernels_ms"] for each in step)
+        yield row | {
+            "forward": forward["product_share"],
+            "training": sum(each["kernels_ms"] * each["product_share"] for each in step) / total,
+            "optimizer": step[-1]["kernels_ms"] / total,
+            "busy_forward": forward["kernels_ms"] / forward["wall"]["mean"],
+            "busy_training": total / sum(each["wall"]["mean"] for each in step),
+        }
 
 
-def accumulation_tables(rows):
-    found = {}
-    for row in rows:
-        kind, *keys = row["name"].split(" / ")
-        if kind == "sum":
-            cells = {"sum + number": keys[0], "result": f"{row['sum']:.7g}", "relative error": f"{row['error']:.1e}"}
-        elif kind == "dtypes":
-            cells = {"autocast": keys[0]} | {key: row[key] for key in row if key not in ("name", "commit", "date")}
-        else:
-            cells = {"dtype": keys[0], "input": keys[1]}
-            for statistics, text in (("own dtype", "statistics in this dtype"), ("float32", "statistics in float32")):
-                cells[f"error, {text}"] = f"{row[statistics]:.1e}"
-        found.setdefault(kind, []).append(cells)
-    return found
+def other_kernels(record):
+    for row in measured(models())(record):
+        others = row["passes"]["forward only"]["others"]
+        texts = (f"`{each['name']}` {each['calls']} x, {percent(each['share'])}" for each in others)
+        yield row | {"others": "; ".join(texts)}
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+def attention_parts(record):
+    for row in measured(models())(record):
+        products, softmax = row["attention"][PRODUCTS], row["attention"][SOFTMAX]
+        time = softmax["ms"] / products["ms"] if products["ms"] else None
+        yield row | {"time": time, "operations": softmax["operations"] / products["operations"]}
 
 
-def memory_tables(rows):
-    peaks, largest, residual, checkpoints, saved, timelines = [], [], {}, [], [], []
-    for row in rows:
-        kind = row["name"].split(" / ")[0]
-        is_other = kind in ("timeline", "checkpoint", "saved")
-        words = row["name"].split(" / ")[is_other:]
-        keys = keys_of(words)
-        if kind == "checkpoint":
-            blocks = words[3].removesuffix(" blocks")
-            checkpoints.append(keys | {"blocks of a checkpoint": blocks, f"{STEP}, GiB": gib(row, STEP)})
-        elif kind == "saved" and not row.get("oom"):
-            total = {"saved by": "sum of all lines", "MiB": f"{row['saved'] / MIB:.1f}", "share": "100 %"}
-            for source, count in row["sources"].items():
-                cells = {"saved by": f"`{source}`", "MiB": f"{count / MIB:.1f}"}
-                saved.append(keys | cells | {"share": f"{100 * count / row['saved']:.1f} %"})
-            gradients = {"saved by": "gradients of the parameters", "MiB": f"{row['gradients'] / MIB:.1f}", "share": ""}
-            saved += [keys | total, keys | gradients]
-        elif not is_other:
-            cells = {"implementation": words[3]} | {f"{kind}, GiB": gib(row, kind) for kind in (FORWARD, STEP)}
-            cells["step, held by the allocator, GiB"] = gib(row, STEP, "held")
-            cells["step, predicted, GiB"] = f"{row['predicted'] / GIB:.2f}" if "predicted" in row else ""
-            peaks.append(keys | cells)
-            if "residual" in row:
-                title = "one residual activation in fp32, MiB"
-                cells = {"size": keys["size"], "context": keys["context"], title: f"{row['residual'] / MIB:.2f}"}
-                residual[words[0], words[1]] = cells
-        elif kind == "timeline" and not row.get("oom"):
-            timelines.append(keys | {"kind": words[3], "implementation": words[4]} | timeline_cells(row))
-            for each in row["largest"]:
-                cells = {"kind": words[3], "implementation": words[4], "MiB": f"{each['bytes'] / MIB:.1f}"}
-                largest.append(keys | cells | {"times": each["times"], "allocated by": f"`{each['source']}`"})
-    found = {
-        "peak memory": peaks,
-        "residual stream": list(residual.values()),
-        "checkpoints": checkpoints,
-        "timelines": timelines,
-        "largest allocations": largest,
-        "saved for backward by one block": saved,
-    }
-    return {title: each for title, each in found.items() if each}
+# -- accumulation, memory and attention --------------------------------------------------------------------------------
 
 
-def timeline_cells(row):
+def dtypes(record):
+    for row in named("dtypes")(record):
+        skipped = "name", "commit", "date", "words"
+        yield {"autocast": row["words"][0]} | {key: value for key, value in row.items() if key not in skipped}
+
+
+def peaks(part=None):
+    """A function of the content of memory.json: its rows of a part, with the peaks in GiB as texts."""
+
+    def text(row, kind, field):
+        found = OUT_OF_MEMORY if row.get("oom") else row.get(kind, OUT_OF_MEMORY)
+        if found.get("oom"):
+            return "out of memory"
+        return "" if found[field] is None else f"{found[field] / GIB:.2f}"
+
+    def rows(record):
+        for row in models(part)(record):
+            texts = {kind: text(row, kind, "peak") for kind in (FORWARD, STEP)}
+            yield row | texts | {"held": text(row, STEP, "held"), "blocks": row["more"].removesuffix(" blocks")}
+
+    return rows
+
+
+def residuals(record):
+    """One row for each size and context."""
+    return {(row["size"], row["context"]): row for row in models()(record) if "residual" in row}.values()
+
+
+def saved_tensors(record):
+    """The lines that save tensors for backward, their sum, and the gradients of the parameters."""
+    for row in measured(models("saved"))(record):
+        for line, count in row["sources"].items():
+            yield row | {"line": f"`{line}`", "count": count, "share": percent(count / row["saved"])}
+        yield row | {"line": "sum of all lines", "count": row["saved"], "share": "100 %"}
+        yield row | {"line": "gradients of the parameters", "count": row["gradients"], "share": ""}
+
+
+def timelines(record):
     """GiB at the moments of a timeline. Each point is the largest value of some neighbouring allocations."""
-    points = [float(value) for value in row["GiB"].split()]
-    start = row["marks"].get("backward")
-    return {
-        "before, GiB": f"{row['before'] / GIB:.2f}",
-        "lowest, GiB": f"{min(points):.2f}",
-        "peak, GiB": f"{row['peak'] / GIB:.2f}",
-        "start of backward, GiB": "" if start is None else f"{points[start]:.2f}",
-        "end, GiB": f"{points[-1]:.2f}",
-        "allocations": row["allocations"],
-    }
+    for row in measured(models("timeline"))(record):
+        points = [float(value) for value in row["GiB"].split()]
+        start = row["marks"].get("backward")
+        yield row | {"lowest": min(points), "end": points[-1], "start": None if start is None else points[start]}
 
 
-def gib(row, kind, field="peak"):
-    """A peak of a row of memory, in GiB."""
-    found = {"oom": True} if row.get("oom") else row.get(kind, {"oom": True})
-    if found.get("oom"):
-        return "out of memory"
-    return "" if found[field] is None else f"{found[field] / GIB:.2f}"
+def largest_allocations(record):
+    return (row | each for row in measured(models("timeline"))(record) for each in row["largest"])
+
+
+def grid(kind):
+    """The times of one kind (forward, backward, both) of all implementations, in a row for each shape."""
+
+    def rows(record):
+        for row in or_out_of_memory(named("grid"), [kind])(record):
+            *shape, implementation = row["words"]
+            yield {"": ", ".join(shape), **dict.fromkeys(GRID, ""), implementation: cell(row[kind])}
+
+    return rows
 
 
 # -- several GPUs ------------------------------------------------------------------------------------------------------
 
 
-def value_tables(rows):
-    """One table with all columns of the rows; a time is its mean and standard deviation."""
-    columns = dict.fromkeys(key for row in rows for key in row if key not in ("commit", "date"))
-    return {"rows": [{key: cell(row.get(key, "")) for key in columns} for row in rows]}
+def ways(record):
+    """The rows; a row without results, because the memory was too small, gets OUT_OF_MEMORY as its time."""
+    for row in record["results"]:
+        way = row["name"].rpartition(", ")[2]
+        yield row if "step" in row else row | {"way": way, "step": OUT_OF_MEMORY, "buckets": 0, "ranks": ""}
 
 
-def all_reduce_tables(rows):
-    """The time of each library, and the times of stage 1's algorithms beside MPI's."""
-    libraries, ours = [], []
-    for row in rows:
-        library = row["name"].split(",")[0]
-        keys = {"ranks": row["ranks"], "MB": f"{row['bytes'] / 1e6:g}"} if "bytes" in row else {}
-        if keys:
-            speeds = {key: cell(row[key]) for key in ("GB/s", "bus GB/s")}
-            libraries.append({"library": library} | keys | {"ms": cell(row["time"])} | speeds)
-        if algorithms := {f"{key}, ms": cell(row[key]) for key in row if key.startswith("ours")}:
-            ours.append(keys | {f"{library}, ms": cell(row["time"])} | algorithms)
-    return {"libraries": libraries, "algorithms": ours}
+def libraries(record):
+    return (row | {"library": row["name"].split(",")[0]} for row in record["results"] if "bytes" in row)
 
 
-def ddp_tables(rows):
-    """The time that each schedule adds to a step without synchronisation."""
-    base = next((row["step"]["mean"] for row in rows if row["way"] == "none"), None)
-    found = []
-    for row in rows:
-        step = row["step"]["mean"]
-        is_measured = base is not None and row["way"] != "none"
-        after_backward = row["way"] in ("naive", "flat")  # of the others a part is sent during backward
-        found.append(
-            {
-                "schedule": row["way"],
-                "messages": row["buckets"] or "",
-                "ms per step": cell(row["step"]),
-                "added, ms": f"{step - base:.1f}" if is_measured else "",
-                "share of step": percent(1 - base / step) if is_measured else "",
-                "synchronisation after backward, ms": cell(row["finish"]) if after_backward else "",
-            }
-        )
-    return {"rows": found}
+def algorithms(record):
+    """The times of stage 1's algorithms beside MPI's."""
+    for row in libraries(record):
+        if ours := {f"{key}, ms": cell(row[key]) for key in row if key.startswith("ours")}:
+            keys = {"ranks": row["ranks"], "MB": f"{row['bytes'] / 1e6:g}"}
+            yield keys | {f"{row['library']}, ms": cell(row["time"])} | ours
 
 
-def sharding_tables(rows):
-    """Memory of a rank after three moments of the first step, and the time of a step."""
-    found = []
-    for row in rows:
-        cells = {"": row["way"], "ranks": row["ranks"], "ms per step": cell(row["step"])}
-        for moment in ("init", "before step", "after step"):
-            counted, allocated = (f"{row[f'{prefix}GB {moment}']:.2f}" for prefix in ("counted ", ""))
-            cells |= {f"{moment}, counted GB": counted, f"{moment}, GB": allocated}
-        losses = {f"{each} loss": f"{row[f'{each} loss']:.4f}" for each in ("first", "last")}
-        found.append(cells | {"peak, GB": f"{row['peak GB']:.2f}"} | losses)
-    return {"rows": found}
+def schedules(record):
+    """The rows of ddp with the time that each schedule adds to a step without synchronisation.
+
+    "after" is the time of the schedules that send nothing during backward.
+    """
+    base = next((row["step"].get("mean") for row in ways(record) if row["way"] == "none"), None)
+    for row in ways(record):
+        step, is_measured = row["step"].get("mean"), base is not None and row["way"] != "none"
+        added = {"added": step - base, "share": 1 - base / step} if is_measured and step else {}
+        yield row | added | ({"after": row.get("finish")} if row["way"] in ("naive", "flat") else {})
 
 
-def model_tables(results):
+def bucket_sizes(record):
     """The rows of ddp_model: measured and predicted overhead of each bucket size."""
-    found = []
-    for row in results["rows"]:
-        mean = results["bytes"] / row["buckets"] / MIB
-        cells = {"largest bucket, MiB": f"{row['bucket MB']:g}", "buckets": row["buckets"]}
-        cells |= {"mean bucket, MiB": f"{mean:.1f}", "measured, ms": f"{row['measured ms']:.2f}"}
-        for name in ("closed form", "pipelined"):
-            cells[f"{name}, ms"] = f"{row[f'{name} ms']:.2f}"
-            cells[f"{name} / measured"] = f"{row[f'{name} / measured']:.2f}"
-        found.append(cells)
-    return {"rows": found}
+    for row in record["results"]["rows"]:
+        yield row | {"mean": record["results"]["bytes"] / row["buckets"]}
 
 
-def fits():
-    """The two networks of ddp_model: what was fitted, and whether backward takes as long as the communication."""
-    pairs = {"torch/ddp_model": "torch/ddp", "torch/ddp_model_sockets": "torch/ddp_sockets"}
-    rows, files = [], [*pairs]
-    for model, measured in pairs.items():
-        if any(not (ROOT / "results" / f"{file}.json").exists() for file in (model, measured)):
-            continue
-        found, settings = load(model)["results"], load(model)["results"]["settings"]
-        (base,) = (row for row in load(measured)["results"] if row["name"] == f"{settings}, none")
-        s, w, o = found["bytes"], found["w"], found["o"]
-        best = min(found["rows"], key=lambda row: row["measured ms"])
-        cells = {
-            "settings": settings,
-            "s, MB": f"{s / 1e6:.0f}",
-            "w, GB/s": f"{w / 1e9:.3g}",
-            "o, us": f"{1e6 * o:.3g}",
-        }
-        cells |= {"s / w, ms": f"{1e3 * s / w:.1f}", "backward, ms": f"{base['backward']['mean']:.1f}"}
-        cells |= {"sqrt(s w o), MiB": f"{found['best_bucket_bytes'] / MIB:.1f}"}
-        rows.append(cells | {"largest bucket of the fastest, MiB": f"{best['bucket MB']:g}"})
-    return rows, files
+def networks(record):
+    """What ddp_model fitted to a network, and whether backward takes as long as the communication."""
+    found = record["results"]
+    rows = (row for file in ("torch/ddp", "torch/ddp_sockets") for row in load(file)["results"])
+    best = min(found["rows"], key=lambda row: row["measured ms"])["bucket MB"]
+    for base in (row for row in rows if row["name"] == f"{found['settings']}, none"):
+        yield found | {"all_reduce": found["bytes"] / found["w"], "backward": base["backward"]["mean"], "best": best}
 
 
-def timeline_tables(results):
+def overlaps(record):
     """How much of the communication of one step runs at the same time as computation, from the intervals of ddp."""
-    rows = []
-    for way, intervals in results["intervals"].items():
+    for way, intervals in record["results"]["intervals"].items():
         spans = {lane: [(a, b) for each, a, b in intervals if each == lane] for lane in ("compute", "communication")}
         total = {lane: sum(b - a for a, b in found) for lane, found in spans.items()}
         both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["compute"] for c, d in spans["communication"])
-        share = f"{100 * both / total['communication']:.0f} %" if total["communication"] else ""
-        cells = {f"{lane}, ms": f"{spent:.1f}" for lane, spent in total.items()}
-        rows.append({"": way} | cells | {"communication during computation": share})
-    return {"rows": rows}
+        yield {"way": way, **total, "share": both / total["communication"] if total["communication"] else None}
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------------
 
-ATTENTION_GRID = "naive", "compiled", "sdpa", "ours", "ours, compiled backward"  # the implementations of its grid
-
-
-def attention_tables(rows):
-    """{title: the rows of a table}; the grid has a table for each kind, with a column for each implementation."""
-    tables = {}
-    for row in rows:
-        part, *keys = row["name"].split(" / ")
-        if part == "grid":
-            *shape, implementation_name = keys
-            for kind in ("forward", "backward", "both"):
-                table = tables.setdefault(f"grid, {kind}, ms", {})
-                cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(ATTENTION_GRID, "")})
-                cells[implementation_name] = time_cell(row, kind)
-        else:
-            kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
-            cells = {"": ", ".join(keys), **{f"{kind} ms": time_cell(row, kind) for kind in kinds}}
-            if part == "memory":
-                for column, kind in (
-                    ("GiB before backward", "bytes_before_backward"),
-                    ("GiB of weights", "bytes_of_weights"),
-                ):
-                    cells[column] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
-            tables.setdefault(part, {})[row["name"]] = cells
-    return {title: list(table.values()) for title, table in tables.items()}
+KEYS = "size | context | precision"
+MODEL = f"{KEYS} | implementation"
+WARM_UP_COLUMNS = "first step", *(f"warm-up {count}" for count in WARM_UPS)
 
 
-def time_cell(row, kind):
-    """The mean and the standard deviation of a time in ms, as text."""
-    return "out of memory" if row.get("oom") else cell(row[kind])
+def in_ms(columns):
+    """The description of columns with the mean and standard deviation of times."""
+    return "\n".join(f"{column}, ms = {{{column}:cell}}" for column in columns)
 
 
-# -- the tables of the page --------------------------------------------------------------------------------------------
-
-
-def table(file, function, title, only=""):
-    """(rows, [file]) of the table `title` that `function` makes of results/<file>.json; no rows without the file.
-
-    only: a text in the names of the rows, where the results are a list.
-    """
-    if not (ROOT / "results" / f"{file}.json").exists():
-        return [], [file]
-    results = load(file)["results"]
-    if only:
-        results = [row for row in results if only in row["name"]]
-    return function(results).get(title, []) if results else [], [file]
-
-
-def tables_of(file, function, titles):
-    """{name of a table of the page: its function}. titles: {name: title in the result of `function`}."""
-    return {name: functools.partial(table, file, function, title) for name, title in titles.items()}
-
+END_TO_END = f"{MODEL}\n{in_ms(KINDS)} | backward, ms = {{backward:.4g}}"
+BF16 = "size | context | implementation" + "".join(f"| {kind} = {{{kind}:.2f}}" for kind in KINDS)
+WARM_UP = f"{MODEL}\n{in_ms(WARM_UP_COLUMNS)}"
+PASSES = f"""{MODEL}
+    pass | wall ms = {{found?[wall]:cell}} | sum of kernels, ms = {{found?[kernels_ms]:.4g}}
+    kernels = {{found?[calls]}} | products = {{found?[product_share]:percent}}
+    longest kernel = {{top?[name]:code}} | its calls = {{top?[calls]}} | its share = {{top?[share]:percent}}
+    longest other kernel = {{other?[name]:code}} | share of that = {{other?[share]:percent}}"""
+SHARES = f"""{MODEL}
+    products, forward only = {{forward:percent}} | products, training step = {{training:percent}}
+    optimizer, training step = {{optimizer:percent}} | kernels / wall, forward only = {{busy_forward:percent}}
+    kernels / wall, training step = {{busy_training:percent}}"""
+OTHER_KERNELS = f"{MODEL} | kernels that are not products, forward only: calls, share = {{others}}"
+ATTENTION = f"""{MODEL}
+    products, ms = {{attention[{PRODUCTS}][ms]:.4g}} | softmax, ms = {{attention[{SOFTMAX}][ms]:.4g}}
+    {OTHERS}, ms = {{attention[{OTHERS}][ms]:.4g}} | time of softmax / products = {{time:.2f}}
+    operations of softmax / products = {{operations:.3f}}"""
+SUMS = "sum + number = {words[0]} | result = {sum:.7g} | relative error = {error:.1e}"
+LAYERNORM = """
+    dtype = {words[0]} | input = {words[1]}
+    error, statistics in this dtype = {own dtype:.1e} | error, statistics in float32 = {float32:.1e}"""
+PEAKS = f"""{MODEL}
+    forward, GiB = {{forward}} | step, GiB = {{step}} | step, held by the allocator, GiB = {{held}}
+    step, predicted, GiB = {{predicted?:GiB}}"""
+RESIDUAL = "size | context | one residual activation in fp32, MiB = {residual:MiB}"
+CHECKPOINTS = f"{KEYS} | blocks of a checkpoint = {{blocks}} | step, GiB = {{step}}"
+TIMELINES = f"""{KEYS}
+    kind = {{more}} | implementation | before, GiB = {{before:GiB}} | lowest, GiB = {{lowest:.2f}}
+    peak, GiB = {{peak:GiB}} | start of backward, GiB = {{start:.2f}} | end, GiB = {{end:.2f}} | allocations"""
+LARGEST = f"{KEYS} | kind = {{more}} | implementation | MiB = {{bytes:MiB .1f}} | times | allocated by = `{{source}}`"
+SAVED = f"{KEYS} | saved by = {{line}} | MiB = {{count:MiB .1f}} | share"
+NAIVE = """
+    = {words:listed} | forward ms = {forward:cell} | backward ms = {backward:cell}
+    GiB before backward = {bytes_before_backward?:GiB} | GiB of weights = {bytes_of_weights?:GiB}"""
+ALL_REDUCE = """
+    library | ranks | MB = {bytes:MB g} | ms = {time:cell} | GB/s = {GB/s:cell} | bus GB/s = {bus GB/s:cell}"""
+DDP = """
+    schedule = {way} | messages = {buckets:or} | ms per step = {step:cell} | added, ms = {added?:.1f}
+    share of step = {share?:percent} | synchronisation after backward, ms = {after?:cell}"""
+TIMELINE = """
+    = {way} | compute, ms = {compute:.1f} | communication, ms = {communication:.1f}
+    communication during computation = {share:percent 0}"""
+FITS = """
+    settings | s, MB = {bytes:MB .0f} | w, GB/s = {w:GB .3g} | o, us = {o:times 1e6 .3g}
+    s / w, ms = {all_reduce:times 1e3 .1f} | backward, ms = {backward:.1f}
+    sqrt(s w o), MiB = {best_bucket_bytes:MiB .1f} | largest bucket of the fastest, MiB = {best:g}"""
+DDP_MODEL = """
+    largest bucket, MiB = {bucket MB:g} | buckets | mean bucket, MiB = {mean:MiB .1f} | measured, ms = {measured ms:.2f}
+    closed form, ms = {closed form ms:.2f} | closed form / measured = {closed form / measured:.2f}
+    pipelined, ms = {pipelined ms:.2f} | pipelined / measured = {pipelined / measured:.2f}"""
+SHARDING = (
+    "= {way} | ranks | ms per step = {step:cell}\n"
+    + "\n".join(f"{at}, counted GB = {{counted GB {at}?:.2f}} | {at}, GB = {{GB {at}?:.2f}}" for at in MOMENTS)
+    + "\npeak, GB = {peak GB?:.2f} | first loss = {first loss?:.4f} | last loss = {last loss?:.4f}"
+)
+SHARDING_CONSOLE = "\n".join(f"{moment}, predicted GB = {{predicted GB {moment}?:.2f}}" for moment in MOMENTS)
 
 TABLES = {
-    **tables_of(
-        "torch/end_to_end",
-        end_to_end_tables,
-        {
-            "end-to-end": "time of each kind",
-            "end-to-end-bf16": "time in fp32 / time in bf16",
-            "warm-up": "warm-up steps",
-        },
-    ),
-    **tables_of(
-        "torch/profile",
-        profile_tables,
-        {
-            "profile-passes": "passes",
-            "profile-shares": "shares of the time of the kernels",
-            "profile-others": "other kernels",
-            "profile-attention": "attention of one layer, forward",
-        },
-    ),
-    **tables_of(
-        "torch/accumulation", accumulation_tables, {"sums": "sum", "autocast": "dtypes", "layernorm": "layernorm"}
-    ),
-    **tables_of(
-        "torch/memory",
-        memory_tables,
-        {
-            "peaks": "peak memory",
-            "residual": "residual stream",
-            "checkpoints": "checkpoints",
-            "timelines": "timelines",
-            "largest": "largest allocations",
-            "saved": "saved for backward by one block",
-        },
-    ),
-    **tables_of(
-        "torch/attention",
-        attention_tables,
-        {
-            "naive-memory": "memory",
-            **{f"grid-{kind}": f"grid, {kind}, ms" for kind in ("forward", "backward", "both")},
-        },
-    ),
-    **tables_of("torch/all_reduce", all_reduce_tables, {"all-reduce": "libraries", "all-reduce-ours": "algorithms"}),
-    **tables_of("torch/ddp", ddp_tables, {"ddp": "rows"}),
-    **tables_of("torch/ddp_timeline", timeline_tables, {"ddp-timeline": "rows"}),
-    **tables_of("torch/ddp_sockets", ddp_tables, {"ddp-sockets": "rows"}),
-    "core-buckets": lambda: gpu_tables.gpus_strategies("gpus/buckets"),
-    "ddp-fits": fits,
-    **tables_of("torch/ddp_model", model_tables, {"ddp-model": "rows"}),
-    **tables_of("torch/ddp_model_sockets", model_tables, {"ddp-model-sockets": "rows"}),
-    **tables_of("torch/sharding", sharding_tables, {"sharding": "rows"}),
-    **tables_of("torch/sharding_shared", sharding_tables, {"sharding-shared": "rows"}),
+    "end-to-end": Table("torch/end_to_end", END_TO_END, kinds_of_passes),
+    "end-to-end-bf16": Table("torch/end_to_end", BF16, bf16_speedups),
+    "warm-up": Table("torch/end_to_end", WARM_UP, or_out_of_memory(models("warm-up"), WARM_UP_COLUMNS)),
+    "profile-passes": Table("torch/profile", PASSES, passes),
+    "profile-shares": Table("torch/profile", SHARES, step_shares),
+    "profile-others": Table("torch/profile", OTHER_KERNELS, other_kernels),
+    "profile-attention": Table("torch/profile", ATTENTION, attention_parts),
+    "sums": Table("torch/accumulation", SUMS, named("sum")),
+    "autocast": Table("torch/accumulation", rows=dtypes),
+    "layernorm": Table("torch/accumulation", LAYERNORM, named("layernorm")),
+    "peaks": Table("torch/memory", PEAKS, peaks()),
+    "residual": Table("torch/memory", RESIDUAL, residuals),
+    "checkpoints": Table("torch/memory", CHECKPOINTS, peaks("checkpoint")),
+    "timelines": Table("torch/memory", TIMELINES, timelines),
+    "largest": Table("torch/memory", LARGEST, largest_allocations),
+    "saved": Table("torch/memory", SAVED, saved_tensors),
+    "naive-memory": Table("torch/attention", NAIVE, or_out_of_memory(named("memory"), ("forward", "backward"))),
+    "grid-forward": Table("torch/attention", rows=grid("forward"), merged=True),
+    "grid-backward": Table("torch/attention", rows=grid("backward"), merged=True),
+    "grid-both": Table("torch/attention", rows=grid("both"), merged=True),
+    "all-reduce": Table("torch/all_reduce", ALL_REDUCE, libraries),
+    "all-reduce-ours": Table("torch/all_reduce", rows=algorithms),
+    **Table("torch/ddp", DDP, schedules).kinds("ddp", "sockets"),
+    "ddp-timeline": Table("torch/ddp_timeline", TIMELINE, overlaps),
+    "core-buckets": gpu_tables.TABLES["gpus-strategies"].of("gpus/buckets"),
+    "ddp-fits": Table(("torch/ddp_model", "torch/ddp_model_sockets"), FITS, networks),
+    **Table("torch/ddp_model", DDP_MODEL, bucket_sizes).kinds("ddp-model", "sockets"),
+    **Table("torch/sharding", SHARDING, ways, SHARDING_CONSOLE).kinds("sharding", "shared"),
 }
+
+
+def print_tables(rows, *names):
+    """Print the tables with these names of rows that a command has measured."""
+    for name in names:
+        TABLES[name].print(rows, title=name)

@@ -1,259 +1,172 @@
-"""The tables of docs/RESULTS.md about stages 0 and 1.
-
-Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
-"""
+"""The tables of docs/RESULTS.md about stages 0 and 1, and that of docs/TEACHING.md."""
 
 from benchmarks.harness.speedups import rank_speedups
-from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
+from benchmarks.harness.table_format import Table, fill, flat
 from benchmarks.paper import LOSSES
 
 LIBRARY = "MPI library"  # row title of the MPI library's own all-reduce
+STEPS = (*range(0, 50, 5), 49)  # columns of the loss curve
+COLLECTIVES = "ranks/collectives", "ranks/collectives_16_cores"
+
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def cpu_step(kind=""):
-    rows = []
-    for result in load(f"cpu/train_step{kind}")["results"]:
-        rows.append(
-            {
-                "": result["name"],
-                "threads": result["threads"],
-                "ms per step": number(result["seconds"], 1e3),
-                "quartiles": spread(result["seconds"], 1e3),
-                "times as fast as eager": ratio(result["times_as_fast_as_eager"]),
-                "time of sgemm floor / time of this row": percent(result["share_of_floor"]["median"], 0),
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB": mib(result["peak_bytes"]),
-            }
-        )
-    return rows, [f"cpu/train_step{kind}"]
+def prompts(record):
+    """The results of cpu/decode.py with one prompt."""
+    return [result for result in record["results"] if "batch" not in result]
 
 
-def cpu_choices(kind=""):
-    rows = [
-        {
-            "choice": f"`{result['choice']}`",
-            "naive, us": number(result["naive_seconds"], 1e6),
-            "ours, us": number(result["our_seconds"], 1e6),
-            "times as fast": ratio(result["gain"]),
-        }
-        for result in load(f"cpu/choices{kind}")["results"]
-    ]
-    return rows, [f"cpu/choices{kind}"]
+def batches(record):
+    return [result for result in record["results"] if "batch" in result]
 
 
-def first_run():
-    seconds = load("cpu/first_run")["results"]["seconds"]
-    rows = [{"command": f"`{name}`", "seconds": number(each, 1, 3)} for name, each in seconds.items()]
-    return rows, ["cpu/first_run"]
+def commands(record):
+    """The results of cpu/classroom.py; a command is set as code, a description is not."""
+    for result in record["results"]:
+        is_command = result["name"].startswith("make ")
+        yield result | {"name": f"`{result['name']}`"} if is_command else result
 
 
-def classroom():
-    rows = []
-    for result in load("cpu/classroom")["results"]:
-        title = f"`{result['name']}`" if result["name"].startswith("make ") else result["name"]
-        seconds, peak = number(result["seconds"], 1, 2), mib(result["peak_bytes"])
-        rows.append({"command": title, "seconds": seconds, "peak MiB": peak})
-    return rows, ["cpu/classroom"]
+def curves(record):
+    """The rows of the loss curve: the paper's, ours, and the deviation."""
+    results = record["results"]
+    lines = {
+        "paper, serial": (LOSSES["serial"], ".3f"),
+        "ours": (results["losses"], ".3f"),
+        "deviation": (results["deviations"], "+.1%"),
+    }
+    for name, (values, text) in lines.items():
+        yield {"step": name, **{str(step): format(values[step], text) for step in STEPS}}
 
 
-def cpu_decode(kind=""):
-    rows = []
-    for result in load(f"cpu/decode{kind}")["results"]:
-        if "batch" in result:
-            continue
-        gain = result.get("times_as_fast_as_recomputing")  # the compiled program of PyTorch does not recompute
-        rows.append(
-            {
-                "": f"{result['case']}, {result['name']}",
-                "threads": result["threads"],
-                "tokens": f"{result['prompt']} + {result['new']}",
-                "ms per token": number(result["token"], 1e3, 3),
-                "quartiles": spread(result["token"], 1e3, 3),
-                "first token, ms": number(result["first"], 1e3, 3),
-                "all tokens, s": number(result["total"], 1, 3),
-                "times as fast as torch": ratio(result["times_as_fast_as_torch"]),
-                "times as fast as recomputing": "" if gain is None else f"{gain:.1f}",
-                "peak MiB": mib(result["peak_bytes"]),
-            }
-        )
-    return rows, [f"cpu/decode{kind}"]
-
-
-def cpu_decode_batch(kind=""):
-    rows = [
-        {
-            "": f"{result['case']}, {result['name']}",
-            "threads": result["threads"],
-            "tokens": f"{result['batch']} x ({result['prompt']} + {result['new']})",
-            "tokens/s": number(result["tokens_per_second"]),
-            "quartiles": spread(result["tokens_per_second"]),
-            "times as fast as torch": ratio(result["tokens_per_second_to_torch"]),
-            "first tokens, ms": number(result["first"], 1e3, 3),
-            "ms per later step": number(result["token"], 1e3, 3),
-            "a later step: times as fast as torch": ratio(result["times_as_fast_as_torch"]),
-            "peak MiB": mib(result["peak_bytes"]),
-        }
-        for result in load(f"cpu/decode{kind}")["results"]
-        if "batch" in result
-    ]
-    return rows, [f"cpu/decode{kind}"]
-
-
-def cpu_curve():
-    losses = load("cpu/curve")["results"]["losses"]
-    steps = [*range(0, 50, 5), 49]
-    rows = [
-        {"step": name, **{str(step): f"{curve[step]:.3f}" for step in steps}}
-        for name, curve in (("paper, serial", LOSSES["serial"]), ("ours", losses))
-    ]
-    deviations = load("cpu/curve")["results"]["deviations"]
-    rows.append({"step": "deviation", **{str(step): f"{deviations[step]:+.1%}" for step in steps}})
-    return rows, ["cpu/curve"]
-
-
-def ranks_step(kind=""):
-    rows, results = [], load(f"ranks/ranks{kind}")["results"]
+def beside_one_process(record):
+    """The results of ranks/ranks.py, with the texts of the speed-ups: disturbed ones are marked."""
+    results = record["results"]
     speedups = rank_speedups(results, next(iter(results[0]["times_as_fast"])))
     for result in results:
-        one_process, times_as_fast_as_ddp = result["times_as_fast"].values()
-        cell = speedups[result["name"]].cell if result["name"] in speedups else str
-        rows.append(
-            {
-                "": result["name"],
-                "ms per step": number(result["seconds"], 1e3),
-                "quartiles": spread(result["seconds"], 1e3),
-                "times as fast as one process": cell(ratio(one_process)),
-                "times as fast as DDP": ratio(times_as_fast_as_ddp),
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB per rank": mib(result["peak_bytes"]),
-            }
-        )
-    return rows, [f"ranks/ranks{kind}"]
+        one_process, *ddp = result["times_as_fast"].values()
+        text = fill("{median:.2f}", one_process)
+        marked = speedups[result["name"]].cell(text) if result["name"] in speedups else text
+        yield result | {"one_process": marked, "ddp": ddp[0] if ddp else None}
 
 
-def strategies(name):
-    rows = []
-    for result in load(name)["results"]:
-        rows.append(
-            {
-                f"{result['ranks']} ranks": f"`{result['name']}`",
-                "messages": result["messages"],
-                "MB sent per rank": f"{1e-6 * max(result['bytes_sent']):.1f}",
-                "ms per step": number(result["seconds"], 1e3),
-                "time of this row / time of `--dp flat`": ratio(result["times_flat"]),
-                "quartiles": spread(result["times_flat"], 1, 3),
-                "optimizer MiB per rank": mib(max(result["optimizer_bytes"])),
-            }
-        )
-    return rows, [name]
+def all_reduces(record):
+    """The all-reduces, those of the MPI library first."""
+    results = sorted(record["results"]["all_reduce"], key=lambda result: result["algorithm"])
+    for result in sorted(results, key=lambda result: result["algorithm"] != "mpi"):
+        native = result["algorithm"] == "mpi"
+        cell = "{seconds:ms 3} ms" if native else "{ratio_to_native:ratio}"
+        rate = 1e-9 * result["bytes"] / result["seconds"]["median"]
+        title = LIBRARY if native else result["algorithm"]
+        yield result | {"title": title, "cell": fill(cell, result), "rate": rate}
 
 
-def ranks_collectives():
-    files = "ranks/collectives", "ranks/collectives_16_cores"
-    columns = {}  # {column title: {(bytes, algorithm): cell}}
-    for name in files:
-        cores = load(name)["hardware"]["cores"]
-        for result in load(name)["results"]["all_reduce"]:
-            cells = columns.setdefault(f"{result['ranks']} ranks, {cores} cores", {})
-            native = result["algorithm"] == "mpi"
-            cell = f"{number(result['seconds'], 1e3, 3)} ms" if native else ratio(result["ratio_to_native"])
-            cells[result["bytes"], LIBRARY if native else result["algorithm"]] = cell
-    # Sorted by size. Among the rows of one size, that of the MPI library is the first.
-    keys = sorted(
-        {key for cells in columns.values() for key in cells}, key=lambda key: (key[0], key[1] != LIBRARY, key[1])
-    )
-    rows = [
-        {"": f"{size / 1e6:g} MB, {algorithm}"}
-        | {title: cells.get((size, algorithm), "") for title, cells in columns.items()}
-        for size, algorithm in keys
-    ]
-    return rows, list(files)
+def fits(record):
+    for row in flat(record["results"]["alpha_beta"], "ranks", "title"):
+        yield row | {"title": LIBRARY} if row["title"] == "mpi" else row
 
 
-def ranks_fit():
-    files, rows = ("ranks/collectives", "ranks/collectives_16_cores"), {}
-    for name in files:
-        cores = load(name)["hardware"]["cores"]
-        for ranks, fits in load(name)["results"]["alpha_beta"].items():
-            for algorithm, (alpha, beta) in fits.items():
-                title = LIBRARY if algorithm == "mpi" else algorithm
-                row = rows.setdefault(algorithm, {"alpha in us; beta in ns per byte": title})
-                row[f"{ranks} ranks, {cores} cores"] = f"{1e6 * alpha:.0f}; {1e9 * beta:.2f}"
-    return list(rows.values()), list(files)
+def idle_speeds(record):
+    found = record["results"]
+    for row in flat(found["gflops"], "name"):
+        yield row | {"others": found["ranks"] - 1, "share": found["share_of_speed"][row["name"]], **found}
 
 
-def ranks_idle():
-    found = load("ranks/collectives_idle")["results"]
-    rows = [
-        {
-            f"{found['ranks'] - 1} of {found['ranks']} ranks are": name,
-            "GFLOP/s of rank 0": number(speed, 1, 3),
-            'relative to the row "asleep"': percent(found["share_of_speed"][name]["median"], 0),
-        }
-        for name, speed in found["gflops"].items()
-    ]
-    return rows, ["ranks/collectives_idle"]
-
-
-def ranks_parity(suffix=""):
-    rows, source = [], f"ranks/parity{suffix}"
-    for preset, found in load(source)["results"].items():
+def parity_runs(record):
+    """The runs of ranks/parity.py, one row for each preset and number of ranks."""
+    for preset, found in record["results"].items():
         for ranks in sorted({run["ranks"] for run in found["runs"]}):
             runs = [run for run in found["runs"] if run["ranks"] == ranks]
-            rows.append(
-                {
-                    "": f"`{preset}`, {len(found['losses'])} steps",
-                    "ranks": ranks,
-                    "`--dp`": " ".join(dict.fromkeys(run["dp"] for run in runs)),
-                    "`--zero`": " ".join(str(zero) for zero in dict.fromkeys(run["zero"] for run in runs)),
-                    "bit-identical runs": f"{sum(run['difference'] is None for run in runs)} of {len(runs)}",
-                }
-            )
-    return rows, [source]
+            options = {name: list(dict.fromkeys(run[name] for run in runs)) for name in ("dp", "zero")}
+            equal = f"{sum(run['difference'] is None for run in runs)} of {len(runs)}"
+            yield {"preset": preset, "steps": len(found["losses"]), "ranks": ranks, "equal": equal, **options}
 
 
-def kills(name):
-    found = load(name)["results"]
-    summary, times = found["summary"], found["times"]
-    rows = [
-        {"": "runs with one killed rank", "result": times},
-        {"": "of these, runs that ended cleanly", "result": summary["clean_ends"]},
-        {"": "median and longest time from the kill to the end", "result": f"{summary['median_seconds']:.2f} s, "
-         f"{summary['longest_seconds']:.2f} s"},
-        {"": "runs that left a readable checkpoint", "result": summary["readable"]},
-    ]  # fmt: skip
+def kill_results(record):
+    found, summary = record["results"], record["results"]["summary"]
+    yield {"": "runs with one killed rank", "result": found["times"]}
+    yield {"": "of these, runs that ended cleanly", "result": summary["clean_ends"]}
+    seconds = fill("{median_seconds:.2f} s, {longest_seconds:.2f} s", summary)
+    yield {"": "median and longest time from the kill to the end", "result": seconds}
+    yield {"": "runs that left a readable checkpoint", "result": summary["readable"]}
     if "equal" in summary:
         title = "runs that were resumed and gave the losses of an uninterrupted run, bit for bit"
-        rows.append({"": title, "result": summary["equal"]})
-    return rows, [name]
+        yield {"": title, "result": summary["equal"]}
 
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+STEP = """
+    = {name} | threads | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms}
+    times as fast as eager = {times_as_fast_as_eager:ratio}
+    time of sgemm floor / time of this row = {share_of_floor:percent 0}
+    cores used = {cores_used:.2f} | peak MiB = {peak_bytes:memory}"""
+CHOICES = """
+    choice = `{choice}` | naive, us = {naive_seconds:us} | ours, us = {our_seconds:us} | times as fast = {gain:ratio}"""
+DECODE = """
+    = {case}, {name} | threads | tokens = {prompt} + {new}
+    ms per token = {token:ms 3} | quartiles = {token:quartiles ms 3}
+    first token, ms = {first:ms 3} | all tokens, s = {total:s 3}
+    times as fast as torch = {times_as_fast_as_torch:ratio}
+    times as fast as recomputing = {times_as_fast_as_recomputing?:.1f} | peak MiB = {peak_bytes:memory}"""
+DECODE_BATCH = """
+    = {case}, {name} | threads | tokens = {batch} x ({prompt} + {new})
+    tokens/s = {tokens_per_second:number} | quartiles = {tokens_per_second:quartiles}
+    times as fast as torch = {tokens_per_second_to_torch:ratio}
+    first tokens, ms = {first:ms 3} | ms per later step = {token:ms 3}
+    a later step: times as fast as torch = {times_as_fast_as_torch:ratio} | peak MiB = {peak_bytes:memory}"""
+RANKS = """
+    = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms}
+    times as fast as one process = {one_process} | times as fast as DDP = {ddp:ratio}
+    cores used = {cores_used:.2f} | peak MiB per rank = {peak_bytes:memory}"""
+STRATEGIES = """
+    {ranks} ranks = `{name}` | messages | MB sent per rank = {bytes_sent:largest MB .1f} | ms per step = {seconds:ms}
+    time of this row / time of `--dp flat` = {times_flat:ratio} | quartiles = {times_flat:quartiles s 3}
+    optimizer MiB per rank = {optimizer_bytes:largest memory}"""
+PARITY = """
+    = `{preset}`, {steps} steps | ranks | `--dp` = {dp:joined} | `--zero` = {zero:joined}
+    bit-identical runs = {equal}"""
+IDLE = """
+    {others} of {ranks} ranks are = {name} | GFLOP/s of rank 0 = {value:s 3}
+    relative to the row "asleep" = {share:percent 0}"""
+ALL_REDUCES = """
+    = {bytes:MB g} MB, {title} | {ranks} ranks, {file[hardware][cores]} cores = {cell}"""
+FITS = """
+    alpha in us; beta in ns per byte = {title}
+    {ranks} ranks, {file[hardware][cores]} cores = {value[0]:times 1e6 .0f}; {value[1]:times 1e9 .2f}"""
+FASTEST, CORES = "fastest step, ms = {min:times 1e3 .4g}", "cores used = {cores_used:.2f}"  # on the console only
 
 TABLES = {
-    "cpu-step": cpu_step,
-    "cpu-step-zen3": lambda: cpu_step("_zen3"),
-    "cpu-step-zen5": lambda: cpu_step("_zen5"),
-    "cpu-step-intel": lambda: cpu_step("_intel"),
-    "cpu-choices": cpu_choices,
-    "cpu-choices-intel": lambda: cpu_choices("_intel"),
-    "first-run": first_run,
-    "classroom": classroom,
-    "cpu-decode": cpu_decode,
-    "cpu-decode-zen3": lambda: cpu_decode("_zen3"),
-    "cpu-decode-zen5": lambda: cpu_decode("_zen5"),
-    "cpu-decode-intel": lambda: cpu_decode("_intel"),
-    "cpu-decode-batch": cpu_decode_batch,
-    "cpu-decode-batch-zen3": lambda: cpu_decode_batch("_zen3"),
-    "cpu-decode-batch-zen5": lambda: cpu_decode_batch("_zen5"),
-    "cpu-decode-batch-intel": lambda: cpu_decode_batch("_intel"),
-    "cpu-curve": cpu_curve,
-    "ranks-step": ranks_step,
-    "ranks-step-intel": lambda: ranks_step("_intel"),
-    "ranks-strategies": lambda: strategies("ranks/strategies"),
-    "ranks-zero": lambda: strategies("ranks/strategies_zero"),
-    "ranks-collectives": ranks_collectives,
-    "ranks-fit": ranks_fit,
-    "ranks-idle": ranks_idle,
-    "ranks-parity": ranks_parity,
-    "ranks-parity-intel": lambda: ranks_parity("_intel"),
-    "ranks-kill": lambda: kills("ranks/kill"),
+    **Table("cpu/train_step", STEP, console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}").kinds(
+        "cpu-step", "zen3", "zen5", "intel"
+    ),
+    **Table("cpu/choices", CHOICES).kinds("cpu-choices", "intel"),
+    "first-run": Table(
+        "cpu/first_run",
+        "command = `{name}` | seconds = {value:s 3}",
+        lambda record: flat(record["results"]["seconds"], "name"),
+    ),
+    "classroom": Table(
+        "cpu/classroom", "command = {name} | seconds = {seconds:s 2} | peak MiB = {peak_bytes:memory}", commands
+    ),
+    **Table("cpu/decode", DECODE, prompts, CORES).kinds("cpu-decode", "zen3", "zen5", "intel"),
+    **Table("cpu/decode", DECODE_BATCH, batches, CORES).kinds("cpu-decode-batch", "zen3", "zen5", "intel"),
+    "cpu-curve": Table("cpu/curve", rows=curves),
+    **Table("ranks/ranks", RANKS, beside_one_process, f"{FASTEST} | last loss = {{losses:last .9g}}").kinds(
+        "ranks-step", "intel"
+    ),
+    "ranks-strategies": Table("ranks/strategies", STRATEGIES, console=f"{CORES} | last loss = {{final_loss:.9g}}"),
+    "ranks-zero": Table("ranks/strategies_zero", STRATEGIES),
+    "ranks-collectives": Table(
+        COLLECTIVES,
+        ALL_REDUCES,
+        all_reduces,
+        "GB/s = {rate:.3g} | bytes sent, most of any rank = {bytes_sent:largest ,}",
+        merged=True,
+        order=lambda cells: float(cells[""].split()[0]),
+    ),
+    "ranks-fit": Table(COLLECTIVES, FITS, fits, merged=True),
+    "ranks-idle": Table("ranks/collectives_idle", IDLE, idle_speeds),
+    **Table("ranks/parity", PARITY, parity_runs).kinds("ranks-parity", "intel"),
+    "ranks-kill": Table("ranks/kill", rows=kill_results),
 }

@@ -150,15 +150,6 @@ def run_to_end(name, command, blas_threads, timeout):
             end(process)
 
 
-def add_process_flags(add, rounds, timeout=300):
-    """Add --rounds, --threads and --timeout (s), with these defaults, for a benchmark that calls run_rounds()."""
-    each = "each round times every program"
-    add("--rounds", type=int, default=rounds, help=f"number of rounds; {each} (default {rounds})")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    text = f"limit for one round of a process, in seconds (default {timeout})"
-    add("--timeout", type=int, default=timeout, help=text)
-
-
 def run_rounds(processes, rounds, warm_up, request):
     """Measure all processes in interleaved rounds.
 

@@ -52,6 +52,25 @@ def round_medians(rounds):
     return [statistics.median(samples) for samples in rounds]
 
 
+def add_step_fields(results):
+    """Add the fastest step ("min") and "cores_used" to results; return {name: [the median step of each round]}.
+
+    A result has "seconds", a list per round with a number per step, and the "cpu_seconds" of all steps.
+    """
+    for result in results:
+        steps = sum(result["seconds"], [])
+        result["min"], result["cores_used"] = min(steps), result["cpu_seconds"] / sum(steps)
+    return {result["name"]: round_medians(result["seconds"]) for result in results}
+
+
+def compare_norms(result, own, tolerance):
+    """Report a result whose norms differ from those of `own`, our result, by `tolerance` or more, relatively."""
+    difference = max(abs(a / b - 1) for a, b in zip(result["norms"], own["norms"], strict=True))
+    if not difference < tolerance:  # also if it is not a number
+        norms = f"norms {result['norms']} and {own['norms']}"
+        print(f"{result['name']} and {own['name']} give different results: {norms}")
+
+
 def summarised(results, field=None):
     """A copy of `results` in which each list under a field in SAMPLES is replaced by its summary.
 
@@ -219,6 +238,28 @@ def benchmark_parser(benchmark, docstring, *examples, **options):
     """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring. examples: (flags, comment)."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     return BenchmarkParser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
+
+
+FLAGS = {  # {name: help text} of flags of several benchmarks, whose values are numbers
+    "rounds": "number of rounds; each round times every program",
+    "steps_per_round": "timed steps of each program in a round",
+    "warm_up": "steps before the first round",
+    "milliseconds": "approximate device time of one round",
+    "threads": "CPU threads of each process",
+    "timeout": "seconds that one round of a program, or one run, may take",
+    "batch_size": "sequences per step over all ranks",
+    "times": "number of runs; one rank of each run is killed",
+    "steps": "steps of each run",
+    "checkpoint_every": "steps between checkpoints",
+    "seed": "seed of the choice of ranks and of times",
+}
+
+
+def add_flags(add, **defaults):
+    """Add flags of FLAGS with these defaults to a parser; `add` is its method add_argument."""
+    for name, default in defaults.items():
+        text = f"{FLAGS[name]} (default {default:g})"
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
 
 
 def add_save_flags(add, name=None):

@@ -1,15 +1,28 @@
-"""Formats for the tables in the documentation: numbers, and the line under a table that names its source."""
+"""Tables of the documentation as descriptions: a Table has a template for each cell, and names its files in results/.
+
+A description is text: "title = cell" for each column, separated by | or new lines; only "name" is the same as
+"name = {name}". A cell is a template with fields of a row, as in str.format: "{case}, {name}", "{shape[0]}". After the
+colon of a field comes a format of Python, as in "{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". A title may be a
+template too. A field that ends in "?" may be missing. None and a missing field give "".
+"""
 
 import functools
 import json
+import os
+import re
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from benchmarks.harness.report import gpu_hardware, print_table, summarised
 from testing.jobs import ROOT
 
 
 @functools.cache
 def load(name):
-    """The content of results/<name>.json, a dictionary."""
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+    """The content of results/<name>.json, a dictionary; {"results": []} if there is no such file."""
+    path = ROOT / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"results": []}
 
 
 def source(name):
@@ -32,7 +45,7 @@ def source(name):
     return f"{file}: {record['date'][:10]}, {measured}, {system}; `{record['command']}`"
 
 
-# In the functions below, a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns.
+# -- formats: a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns --------------
 
 
 def number(summary, scale=1.0, digits=4):
@@ -48,19 +61,10 @@ def spread(summary, scale=1.0, digits=4):
     return " to ".join(number({"median": summary[quartile]}, scale, digits) for quartile in ("q1", "q3"))
 
 
-def ratio(summary, digits=2):
-    """The median of a summary of ratios; "" for None."""
-    return "" if summary is None else f"{summary['median']:.{digits}f}"
-
-
 def percent(share, digits=1):
-    """A share as text: "53.4 %" for 0.534."""
+    """A share, or the median of a summary of shares, as text: "53.4 %" for 0.534."""
+    share = share["median"] if isinstance(share, dict) else share
     return f"{100 * share:.{digits}f} %"
-
-
-def gib(count):
-    """Bytes as GiB with two decimals; "" for None."""
-    return "" if count is None else f"{count / 2**30:.2f}"
 
 
 def mib(count):
@@ -71,5 +75,128 @@ def mib(count):
 def cell(value):
     """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation, of a float 4 digits."""
     if isinstance(value, dict):
+        if value.get("oom"):
+            return "out of memory"
         return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def formatted(value, format_spec):
+    """The text of a value: by one of FORMATS and the words after its name, or by a format of Python; "" for None."""
+    name, *words = format_spec.split() or [""]
+    if value is None:
+        return ""
+    return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
+
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+BYTES = {"GiB": 2.0**-30, "MiB": 2.0**-20, "MB": 1e-6, "GB": 1e-9}
+FORMATS = {  # {name: function of the value and of the words after the name}
+    **{unit: lambda value, digits=4, scale=scale: number(value, scale, int(digits)) for unit, scale in UNITS.items()},
+    **{unit: lambda count, spec=".2f", scale=scale: format(scale * count, spec) for unit, scale in BYTES.items()},
+    "memory": mib,
+    "number": number,
+    "quartiles": lambda value, unit="s", digits=4: spread(value, UNITS[unit], int(digits)),
+    "ratio": lambda value, digits=2: f"{value['median']:.{digits}f}",
+    "percent": percent,
+    "times": lambda value, factor, spec: format(float(factor) * value, spec),  # "{alpha:times 1e6 .1f}"
+    "largest": lambda values, *words: formatted(max(values), " ".join(words)),
+    "last": lambda values, *words: formatted(values[-1], " ".join(words)),
+    "or": lambda value, *words: str(value or " ".join(words)),
+    "joined": lambda values, *words: f" {' '.join(words)} ".replace("  ", " ").join(map(str, values)),
+    "listed": ", ".join,
+    "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
+    "code": lambda text: f"`{text}`",
+    "cell": cell,
+}
+
+
+class Templates(string.Formatter):
+    """str.format with FORMATS and with fields that may be missing."""
+
+    def get_field(self, field_name, args, kwargs):
+        name, optional, keys = field_name.partition("?")
+        if optional and kwargs.get(name) is None:
+            return None, name
+        return super().get_field(name + keys, args, kwargs)
+
+    def format_field(self, value, format_spec):
+        return formatted(value, format_spec)
+
+
+def fill(template, row):
+    """The text of a template with the fields of a row."""
+    return Templates().vformat(template, (), row)
+
+
+def columns_of(description):
+    """{title: template} of a description."""
+    columns = [column.strip() for column in re.split(r"[|\n]", description) if column.strip()]
+    pairs = (column.partition("=") if "=" in column else (column, "", f"{{{column}}}") for column in columns)
+    return {title.strip(): template.strip() for title, _, template in pairs}
+
+
+def flat(results, *names):
+    """A row for each value in nested dictionaries: {name: key of each level, "value": the value}."""
+    name, *others = names
+    for key, value in results.items():
+        for row in flat(value, *others) if others else [{"value": value}]:
+            yield {name: key, **row}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of one or more files in results/; table() returns (rows {title: cell}, names of the files).
+
+    description: of the columns; "" if the rows have the cells already. rows: function of the content of a file that
+    returns the rows, whose fields the templates name; {file[...]} is the content of the file. console: description of
+    columns of print() only. merged: rows with the same first cell are one row. order: the rows are sorted by this
+    function of their cells.
+    """
+
+    files: str | tuple
+    description: str = ""
+    rows: Callable = lambda record: record["results"]
+    console: str = ""
+    merged: bool = False
+    order: Callable | None = None
+
+    def __call__(self):
+        files = [self.files] if isinstance(self.files, str) else list(self.files)
+        return self.cells(map(load, files)), files
+
+    def cells(self, records, console=False):
+        """[{title: cell}] of the contents of files. console: with the columns of print()."""
+        found, columns = {}, columns_of(self.description + f"\n{self.console}" * console)
+        for record in filter(lambda record: record["results"], records):
+            for row in self.rows(record):
+                if columns:
+                    fields = row | {"file": record}
+                    row = {fill(title, fields): fill(template, fields) for title, template in columns.items()}
+                key = next(iter(row.values())) if self.merged else len(found)
+                before = found.setdefault(key, {})
+                before.update({title: text for title, text in row.items() if text or title not in before})
+        titles = dict.fromkeys(title for row in found.values() for title in row)
+        rows = sorted(found.values(), key=self.order) if self.order else found.values()
+        return [{title: row.get(title, "") for title in titles} for row in rows]
+
+    def print(self, results, title=""):
+        """Print the rows of results that are not saved yet, below a title; nothing if there are no rows."""
+        machine = {"cores": os.cpu_count(), "gpu": "no GPU", **gpu_hardware()}
+        record = {"results": summarised(results), "hardware": machine, "commit": ""}
+        if rows := self.cells([record], console=True):
+            print(f"\n{title}\n\n" if title else "", end="")
+            print_table(rows)
+            print(flush=True)
+
+    def of(self, files):
+        """The same table of other files."""
+        return replace(self, files=files)
+
+    def kinds(self, name, *kinds):
+        """{"NAME": this table, "NAME-KIND": the same of the file with the suffix _KIND, for each kind}."""
+        others = {f"{name}-{kind}": self.of(f"{self.files}_{kind.replace('-', '_')}") for kind in kinds}
+        return {name: self, **others}

@@ -12,10 +12,10 @@ their measurement: then the line shows the name that the script had at the named
 import re
 import sys
 
-from benchmarks.harness import assignment_tables, cpu_tables, flag_tables, gpu_tables, torch_tables
+from benchmarks.harness import assignment_tables, cpu_tables, flag_tables, gpu_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.table_format import load, source
+from benchmarks.harness.table_format import fill, load, source
 from testing.jobs import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -23,88 +23,93 @@ NUMBER = re.compile(r"[-+]?\d|$")  # matches a cell with a number, or an empty c
 PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", "data/*.md")
 
 
+# -- README's table ---------------------------------------------------------------------------------------------------
+
+
+def two_threads(results):
+    """(result of this project, of PyTorch, speedup) of cpu/train_step.py with two threads."""
+    found = {result["name"]: result for result in results if result["threads"] == 2}
+    return found["ours"], found["torch eager"], found["ours"]["times_as_fast_as_eager"]
+
+
+def two_ranks(results):
+    ours = next(result for result in results if result["name"].startswith("stage 1"))
+    torch = next(result for result in results if result["name"] == "torch DDP, gloo")
+    return ours, torch, ours["times_as_fast"][torch["name"]]
+
+
+def gpu_step(results):
+    ours, torch = results
+    return ours, torch, ours["times_as_fast"][torch["name"]]
+
+
+def one_sequence(results):
+    """The fastest program of PyTorch is the peer."""
+    ours, *peers = [result for result in results if result["case"] == "one"]
+    torch = min(peers, key=lambda result: result["token"]["median"])
+    program = torch["name"].removeprefix("torch ").replace(" + each step a graph", ", CUDA graph")
+    return ours, torch | {"program": program}, ours["times_as_fast"][torch["name"]]
+
+
+def four_gpus(results):
+    found = {result["name"]: result for result in results["scaling"][0]["rows"]}
+    ours = found["ours, 4 GPUs --dp flat --zero 1"]
+    return ours, found["DDP, 4 GPUs"], ours["times_as_fast"]
+
+
+STEP_TIME = "{seconds[median]:times 1e3 .4g} ms"
+HEADLINE = (  # (title, section of docs/RESULTS.md, file, function that returns the pair, cell, PyTorch's program)
+    (
+        "time per training step, preset `paper`, 2 threads, AMD Zen 4",
+        "cpu-training-step", "cpu/train_step", two_threads, STEP_TIME, "eager",
+    ),
+    (
+        "the same on an Intel Xeon, with MKL",
+        "cpu-training-step", "cpu/train_step_intel", two_threads, STEP_TIME, "eager",
+    ),
+    (
+        "the first row with 2 MPI ranks, one thread each",
+        "ranks", "ranks/ranks", two_ranks, STEP_TIME, "DDP, gloo",
+    ),
+    (
+        "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {hardware[gpu]:gpu}",
+        "gpu-step", "gpu/step_gpt2", gpu_step, STEP_TIME, "compiled",
+    ),
+    (
+        "time per generated token, GPT-2 124M, bf16, one {hardware[gpu]:gpu}",
+        "gpu-decode", "gpu/decode", one_sequence, "{token[median]:times 1e6 .0f} µs", "{program}",
+    ),
+    (
+        "training speed, GPT-2 124M, bf16, 4 {hardware[gpu]:gpu}s",
+        "several-gpus", "gpus/scaling", four_gpus, "{tokens_per_second:times 1e-6 .2f} M tokens/s", "DDP, compiled",
+    ),
+)  # fmt: skip
+
+
 def headline():
-    """The rows of README's table: six results of this project and of PyTorch.
-
-    The title of a row is a link to the section of docs/RESULTS.md that has all results of this kind.
-    """
-    on_cpu = {result["name"]: result for result in load("cpu/train_step")["results"] if result["threads"] == 2}
-    our_cpu_step, torch_cpu_step = on_cpu["ours"], on_cpu["torch eager"]
-    on_intel = {result["name"]: result for result in load("cpu/train_step_intel")["results"] if result["threads"] == 2}
-    our_intel_step, torch_intel_step = on_intel["ours"], on_intel["torch eager"]
-
-    on_ranks = {result["name"]: result for result in load("ranks/ranks")["results"]}
-    our_ranks = next(result for name, result in on_ranks.items() if name.startswith("stage 1"))
-    torch_ranks = on_ranks["torch DDP, gloo"]
-
-    our_gpu_step, torch_gpu_step = load("gpu/step_gpt2")["results"]
-    our_decode, *torch_decodes = [each for each in load("gpu/decode")["results"] if each["case"] == "one"]
-    torch_decode = min(torch_decodes, key=lambda result: result["token"]["median"])
-    decode_peer = torch_decode["name"].removeprefix("torch ").replace(" + each step a graph", ", CUDA graph")
-
-    on_gpus = {result["name"]: result for result in load("gpus/scaling")["results"]["scaling"][0]["rows"]}
-    our_gpus, torch_gpus = on_gpus["ours, 4 GPUs --dp flat --zero 1"], on_gpus["DDP, 4 GPUs"]
-
-    def row(title, section, ours, torch, speedup):
-        return {
-            "": f"[{title}](docs/RESULTS.md#{section})",
-            "this project": ours,
-            "PyTorch": torch,
-            "speedup": f"{speedup['median']:.2f}",
-        }
-
-    def step_time(result):
-        return f"{1e3 * result['seconds']['median']:.4g} ms"
-
-    def token_time(result):
-        return f"{1e6 * result['token']['median']:.0f} µs"
-
-    def token_rate(result):
-        return f"{1e-6 * result['tokens_per_second']:.2f} M tokens/s"
-
-    def gpu(name):  # "NVIDIA H100 80GB HBM3" is an H100
-        return load(name)["hardware"]["gpu"].split()[1]
-
-    return [
-        row(
-            "time per training step, preset `paper`, 2 threads, AMD Zen 4", "cpu-training-step",
-            step_time(our_cpu_step), f"{step_time(torch_cpu_step)} (eager)",
-            our_cpu_step["times_as_fast_as_eager"],
-        ),
-        row(
-            "the same on an Intel Xeon, with MKL", "cpu-training-step",
-            step_time(our_intel_step), f"{step_time(torch_intel_step)} (eager)",
-            our_intel_step["times_as_fast_as_eager"],
-        ),
-        row(
-            "the first row with 2 MPI ranks, one thread each", "ranks",
-            step_time(our_ranks), f"{step_time(torch_ranks)} (DDP, gloo)",
-            our_ranks["times_as_fast"][torch_ranks["name"]],
-        ),
-        row(
-            f"time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {gpu('gpu/step_gpt2')}", "gpu-step",
-            step_time(our_gpu_step), f"{step_time(torch_gpu_step)} (compiled)",
-            our_gpu_step["times_as_fast"][torch_gpu_step["name"]],
-        ),
-        row(
-            f"time per generated token, GPT-2 124M, bf16, one {gpu('gpu/decode')}", "gpu-decode",
-            token_time(our_decode), f"{token_time(torch_decode)} ({decode_peer})",
-            our_decode["times_as_fast"][torch_decode["name"]],
-        ),
-        row(
-            f"training speed, GPT-2 124M, bf16, 4 {gpu('gpus/scaling')}s", "several-gpus",
-            token_rate(our_gpus), f"{token_rate(torch_gpus)} (DDP, compiled)",
-            our_gpus["times_as_fast"],
-        ),
-    ]  # fmt: skip
+    """The rows of README's table. The title of a row is a link to the section of docs/RESULTS.md with all results."""
+    rows = []
+    for title, section, file, pair, cell, program in HEADLINE:
+        record = load(file)
+        ours, torch, speedup = pair(record["results"])
+        rows.append(
+            {
+                "": fill(f"[{title}](docs/RESULTS.md#{section})", record),
+                "this project": fill(cell, ours),
+                "PyTorch": fill(f"{cell} ({program})", torch),
+                "speedup": fill("{median:.2f}", speedup),
+            }
+        )
+    return rows
 
 
-# {name: function that returns (rows, names of the source files)}; a row is {column title: cell}
+# -- the pages --------------------------------------------------------------------------------------------------------
+
+# {name: Table, or function that returns (rows, names of the source files)}; a row is {column title: cell}
 TABLES = {
     "headline": lambda: (headline(), []),
     **cpu_tables.TABLES,
     **gpu_tables.TABLES,
-    **torch_tables.TABLES,
     **assignment_tables.TABLES,
     **flag_tables.TABLES,
 }

@@ -88,24 +88,25 @@ def needs(*packages):
     return reason
 
 
-def needs_mpi():
-    """reason() of a rung that starts ranks."""
+def message_of(function):
+    """The message of the ConfigError that function() raises, or None."""
     try:
-        jobs.launcher()
+        function()
     except ConfigError as error:
         return str(error)
     return None
+
+
+def needs_mpi():
+    """reason() of a rung that starts ranks."""
+    return message_of(jobs.launcher)
 
 
 def needs_stage_2():
     """reason() of a rung that runs the kernels of stage 2, on a GPU or in Triton's interpreter."""
     from stage2_cuda.runtime import triton_launch
 
-    try:
-        triton_launch.array_module()
-    except ConfigError as error:
-        return str(error)
-    return None
+    return message_of(triton_launch.array_module)
 
 
 def needs_stage_3():

@@ -6,12 +6,10 @@ import sys
 import threading
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.torch_gpt2 import TorchGPT2
+from benchmarks.peers.torch_gpt2 import make_trainer as make_serial_trainer
 
 TIMEOUT = timedelta(minutes=10)  # for one collective
 
@@ -72,19 +70,10 @@ def make_trainer(config, batch_size, seq_len, threads, world):
 
     Their shape is (batch_size, seq_len): every rank passes the whole batch, and trains on its part.
     """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(TorchGPT2(config), gradient_as_bucket_view=True)  # saves a copy of the gradients
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    options = {"gradient_as_bucket_view": True}  # saves a copy of the gradients
+    step = make_serial_trainer(
+        config, batch_size, seq_len, threads, wrap=lambda model: DistributedDataParallel(model, **options)
+    )
     per_rank = batch_size // world.size
     rows = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
-
-    def step(inputs, targets):
-        logits = model(torch.from_numpy(inputs[rows]))
-        loss = F.cross_entropy(logits.view(-1, config.vocab_size), torch.from_numpy(targets[rows]).view(-1))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return lambda inputs, targets: step(inputs[rows], targets[rows])

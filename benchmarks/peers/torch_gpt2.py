@@ -91,14 +91,14 @@ class TorchGPT2(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-def make_trainer(config, batch_size, seq_len, threads, compiled=False, bf16=False):
+def make_trainer(config, batch_size, seq_len, threads, compiled=False, bf16=False, wrap=lambda model: model):
     """Return `step(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
 
-    bf16: compute forward under autocast in bf16; the weights stay fp32.
+    bf16: compute forward under autocast in bf16; the weights stay fp32. wrap(model): the model to train.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model = TorchGPT2(config)
+    model = wrap(TorchGPT2(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     forward = torch.compile(model) if compiled else model
 

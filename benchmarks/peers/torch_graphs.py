@@ -6,6 +6,26 @@ The time of a single call of a short kernel would mostly be launch overhead.
 import torch
 
 
+def captured(call, stream, calls=1):
+    """(a CUDA graph of `calls` calls, the result of the last one)."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            result = call()
+    return graph, result
+
+
+def milliseconds(call):
+    """The milliseconds of call() on the current stream, measured by CUDA events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
 class Graphs:
     """CUDA graphs of functions. A subclass sets `calls`: {kind: function}; there is one graph for each kind.
 
@@ -25,12 +45,9 @@ class Graphs:
             with torch.cuda.stream(self.stream):
                 for _ in range(3):
                     call()
-                one_call = min(self.milliseconds(call) for _ in range(3))
+                one_call = min(milliseconds(call) for _ in range(3))
                 count = max(1, round(length / one_call))
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self.stream):
-                    for _ in range(count):
-                        self.results[kind] = call()
+                graph, self.results[kind] = captured(call, self.stream, count)
             self.graphs[kind] = graph, count
         return self.graphs[kind][1]
 
@@ -39,13 +56,4 @@ class Graphs:
         graph, _ = self.graphs[kind]
         with torch.cuda.stream(self.stream):
             graph.replay()
-            return self.milliseconds(graph.replay)
-
-    def milliseconds(self, call):
-        """Return the milliseconds of call() on the current stream, measured by CUDA events."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+            return milliseconds(graph.replay)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 from testing.jobs import run_mpi
@@ -165,28 +167,11 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
 
 
 def summarise(results, ranks):
-    """Return the table's rows for the results of one job.
-
-    Also adds two fields to each result: ranks, and ratio_to_native, its time divided by the MPI library's time.
-    """
+    """Add two fields to the results of one job: ranks, and ratio_to_native, the time divided by the MPI library's."""
     native_seconds = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
-    rows = []
-    for result in sorted(results, key=lambda result: (result["bytes"], ALGORITHMS.index(result["algorithm"]))):
+    for result in results:
         result["ranks"] = ranks
-        median = statistics.median(result["seconds"])
         result["ratio_to_native"] = paired_ratio(result["seconds"], native_seconds[result["bytes"]])
-        rows.append(
-            {
-                f"{ranks} ranks": result["algorithm"],
-                "bytes": f"{result['bytes']:,}",
-                "ms": f"{1e3 * median:.4g}",
-                "fastest, ms": f"{1e3 * min(result['seconds']):.4g}",
-                "GB/s": f"{1e-9 * result['bytes'] / median:.3g}",
-                "bytes sent, most of any rank": f"{max(result['bytes_sent']):,}" if max(result["bytes_sent"]) else "",
-                "time / time of mpi": f"{result['ratio_to_native']['median']:.2f}",
-            }
-        )
-    return rows
 
 
 def fit(results):
@@ -216,25 +201,18 @@ def fit_line(sizes, seconds):
 
 def plot(results, path, operation="all_reduce"):
     """Draw seconds against bytes, both logarithmic, one panel for each number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     counts = sorted({result["ranks"] for result in results})
-    figure, panels = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, squeeze=False)
-    for ranks, panel in zip(counts, panels[0], strict=True):
-        for name in ALGORITHMS:
-            shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
-            points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
-            if points:
-                panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
-        panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel(f"seconds of {operation}")
-    panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with panels(path, 1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, layout="tight") as (_, axes):
+        for ranks, panel in zip(counts, axes[0], strict=True):
+            for name in ALGORITHMS:
+                shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
+                points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
+                if points:
+                    panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
+            panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
+            panel.grid(alpha=0.3)
+        axes[0][0].set_ylabel(f"seconds of {operation}")
+        axes[0][0].legend()
 
 
 def compare(args, operation):
@@ -246,17 +224,11 @@ def compare(args, operation):
             job = operation, args.sizes, args.rounds, args.seconds, str(Path(folder, "store"))
             of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
         progress("")
-        print(f"{operation}:\n")
-        print_table(summarise(of_ranks, ranks))
+        print(f"{operation}:")
+        summarise(of_ranks, ranks)
+        TABLES["ranks-collectives"].print({"all_reduce": of_ranks})
         fits[ranks] = fit(of_ranks)
-        print()
-        print_table(
-            [
-                {f"{ranks} ranks": name, "alpha us": f"{1e6 * alpha:.4g}", "beta ns per byte": f"{1e9 * beta:.3g}"}
-                for name, (alpha, beta) in fits[ranks].items()
-            ]
-        )
-        print()
+        TABLES["ranks-fit"].print({"alpha_beta": {ranks: fits[ranks]}})
         results += of_ranks
     return results, fits
 
@@ -266,17 +238,9 @@ def idle(args):
     ranks = max(args.ranks)
     speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
     shares = {name: paired_ratio(speed, speeds["asleep"]) for name, speed in speeds.items()}
-    print_table(
-        [
-            {
-                f"{ranks - 1} ranks are": name,
-                "GFLOP/s of rank 0": f"{statistics.median(speed):.1f}",
-                "speed / speed while they sleep": f"{100 * shares[name]['median']:.0f} %",
-            }
-            for name, speed in speeds.items()
-        ]
-    )
-    return {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+    results = {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+    TABLES["ranks-idle"].print(results)
+    return results
 
 
 def main():
@@ -294,13 +258,10 @@ def main():
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)"
-    )
+    add_flags(parser.add_argument, rounds=9, timeout=900)
     parser.add_argument(
         "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
     )
-    parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
     parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
     add_save_flags(parser.add_argument, "collectives")
     args = parser.parse_args()

@@ -4,6 +4,7 @@ Each trial starts a run that resumes from a checkpoint, and kills a random rank 
 may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run.
 """
 
+import functools
 import json
 import os
 import random
@@ -16,12 +17,17 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 from testing.jobs import Job
 
 BENCHMARK = "benchmarks.ranks.kill"
+TRIALS = """
+    killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
+    processes left = {left} | checkpoint
+"""  # columns of the table of trials
 
 
 def train(ranks, *flags):
@@ -58,28 +64,45 @@ def kill_one(job, seconds, rng):
     return None
 
 
-def trial(args, folder, expected, rng, longest):
-    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if the run finished.
+def killed_run(folder, start, rng, longest):
+    """Kill a rank of a run; return (its Done, the first fields of the result), or None if the run finished.
 
-    folder: contains "begun", the checkpoint with which the run starts, and its log. expected: curve() of an
-    uninterrupted run. longest: the seconds of an uninterrupted run; the rank is killed within this time.
+    folder: contains "begun", a checkpoint, whose copy "run" is continued by the Job start(). longest: the seconds of an
+    uninterrupted run; the rank is killed within this time.
     """
-    out, log, moment = folder / "run", folder / "run.jsonl", rng.uniform(0, longest)
+    out, moment = folder / "run", rng.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(folder / "begun", out, symlinks=True)
-    shutil.copy(folder / "begun.jsonl", log)
-    flags = ("--resume", out, "--out", out, "--log", log, "--steps", args.steps)
-    with train(args.ranks, *flags) as job:
+    with start() as job:
         rank = kill_one(job, moment, rng)
         done = job.done()
     if rank is None or done.code == 0:
         return None
-    result = {"rank": rank, "moment": moment, "seconds": done.seconds, "code": done.code, "left": len(done.left)}
+    return done, dict(rank=rank, moment=moment, seconds=done.seconds, code=done.code, left=len(done.left))
+
+
+def checkpoint_of(directory):
+    """{"step": of the checkpoint}, or {"step": None, "error": text} if it cannot be read."""
     try:
-        result["step"] = load_checkpoint(out, with_optimizer=True).state["step"]
+        return {"step": load_checkpoint(directory, with_optimizer=True).state["step"]}
     except CheckpointError as error:
-        return result | {"step": None, "error": str(error), "equal": False}
-    finished(train(args.ranks, *flags))
+        return {"step": None, "error": str(error)}
+
+
+def trial(args, folder, expected, rng, longest):
+    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if the run finished.
+
+    folder: see killed_run(); it also contains the log of "begun". expected: curve() of an uninterrupted run.
+    """
+    out, log = folder / "run", folder / "run.jsonl"
+    shutil.copy(folder / "begun.jsonl", log)
+    resume = functools.partial(train, args.ranks, "--resume", out, "--out", out, "--log", log, "--steps", args.steps)
+    if (killed := killed_run(folder, resume, rng, longest)) is None:
+        return None
+    result = killed[1] | checkpoint_of(out)
+    if result["step"] is None:
+        return result | {"equal": False}
+    finished(resume())
     return result | {"equal": curve(log) == expected}
 
 
@@ -88,18 +111,40 @@ def ended_cleanly(result):
     return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
+def print_trials(results, description):
+    """Print a row for each trial. description: of the columns that only one kind of jobs has."""
+    texts = [
+        {
+            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
+            "curve": "equal" if result.get("equal") else "DIFFERS",
+        }
+        for result in results
+    ]
+    Table("", TRIALS + description).print([result | each for result, each in zip(results, texts, strict=True)])
+
+
+def summary_of(results, is_clean):
+    """{name: number} of all trials; is_clean(result): whether a job ended as it should."""
+    seconds = [result["seconds"] for result in results]
+    return {
+        "clean_ends": sum(map(is_clean, results)),
+        "readable": sum(result["step"] is not None for result in results),
+        "median_seconds": statistics.median(seconds),
+        "longest_seconds": max(seconds),
+    }
+
+
+def times_of(summary):
+    return f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
+
+
 def main():
     parser = benchmark_parser(
         BENCHMARK, __doc__, ("", "20 runs on four ranks"), ("--times 1 --ranks 2", "a quick trial")
     )
-    parser.add_argument(
-        "--times", type=int, default=20, help="number of runs; one rank of each run is killed (default 20)"
-    )
+    add_flags(parser.add_argument, times=20, steps=60, checkpoint_every=2, seed=0)
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default 4)")
     parser.add_argument("--preset", default="tiny", help="model (default tiny)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
-    parser.add_argument("--checkpoint-every", type=int, default=2, help="steps between checkpoints (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():
@@ -119,32 +164,12 @@ def main():
             if result := trial(args, folder, expected, rng, longest):
                 results.append(result)
     progress("")
-    print_table(
-        [
-            {
-                "killed": f"rank {result['rank']}",
-                "killed after, s": f"{result['moment']:.2f}",
-                "job ended within, s": f"{result['seconds']:.2f}",
-                "exit code": result["code"],
-                "processes left": result["left"],
-                "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-                "resumed curve": "equal" if result["equal"] else "DIFFERS",
-            }
-            for result in results
-        ]
-    )
-    seconds = [result["seconds"] for result in results]
-    summary = {
-        "clean_ends": sum(ended_cleanly(result) for result in results),
-        "readable": sum(result["step"] is not None for result in results),
-        "equal": sum(result["equal"] for result in results),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
-    }
+    print_trials(results, "resumed curve = {curve}")
+    summary = summary_of(results, ended_cleanly) | {"equal": sum(result["equal"] for result in results)}
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within 10 s with no process left (median "
-        f"{summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), {summary['readable']} left a "
-        f"readable checkpoint, {summary['equal']} resumed with the curve of the uninterrupted run, bit for bit."
+        f"{summary['clean_ends']} of {args.times} ended within 10 s with no process left ({times_of(summary)}), "
+        f"{summary['readable']} left a readable checkpoint, {summary['equal']} resumed with the curve of the "
+        f"uninterrupted run, bit for bit."
     )
     options = vars(args) | {"longest_moment": longest}
     save(BENCHMARK, {**options, "summary": summary, "rows": results}, args)

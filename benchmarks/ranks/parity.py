@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, print_table, save
 from gpt2core.app.run_log import read_log
 from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
@@ -71,7 +71,7 @@ def main():
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of one thread (default 1 2 4 8)")
     add("--steps", type=int, help="steps of each run (default 50 of tiny, 6 of paper)")
     add("--all", action="store_true", help="run every --dp of paper on every number of ranks, not only on two")
-    add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
+    add_flags(add, timeout=300)
     add_save_flags(add)
     args = parser.parse_args()
 

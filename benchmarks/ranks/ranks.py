@@ -1,13 +1,9 @@
 """Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?"""
 
-import statistics
-import time
-from contextlib import ExitStack
-
-import numpy as np
-
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
@@ -17,7 +13,6 @@ from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
 from stage1_mpi.mpi_communicator import NATIVE
 
-SEED = 20260101
 BENCHMARK = "benchmarks.ranks.ranks"  # the name under which the benchmark processes import this file
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
 TARGETS = {SERIAL: 1.90, DDP: 1.05}  # {program: required speed-up of two ranks of stage 1 over this program}
@@ -35,40 +30,6 @@ def prepare(module, world, preset, batch_size, threads, **options):
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, world=world, **options)
     return timed_steps(world, step, config, batch_size)
-
-
-def timed_steps(world, step, config, batch_size):
-    """Return `run_round(steps)`, which trains on random tokens and measures every step.
-
-    All ranks start a step together, after a barrier. The time of a step is measured from the moment when the first rank
-    leaves the barrier to the moment when the last rank has finished the step. step: step(inputs, targets) -> loss.
-    """
-    rng = np.random.default_rng(SEED)  # the same tokens in every process and on every rank
-
-    def run_round(steps):
-        started, ended, losses, cpu_seconds = [], [], [], 0.0
-        for _ in range(steps):
-            tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-            inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-            world.barrier()
-            cpu_started = time.process_time()
-            started.append(time.perf_counter())  # all processes of a host have the same clock
-            losses.append(step(inputs, targets))
-            ended.append(time.perf_counter())
-            cpu_seconds += time.process_time() - cpu_started
-        started, ended, losses, cpu_seconds, peaks = zip(
-            *world.all_gather_object((started, ended, losses, cpu_seconds, peak_bytes())), strict=True
-        )
-        seconds = np.max(ended, axis=0) - np.min(started, axis=0)
-        return {
-            "seconds": seconds.tolist(),
-            # A rank of PyTorch returns the loss of its own sequences. Our ranks all return the same loss.
-            "losses": np.mean(losses, axis=0).tolist(),
-            "cpu_seconds": sum(cpu_seconds),
-            "peak_bytes": max(peaks),
-        }
-
-    return run_round
 
 
 # -- in the parent process --------------------------------------------------------------------------------------------
@@ -97,16 +58,14 @@ def process_specs(args):
 
 def measure(args, specs):
     """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times = step_results(measured)
     return [
         {
             "name": spec.name,
             "ranks": spec.ranks,
             "options": spec.options,
-            "seconds": [each["seconds"] for each in measured[spec.name]["rounds"]],
-            "cpu_seconds": sum(each["cpu_seconds"] for each in measured[spec.name]["rounds"]),
+            **times[spec.name],
             "losses": [loss for each in measured[spec.name]["rounds"] for loss in each["losses"]],
             "peak_bytes": max(each["peak_bytes"] for each in measured[spec.name]["rounds"]),
         }
@@ -114,37 +73,15 @@ def measure(args, specs):
     ]
 
 
-def summarise(results, tokens):
-    """Return the table's rows. Also adds three fields to each result: min, cores_used and times_as_fast.
+def summarise(results):
+    """Add min, cores_used and times_as_fast to each result.
 
-    tokens: the number of tokens per step. times_as_fast: {peer: time of the peer / time of this result}; the peers are
-    those in TARGETS.
+    times_as_fast: {peer: time of the peer / time of this result}; the peers are those in TARGETS.
     """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+    medians = add_step_fields(results)
     for result in results:
-        step_seconds, own = sum(result["seconds"], []), medians[result["name"]]
-        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
-        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
-        result["times_as_fast"] = {peer: paired_ratio(medians[peer], own) for peer in TARGETS if peer in medians}
-        speedup = {peer: f"{each['median']:.3f}" for peer, each in result["times_as_fast"].items()}
-        rows.append(
-            {
-                "": result["name"],
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{tokens / median:.0f}",
-                "times as fast as 1 process": speedup[SERIAL],
-                **({"times as fast as DDP": speedup[DDP]} if DDP in speedup else {}),
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB per rank": f"{result['peak_bytes'] / 2**20:.0f}",
-                "last loss": f"{result['losses'][-1]:.9g}",
-            }
-        )
-    for row in rows:
-        if each := rank_speedups(results, SERIAL).get(row[""]):
-            row["times as fast as 1 process"] = each.cell(row["times as fast as 1 process"])
-    return rows
+        peers = [peer for peer in TARGETS if peer in medians]
+        result["times_as_fast"] = {peer: paired_ratio(medians[peer], medians[result["name"]]) for peer in peers}
 
 
 def verdicts(results):
@@ -172,7 +109,6 @@ def main():
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="ranks of stage 1 and processes of PyTorch (default 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
@@ -185,17 +121,14 @@ def main():
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
     add("--no-ddp", action="store_true", help="do not run PyTorch")
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
-    add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
-    add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
+    add_flags(add, batch_size=16, rounds=7, steps_per_round=2, warm_up=2, timeout=900)
     add_save_flags(add)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, not args.no_deterministic)
 
     results = measure(args, list(process_specs(args)))
-    print_table(summarise(results, args.batch_size * PRESETS[args.preset].block_size))
-    print()
+    summarise(results)
+    TABLES["ranks-step"].print(results)
     print("\n".join(verdicts(results)))
     save(BENCHMARK, results, args)
 

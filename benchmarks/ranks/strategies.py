@@ -1,10 +1,9 @@
 """How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?"""
 
-import statistics
-
+from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, benchmark_parser, paired_ratio, print_table, round_medians, save
-from benchmarks.ranks.ranks import timed_steps
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import plan_micro_batches
@@ -67,15 +66,14 @@ def measure(args, ranks, chosen):
     with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
         job_variants = [JobVariant(process, name) for name in chosen]
         measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    results = []
+    results, times = [], step_results(measured)
     for name, of_variant in measured.items():
         last = of_variant["rounds"][-1]
         results.append(
             {
                 "name": name,
                 "ranks": ranks,
-                "seconds": [each["seconds"] for each in of_variant["rounds"]],
-                "cpu_seconds": sum(each["cpu_seconds"] for each in of_variant["rounds"]),
+                **times[name],
                 "final_loss": last["losses"][-1],
                 **{key: last[key] for key in ("messages", "bytes_sent", "optimizer_bytes")},
             }
@@ -84,32 +82,10 @@ def measure(args, ranks, chosen):
 
 
 def summarise(results):
-    """Return the table's rows for the results of one job.
-
-    Also adds three fields to each result: min, cores_used, and times_flat, its step time divided by that of FLAT.
-    """
-    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
-    rows = []
+    """Add min, cores_used, and times_flat, the step time divided by that of FLAT, to the results of one job."""
+    medians = add_step_fields(results)
     for result in results:
-        step_seconds = sum(result["seconds"], [])
-        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
-        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
         result["times_flat"] = paired_ratio(medians[result["name"]], medians[FLAT])
-        rows.append(
-            {
-                f"{result['ranks']} ranks": result["name"],
-                "messages": result["messages"],
-                "MB sent, most of any rank": f"{1e-6 * max(result['bytes_sent']):.3f}",
-                "MB sent, mean of ranks": f"{1e-6 * statistics.mean(result['bytes_sent']):.3f}",
-                "ms/step": f"{1e3 * median:.4g}",
-                "fastest step, ms": f"{1e3 * result['min']:.4g}",
-                "time / time of flat": f"{result['times_flat']['median']:.3f}",
-                "cores used": f"{result['cores_used']:.2f}",
-                "optimizer MiB per rank": f"{max(result['optimizer_bytes']) / 2**20:.3f}",
-                "last loss": f"{result['final_loss']:.9g}",
-            }
-        )
-    return rows
 
 
 def verdict(results, ranks):
@@ -136,13 +112,9 @@ def main():
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT")
-    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
-    add("--steps-per-round", type=int, default=1, help="timed steps of each variant in a round (default 1)")
-    add("--warm-up", type=int, default=1, help="steps before the first round (default 1)")
-    add("--timeout", type=int, default=900, help="seconds that one round of a variant may take (default 900)")
+    add_flags(add, batch_size=16, rounds=5, steps_per_round=1, warm_up=1, timeout=900)
     add_save_flags(add)
     args = parser.parse_args()
     for ranks in args.ranks:
@@ -157,8 +129,9 @@ def main():
     results = []
     for ranks in args.ranks:
         of_ranks = measure(args, ranks, chosen)
-        print_table(summarise(of_ranks))
-        print("\n" + verdict(of_ranks, ranks) + "\n")
+        summarise(of_ranks)
+        TABLES["ranks-strategies"].print(of_ranks)
+        print(verdict(of_ranks, ranks))
         results += of_ranks
     save(BENCHMARK, results, args, name="_".join(["strategies", *args.only]) if args.only else None)
 

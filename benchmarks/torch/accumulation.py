@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness.assignment_tables import accumulation_tables
+from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import add_device_flag, check_device, print_tables
+from benchmarks.torch.models import add_device_flag, check_device
 
 BENCHMARK = "benchmarks.torch.accumulation"
 TERM, COUNT = 0.01, 1000
@@ -110,7 +110,7 @@ def main():
         cases[f"dtypes / {name} / {device}"] = functools.partial(dtypes_row, dtype, device)
         for title in INPUTS:
             cases[f"layernorm / {name} / {title} / {device}"] = functools.partial(layernorm_row, dtype, title, device)
-    print_tables(accumulation_tables(run_rows(BENCHMARK, args, cases)))
+    print_tables(run_rows(BENCHMARK, args, cases), "sums", "autocast", "layernorm")
 
 
 if __name__ == "__main__":

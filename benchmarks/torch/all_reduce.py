@@ -8,10 +8,11 @@ import functools
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
-from benchmarks.torch.models import TIMED_BACKENDS, Groups, add_run_flags, device_of_rank, print_rows, slowest, timed
+from benchmarks.torch.models import TIMED_BACKENDS, Groups, add_run_flags, device_of_rank, slowest, timed
 
 BENCHMARK = "benchmarks.torch.all_reduce"
 SIZES = [10**k for k in range(6, 10)]
@@ -83,7 +84,7 @@ def main():
                 for size in args.sizes:
                     row = (mpi_row,) if library == MPI else (torch_row, groups, library)
                     cases[f"{library}, {ranks} ranks, {size / 1e6:g} MB"] = functools.partial(*row, ranks, size, args)
-        print_rows(run_rows(BENCHMARK, args, cases))
+        print_tables(run_rows(BENCHMARK, args, cases), "all-reduce", "all-reduce-ours")
 
 
 if __name__ == "__main__":

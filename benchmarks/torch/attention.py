@@ -12,10 +12,10 @@ import functools
 import sys
 import time
 
-from benchmarks.harness.assignment_tables import ATTENTION_GRID as GRID
-from benchmarks.harness.assignment_tables import attention_tables
+from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 
 # T time (queries and keys), D head size
@@ -24,7 +24,6 @@ BENCHMARK = "benchmarks.torch.attention"
 HEAD_SIZES = 16, 32, 64, 128
 MEMORY_BATCH, MEMORY_LENGTHS = 8, (256, 1024, 4096, 8192, 16384, 32768, 65536)
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
-OURS = "ours"
 # Calls are timed in a CUDA graph, because launches from Python would take longer than short kernels. With a longer T
 # the T x T matrices of the others would not fit into the memory of a graph.
 GRAPH_LENGTH, ALWAYS_IN_GRAPH = 8192, ("sdpa", OURS)
@@ -106,6 +105,8 @@ def grid_row(name, dtype_name, T, D, args):
     import torch._functorch.config as functorch
     import triton
 
+    from benchmarks.peers.torch_graphs import captured
+
     functorch.donated_buffer = False  # a compiled function is differentiated several times
     forget_compiled(name, dtype_name, D)
     dtype = getattr(torch, dtype_name)
@@ -133,7 +134,7 @@ def grid_row(name, dtype_name, T, D, args):
             for _ in range(3):
                 call()
             if T <= GRAPH_LENGTH or name in ALWAYS_IN_GRAPH:
-                call = captured(call, stream).replay
+                call = captured(call, stream)[0].replay
             samples = triton.testing.do_bench(call, args.warmup, args.rep, return_mode="all")
             result[kind] = mean_and_deviation(samples)
     torch.cuda.synchronize()
@@ -150,17 +151,6 @@ def forget_compiled(*_):
     import torch
 
     torch._dynamo.reset()
-
-
-def captured(call, stream):
-    """A CUDA graph of one call."""
-    import torch
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph
 
 
 # -- leaderboard -------------------------------------------------------------------------------------------------------
@@ -184,7 +174,7 @@ def board_row(name):
     return {"both": mean_and_deviation(samples)}
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def cases(args):
@@ -216,9 +206,9 @@ def main():
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
     add_row_flags(add, "attention")
     args = parser.parse_args()
-    for title, rows in attention_tables(run_rows(BENCHMARK, args, cases(args))).items():
-        print(f"\n{title}\n")
-        print_table(rows)
+    rows = run_rows(BENCHMARK, args, cases(args))
+    TABLES["torch-attention"].print(rows, "leaderboard")
+    print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
 
 
 if __name__ == "__main__":

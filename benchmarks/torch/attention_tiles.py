@@ -15,7 +15,6 @@ import sys
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
-from benchmarks.torch.attention import captured
 from stage2_cuda.attention.launches import AttentionTiles, TileConfig
 
 # T time (queries and keys), D head size
@@ -47,6 +46,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
     import triton
     from triton import OutOfResources
 
+    from benchmarks.peers.torch_graphs import captured
     from torch_bridge import attention_ops
 
     dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
@@ -64,7 +64,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
             if kernel == "forward":
                 call = functools.partial(attention_ops.triton_forward, q, k, v, True)
             call()
-            graph = captured(call, stream)
+            graph, _ = captured(call, stream)
             samples = triton.testing.do_bench(graph.replay, args.warmup, args.rep, return_mode="all")
     except OutOfResources as error:
         return {"does_not_fit": str(error).splitlines()[0]}

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.assignment_tables import timeline_tables
+from benchmarks.harness.assignment_tables import TABLES, print_tables
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
-    SIZES,
     TIMED_BACKENDS,
     Groups,
-    add_run_flags,
+    add_group_flags,
     batch_of,
     build,
     device_of_rank,
     loss_of,
-    print_rows,
     release_memory,
+    settings_of,
     slowest,
     timed,
 )
@@ -130,15 +130,6 @@ def way_row(groups, way, args):
     return values
 
 
-def with_exposed(rows):
-    """The rows with the time that is not hidden: the difference from the row without synchronisation."""
-    base = next((row["step"]["mean"] for row in rows if row.get("way") == NONE), None)
-    for row in rows:
-        exposed = row["step"]["mean"] - base if base is not None and "step" in row else None
-        share = {} if exposed is None else {"exposed ms": exposed, "exposed %": 100 * exposed / row["step"]["mean"]}
-        yield row | share
-
-
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
@@ -180,26 +171,18 @@ def joined(found):
 
 def draw_timeline(spans, path, title):
     """Draw {way: intervals} one above the other, on one axis of milliseconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        len(spans), 1, figsize=(11, 1.9 * len(spans)), sharex=True, squeeze=False, layout="constrained"
-    )
-    hidden = {row[""]: row["communication during computation"] for row in timeline_tables({"intervals": spans})["rows"]}
-    for (way, found), panel in zip(spans.items(), panels[:, 0], strict=True):
-        for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
-            bars = [(start, end - start) for each, start, end in found if each == lane]
-            panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
-        panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
-        panel.set_title(f"{way}: {hidden[way] or '0 %'} of the communication runs during computation", fontsize=10)
-        panel.grid(axis="x", alpha=0.3)
-    panels[-1, 0].set(xlabel="ms", xlim=(0, None))
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    rows = TABLES["ddp-timeline"].cells([{"results": {"intervals": spans}}])
+    hidden = {row[""]: row["communication during computation"] for row in rows}
+    with panels(path, len(spans), figsize=(11, 1.9 * len(spans)), sharex=True) as (figure, axes):
+        for (way, found), panel in zip(spans.items(), axes[:, 0], strict=True):
+            for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
+                bars = [(start, end - start) for each, start, end in found if each == lane]
+                panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
+            panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
+            panel.set_title(f"{way}: {hidden[way] or '0 %'} of the communication runs during computation", fontsize=10)
+            panel.grid(axis="x", alpha=0.3)
+        axes[-1, 0].set(xlabel="ms", xlim=(0, None))
+        figure.suptitle(title, fontsize=11)
 
 
 def timeline(args, settings, groups):
@@ -221,27 +204,22 @@ def main():
         ("--timeline", "draw one step"),
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="xl", help="model (default xl)")
-    text = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU (default nccl)"
-    add("--backend", choices=TIMED_BACKENDS, default="nccl", help=text)
+    add_group_flags(add, TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
     add("--ranks", type=int, default=2, help="ranks (default 2)")
-    add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
-    add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
     text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
     add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
-    add_run_flags(add, warm_up=5, repeats=10)
     add_row_flags(add, "ddp")
     args = parser.parse_args()
     if any(not 0 < mb < math.inf for mb in args.buckets_mb):
         parser.error(f"--buckets-mb {args.buckets_mb}: every size must be above 0")
 
-    settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
+    settings = settings_of(args, args.ranks)
     with Groups() as groups:
         if args.timeline:
             return timeline(args, settings, groups)
         cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
-        print_rows(list(with_exposed(run_rows(BENCHMARK, args, cases))))
+        print_tables(run_rows(BENCHMARK, args, cases), "ddp")
 
 
 if __name__ == "__main__":

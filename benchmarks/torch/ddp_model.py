@@ -17,6 +17,9 @@ w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compa
 import argparse
 from math import sqrt
 
+import numpy as np
+
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
 from benchmarks.harness.rows import saved_rows
@@ -98,31 +101,30 @@ def compare(rows, settings, w, o):
 
 def draw(found, s, w, o, backward, title, path):
     """Draw the measured overhead over the two curves. A point is at the mean size of its buckets, s / n."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
-    sizes = np.geomspace(s / 3000, s, 100)
-    closed = 1e3 * np.array([overhead(s, w, o, s / b) for b in sizes])
-    panel.loglog(sizes / MIB, closed, label="closed form")
-    panel.fill_between(sizes / MIB, closed / 1.2, closed / 0.8, alpha=0.2, label="closed form / measured: 0.8 to 1.2")
-    chained = [1e3 * pipelined(s, w, o, max(1, round(s / b)), backward) for b in sizes]
-    panel.loglog(sizes / MIB, chained, "--", label="pipelined, with the measured backward")
-    for number, each in enumerate(found):
-        mean = s / each["buckets"] / MIB
-        panel.loglog(mean, each["measured ms"], "ko", label="" if number else "measured")
-        place = {"xytext": (0, -14 if number % 2 else 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-        panel.annotate(f"{each['bucket MB']:g} MiB", (mean, each["measured ms"]), **place)
-    panel.axvline(best_size(s, w, o) / MIB, color="grey", linewidth=0.8, label="best size of the closed form")
-    panel.set(xlabel="mean size of a bucket, MiB (at a point: the largest size)", ylabel="added ms of a step")
-    panel.set_title(title)
-    panel.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with panels(path, figsize=(8, 5)) as (figure, [[panel]]):
+        sizes = np.geomspace(s / 3000, s, 100)
+        closed = 1e3 * np.array([overhead(s, w, o, s / b) for b in sizes])
+        panel.loglog(sizes / MIB, closed, label="closed form")
+        panel.fill_between(
+            sizes / MIB, closed / 1.2, closed / 0.8, alpha=0.2, label="closed form / measured: 0.8 to 1.2"
+        )
+        chained = [1e3 * pipelined(s, w, o, max(1, round(s / b)), backward) for b in sizes]
+        panel.loglog(sizes / MIB, chained, "--", label="pipelined, with the measured backward")
+        for number, each in enumerate(found):
+            mean = s / each["buckets"] / MIB
+            panel.loglog(mean, each["measured ms"], "ko", label="" if number else "measured")
+            place = {
+                "xytext": (0, -14 if number % 2 else 8),
+                "textcoords": "offset points",
+                "ha": "center",
+                "fontsize": 8,
+            }
+            panel.annotate(f"{each['bucket MB']:g} MiB", (mean, each["measured ms"]), **place)
+        panel.axvline(best_size(s, w, o) / MIB, color="grey", linewidth=0.8, label="best size of the closed form")
+        panel.set(xlabel="mean size of a bucket, MiB (at a point: the largest size)", ylabel="added ms of a step")
+        panel.set_title(title)
+        panel.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 def main():

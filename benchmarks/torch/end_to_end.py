@@ -14,17 +14,15 @@ import os
 import shutil
 import sys
 
-from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
+from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
 from benchmarks.torch.models import (
+    PRECISIONS,
     SIZES,
-    add_device_flag,
-    add_model_flags,
     add_run_flags,
     check_device,
-    print_tables,
+    model_parser,
     release_memory,
 )
 from benchmarks.torch.passes import (
@@ -34,7 +32,6 @@ from benchmarks.torch.passes import (
     IMPLEMENTATIONS,
     NAIVE,
     OURS,
-    PRECISIONS,
     make_passes,
     time_of,
     times_of,
@@ -170,20 +167,12 @@ def without_compiler(args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "a selection, on a GPU"),
-        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
-        ("--dry-run", "the names of the rows"),
-    )
+    text = "fp32 is without TF32 (default: see above)"
+    everything = "all sizes, contexts, precisions and implementations; about an hour"
+    parser = model_parser(BENCHMARK, __doc__, "see above", text, everything)
     add = parser.add_argument
-    add_model_flags(add, "see above")
-    add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default: see above)")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=f"{described} (default: above)")
-    add("--all", action="store_true", help="all sizes, contexts, precisions and implementations; about an hour")
-    add_device_flag(add)
     add_run_flags(add, warm_up=3, repeats=5)
     add_row_flags(add, "end_to_end")
     args = parser.parse_args()
@@ -193,7 +182,8 @@ def main():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the processes
 
     with Processes(args) as processes:
-        print_tables(end_to_end_tables(run_rows(BENCHMARK, args, cases(processes, args))))
+        rows = run_rows(BENCHMARK, args, cases(processes, args))
+    print_tables(rows, "end-to-end", "warm-up", "end-to-end-bf16")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import itertools
 import statistics
 import sys
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
 
@@ -73,30 +75,22 @@ def side_stream():
 
 def captured(call):
     """A CUDA graph of CALLS calls."""
-    import torch
+    from benchmarks.peers import torch_graphs
 
     for _ in range(2):
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side_stream()):
-        for _ in range(CALLS):
-            call()
-    return graph
+    return torch_graphs.captured(call, side_stream(), CALLS)[0]
 
 
 def milliseconds(graph):
     """Device time of one call, from one replay of a graph; an untimed replay before it raises the GPU's clock."""
     import torch
 
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    from benchmarks.peers import torch_graphs
+
     with torch.cuda.stream(side_stream()):
         graph.replay()
-        start.record()
-        graph.replay()
-        stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / CALLS
+        return torch_graphs.milliseconds(graph.replay) / CALLS
 
 
 def launch_of(size, tile):
@@ -170,12 +164,8 @@ def compare(size, tile, rounds):
 
     a, b, c, _ = operands(size)
     calls = {OURS: lambda: matmul_add_relu(a, b, c, tile), **peers(size)}
-    graphs = {name: captured(call) for name, call in calls.items()}
-    times = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            times[name].append(milliseconds(graph))
-    return {"tile": text(tile), "ms": times}
+    timers = {name: functools.partial(milliseconds, captured(call)) for name, call in calls.items()}
+    return {"tile": text(tile), "ms": interleaved(timers, rounds)}
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -214,17 +204,6 @@ def explain(size, best, times):
     print("", *lines, sep="\n")
 
 
-def print_comparison(times):
-    ours = statistics.median(times[OURS])
-    print()
-    print_table(
-        [
-            {"": name, "ms": f"{statistics.median(each):.4f}", "ours x": f"{statistics.median(each) / ours:.3f}"}
-            for name, each in times.items()
-        ]
-    )
-
-
 def main():
     parser = benchmark_parser(
         BENCHMARK,
@@ -251,9 +230,9 @@ def main():
             tile = by_text[best["name"].split(" / ")[1]]
             again = argparse.Namespace(**{**vars(args), "only": [], "fresh": True})
             comparison = {f"{size} / comparison": functools.partial(compare, size, tile, args.rounds)}
-            times = run_rows(BENCHMARK, again, comparison)[0]["ms"]
-            explain(size, best, times)
-            print_comparison(times)
+            compared = run_rows(BENCHMARK, again, comparison)
+            explain(size, best, compared[0]["ms"])
+            TABLES["torch-matmul"].print(compared)
 
 
 if __name__ == "__main__":

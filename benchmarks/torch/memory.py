@@ -20,9 +20,9 @@ import sys
 
 import torch
 
-from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
+from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_tables
+from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
     allocated_after,
@@ -33,17 +33,16 @@ from benchmarks.torch.memory_events import (
     thinned,
 )
 from benchmarks.torch.models import (
+    PRECISIONS,
     SIZES,
-    add_device_flag,
-    add_model_flags,
     batch_of,
     check_device,
     config_of,
-    print_tables,
+    model_parser,
     release_memory,
     use_checkpoints,
 )
-from benchmarks.torch.passes import EAGER, NAIVE, OURS, PRECISIONS, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses
 
 # B batch, T time (context), C channels (d_model)
 
@@ -163,31 +162,23 @@ def timeline_row(implementation, size, context, precision, kind, args):
 
 def draw(rows, path):
     """Draw the timelines of the rows one below the other. The axis of a forward pass does not begin at 0."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in rows if row["name"].startswith("timeline / ") and "GiB" in row]
     if not rows:
         return
-    figure, panels = plt.subplots(len(rows), 1, figsize=(10, 2.6 * len(rows)), squeeze=False, layout="constrained")
-    for row, panel in zip(rows, panels[:, 0], strict=True):
-        values = [float(value) for value in row["GiB"].split()]
-        low, high = min(values), max(values)
-        bottom = 0 if high - low > 0.1 * high else low - (high - low)  # parameters only, and one block at a time
-        panel.fill_between(range(len(values)), values, bottom, color="tab:blue", alpha=0.6, linewidth=0)
-        for name, index in row["marks"].items():
-            panel.axvline(index, color="black", linewidth=0.8)
-            place = {"ha": "right" if index > 0.9 * len(values) else "left", "va": "top", "fontsize": 9}
-            panel.annotate(name, (index, 0.96), (4 if place["ha"] == "left" else -4, 0), **place,
-                           xycoords=panel.get_xaxis_transform(), textcoords="offset points")  # fmt: skip
-        panel.set(ylabel="GiB", xticks=[], xlim=(0, len(values)), ylim=(bottom, high + 0.25 * (high - bottom)))
-        panel.set_title(row["name"].removeprefix("timeline / "), fontsize=10)
-    panels[-1, 0].set_xlabel("allocations and frees, in their order")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with panels(path, len(rows), figsize=(10, 2.6 * len(rows))) as (_, axes):
+        for row, panel in zip(rows, axes[:, 0], strict=True):
+            values = [float(value) for value in row["GiB"].split()]
+            low, high = min(values), max(values)
+            bottom = 0 if high - low > 0.1 * high else low - (high - low)  # parameters only, and one block at a time
+            panel.fill_between(range(len(values)), values, bottom, color="tab:blue", alpha=0.6, linewidth=0)
+            for name, index in row["marks"].items():
+                panel.axvline(index, color="black", linewidth=0.8)
+                place = {"ha": "right" if index > 0.9 * len(values) else "left", "va": "top", "fontsize": 9}
+                panel.annotate(name, (index, 0.96), (4 if place["ha"] == "left" else -4, 0), **place,
+                               xycoords=panel.get_xaxis_transform(), textcoords="offset points")  # fmt: skip
+            panel.set(ylabel="GiB", xticks=[], xlim=(0, len(values)), ylim=(bottom, high + 0.25 * (high - bottom)))
+            panel.set_title(row["name"].removeprefix("timeline / "), fontsize=10)
+        axes[-1, 0].set_xlabel("allocations and frees, in their order")
 
 
 # -- which rows ------------------------------------------------------------------------------------------------------
@@ -228,28 +219,21 @@ def cases(args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "a selection, on a GPU"),
-        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
-        ("--dry-run", "the names of the rows"),
-    )
+    selection = "a selection that takes about a minute on an H200"
+    text = "bf16 is autocast over fp32 parameters (default: both)"
+    everything = "all sizes, contexts, precisions and implementations"
+    parser = model_parser(BENCHMARK, __doc__, selection, text, everything)
     add = parser.add_argument
-    add_model_flags(add, "a selection that takes about a minute on an H200")
-    add("--precisions", nargs="+", choices=PRECISIONS, help="bf16 is autocast over fp32 parameters (default: both)")
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    add("--all", action="store_true", help="all sizes, contexts, precisions and implementations")
-    add_device_flag(add)
     add_row_flags(add, "memory")
     args = parser.parse_args()
     check_device(args)
     if min(args.blocks) < 1:
         parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
     rows = run_rows(BENCHMARK, args, cases(args))
-    print_tables(memory_tables(rows))
+    print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(BENCHMARK, args, ".png"))
 
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.assignment_tables import value_tables
-from benchmarks.harness.report import print_table
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
@@ -24,6 +23,7 @@ from gpt2core.errors import ConfigError
 from testing.torch_ranks import RanksFailed, TorchRanks
 
 VOCABULARY = 10_000
+PRECISIONS = "fp32", "bf16"
 BACKENDS = {  # name: options of TorchRanks
     "gloo": dict(backend="gloo"),
     "nccl": dict(backend="nccl"),
@@ -155,36 +155,46 @@ def slowest(found, field):
     return mean_and_deviation([1e3 * max(each) for each in zip(*(rank[field] for rank in found), strict=True)])
 
 
-def print_rows(rows):
-    """Print rows with all their columns; a time is its mean and standard deviation."""
-    if rows:
-        print()
-        print_table(value_tables(rows)["rows"])
-
-
-def print_tables(tables):
-    """Print {title: rows of a table}."""
-    for title, rows in tables.items():
-        if rows:
-            print(f"\n{title}\n")
-            print_table(rows)
-
-
 def add_run_flags(add, warm_up, repeats):
     """The flags of a measurement."""
     add("--warm-up", type=int, default=warm_up, help=f"runs before the measurement (default {warm_up})")
     add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
 
 
-def add_model_flags(add, default):
-    """--sizes, --contexts and --batch. default: the models and contexts that are measured without the first two."""
-    add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {default})")
-    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {default})")
-    add("--batch", type=int, default=4, help="sequences (default 4)")
-
-
 def add_device_flag(add):
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
+
+
+def model_parser(benchmark, docstring, models, precisions, everything):
+    """The parser of a command that measures models; the other arguments are parts of help texts.
+
+    models: what is measured without --sizes and --contexts. precisions, everything: of --precisions and --all.
+    """
+    trial = ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU")
+    examples = ("", "a selection, on a GPU"), trial, ("--dry-run", "the names of the rows")
+    parser = benchmark_parser(benchmark, docstring, *examples)
+    add = parser.add_argument
+    add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {models})")
+    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {models})")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
+    add("--all", action="store_true", help=everything)
+    add_device_flag(add)
+    return parser
+
+
+def add_group_flags(add, backends, described):
+    """The flags of a command that trains a model on a group of ranks. described: the backends, for the help text."""
+    add("--size", choices=SIZES, default="xl", help="model (default xl)")
+    add("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
+    add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
+    add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
+    add_run_flags(add, warm_up=5, repeats=10)
+
+
+def settings_of(args, ranks):
+    """The settings of add_group_flags() as the beginning of the names of rows."""
+    return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
 
 
 def check_device(args):

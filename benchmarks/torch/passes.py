@@ -21,7 +21,6 @@ IMPLEMENTATIONS = {
     COMPILED: "torch eager, the whole model under torch.compile (30 to 60 s for 48 layers)",
     OURS: "stage 2 on a GPU, stage 0 on the CPU",
 }
-PRECISIONS = "fp32", "bf16"
 
 
 class TorchPasses:

@@ -24,23 +24,20 @@ from collections import Counter
 import torch
 
 from benchmarks.gpu.profile import is_product as is_gpu_product
-from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
+from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.models import (
     SIZES,
-    add_device_flag,
-    add_model_flags,
     add_run_flags,
     check_device,
+    model_parser,
     naive_attention,
     named_range,
-    print_tables,
     release_memory,
     timed,
 )
-from benchmarks.torch.passes import EAGER, NAIVE, PRECISIONS, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
 # B batch, H heads, T time, D head size
@@ -172,20 +169,13 @@ def selected(args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "a selection, on a GPU"),
-        ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU"),
-        ("--dry-run", "the names of the rows"),
-    )
+    selection = "a selection that takes about a minute on an H200"
+    text = "fp32 is without TF32 (default bf16, two rows of fp32)"
+    everything = "all sizes and contexts, in bf16 or in --precisions"
+    parser = model_parser(BENCHMARK, __doc__, selection, text, everything)
     add = parser.add_argument
-    add_model_flags(add, "a selection that takes about a minute on an H200")
-    add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default bf16, two rows of fp32)")
-    add("--all", action="store_true", help="all sizes and contexts, in bf16 or in --precisions")
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    add_device_flag(add)
     add_run_flags(add, warm_up=2, repeats=5)
     add_row_flags(add, "profile")
     args = parser.parse_args()
@@ -200,7 +190,7 @@ def main():
         cupti.open_cupti()
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(BENCHMARK, args, cases)
-    print_tables(profile_tables(rows))
+    print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
     print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
 
 

@@ -13,20 +13,20 @@ import functools
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.assignment_tables import MOMENTS, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     BACKENDS,
-    SIZES,
     Groups,
-    add_run_flags,
+    add_group_flags,
     batch_of,
     build,
     device_of_rank,
     loss_of,
-    print_rows,
     release_memory,
+    settings_of,
     slowest,
     timed,
 )
@@ -38,7 +38,6 @@ BENCHMARK = "benchmarks.torch.sharding"
 PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH = "plain", "sharded optimizer", "fsdp", "fully_shard"
 WAYS = [PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH]
 BUCKET_MB = 25
-MOMENTS = ("init", "before step", "after step")
 
 
 def prepare(way, size, context, device):
@@ -155,23 +154,18 @@ def main():
         ("--dry-run", "the names of the rows"),
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="xl", help="model (default xl)")
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    add("--backend", choices=BACKENDS, default="nccl", help=f"{text} (default nccl)")
+    add_group_flags(add, BACKENDS, text)
     add("--ranks", type=int, nargs="+", default=[2], help="ranks (default 2)")
-    add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
-    add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
-    add_run_flags(add, warm_up=5, repeats=10)
     add_row_flags(add, "sharding")
     args = parser.parse_args()
 
     cases = {}
     with Groups() as groups:
         for ranks in args.ranks:
-            settings = f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
             for way in WAYS:
-                cases[f"{settings}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
-        print_rows(run_rows(BENCHMARK, args, cases))
+                cases[f"{settings_of(args, ranks)}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
+        print_tables(run_rows(BENCHMARK, args, cases), "sharding")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.cpu import decode as cpu_decode  # noqa: E402
 from benchmarks.gpu import decode  # noqa: E402
-from benchmarks.harness import gpu_tables, tables  # noqa: E402
+from benchmarks.harness import gpu_tables, report, tables  # noqa: E402
+from benchmarks.harness.cpu_tables import TABLES  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
 from gpt2core.architecture import GPT2Config  # noqa: E402
@@ -91,7 +92,9 @@ def test_decoding_on_the_cpu_is_compared_with_the_fastest_program_of_pytorch_in_
         results.append(result(name, "KV cache", cached))
         results += [result(name, "recomputing", recomputing)] * bool(recomputing)
         results.append(result(name, "batch of 8", batch, batch=8))
-    rows, batch_rows = cpu_decode.summarise(results)
+    cpu_decode.summarise(results)
+    record = {"results": report.summarised(results)}
+    rows, batch_rows = (TABLES[name].cells([record]) for name in ("cpu-decode", "cpu-decode-batch"))
     column = "times as fast as torch"
     assert [row[column] for row in rows] == ["2.00", "2.00", "0.67", "1.00", "1.00"]
     assert [row[column] for row in batch_rows] == ["1.50", "1.00", "0.75"]

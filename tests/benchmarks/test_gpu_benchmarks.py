@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import Launch, group_of, kernel_rows, launches_of, print_kernels
+from benchmarks.gpu.profile import Launch, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
@@ -18,8 +18,9 @@ from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
 from benchmarks.harness import ours, processes
+from benchmarks.harness.gpu_tables import TABLES, group_of
 from benchmarks.harness.processes import ProcessSpec
-from benchmarks.harness.report import print_table
+from benchmarks.harness.report import summarised
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -27,6 +28,12 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cupti import Activity
 from tests.support.mpi import run_mpi
+
+
+def cells(name, results):
+    """The rows of a table of results that are not saved."""
+    return TABLES[name].cells([{"results": summarised(results), "hardware": {"gpu": "NVIDIA H100"}, "commit": ""}])
+
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 
@@ -101,7 +108,7 @@ def test_the_tile_search_varies_each_part_and_a_few_combinations():
     np.testing.assert_array_equal(*results)
 
 
-def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
+def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
     product = Launch(None, "product a b", flops=383 * 10**9)
     norm = Launch("forward_kernel", "layernorm: forward", bytes=10**9)
     listed = [
@@ -111,12 +118,12 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
     ]
     rows = kernel_rows(listed, 1)
     assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
-    assert [group_of(row) for row in rows] == ["products", "layernorm", "copies and fills"]
-    print_kernels("a step", rows, 2)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
-    assert lines[2] == ["product a b", "1", "1.0000", "40.0 %", "383", "", "50 %"]
-    assert lines[3] == ["layernorm: forward", "1", "1.0000", "40.0 %", "", "1.00", "23 %"]
-    assert lines[-1] == ["sum", "3", "2.5000", "100.0 %", "", "", ""]
+    assert [group_of(row) for row in rows] == ["matrix products", "layernorm", "other kernels and copies"]
+    product, norm = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "bf16"})
+    assert [*product.values()] == ["`product a b`", "1", "1.000", "40.0 %", "383", "50 %", "", ""]
+    assert [*norm.values()] == ["`layernorm: forward`", "1", "1.000", "40.0 %", "", "", "1.00", "23 %"]
+    product, _ = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "fp32"})
+    assert [*product.values()][4:6] == ["383", ""]  # the ceiling of products is that of bf16
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -145,14 +152,14 @@ def measured(variants, side, seconds):
     ]
 
 
-def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
+def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds():
     own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
     assert list(own) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and own["ours, 1 GPU"]["batch_size"] == 64
     noise = np.array([1.0, 2.0, 1.5])  # a disturbance that slows all rows of a round equally
-    of_ours = dict(zip(own, (noise * 0.096, noise * 0.1), strict=True))
-    of_peers = dict(zip(peers, (noise * 0.11, noise * 0.125), strict=True))
+    of_ours = dict(zip(own, ((noise * 0.096).tolist(), (noise * 0.1).tolist()), strict=True))
+    of_peers = dict(zip(peers, ((noise * 0.11).tolist(), (noise * 0.125).tolist()), strict=True))
     results = measured(own, "ours", of_ours) + measured(peers, "DDP", of_peers)
-    rows = gpu_scaling.summarise(results, "title")
+    gpu_scaling.summarise(results)
     four, ddp = results[1], results[3]
     assert four["efficiency"]["median"] == pytest.approx(0.96) and four["times_as_fast"]["median"] == pytest.approx(
         1.25
@@ -162,16 +169,15 @@ def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
     (sentence,) = gpu_scaling.verdicts(results, 64)
     assert "efficiency 96.0 % (target 96.0 %" in sentence
     assert "1.250 times as fast as DDP (target 1: reached)" in sentence
-    print_table(rows)
-    assert capsys.readouterr().out.count("\n") == 6
+    assert len(cells("gpus-scaling", {"scaling": [{"title": "title", "rows": results}]})) == 4
 
 
 def test_an_efficiency_above_the_ideal_is_disturbed_and_reaches_no_target():
     own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
     results = measured(own, "ours", dict(zip(own, ([0.2] * 3, [0.1] * 3), strict=True)))
     results += measured(peers, "DDP", dict(zip(peers, ([0.11] * 3, [0.125] * 3), strict=True)))
-    rows = gpu_scaling.summarise(results, "title")
-    found = [row["efficiency"] for row in rows]
+    gpu_scaling.summarise(results)
+    found = [row["efficiency"] for row in cells("gpus-scaling", {"scaling": [{"title": "title", "rows": results}]})]
     assert found == ["disturbed (100.0 %; ideal: 1)", "disturbed (200.0 %; ideal: 1)", "100.0 %", "88.0 %"]
     (sentence,) = gpu_scaling.verdicts(results, 64)
     assert "efficiency disturbed: the ratio 2 of the times is above the ideal 1" in sentence
@@ -190,7 +196,8 @@ def test_the_cost_of_communication_is_relative_to_ranks_without_it():
         name: [0.1, 0.2] if options.get("communicate", True) else [0.08, 0.16] for name, options in chosen.items()
     }
     results = measured(chosen, "ours", seconds)
-    rows = gpu_strategies.summarise(results, "title")
+    gpu_strategies.summarise(results)
+    rows = cells("gpus-strategies", results)
     baselines = [result for result in results if not result.get("communicate", True)]
     assert len(baselines) == 2 and {each["communication_share"] for each in baselines} == {0}
     others = [result["communication_share"] for result in results if result not in baselines]
@@ -202,8 +209,9 @@ def test_the_sweep_of_bucket_sizes_is_compared_with_the_same_baseline():
     chosen = gpu_strategies.bucket_sweep(2, 8, [1, 100])
     assert list(chosen)[-2:] == [f"ours, 2 GPUs --dp bucket --bucket-mb {mb}" for mb in (1, 100)]
     results = measured(chosen, "ours", {name: [0.1] for name in chosen})
-    rows = gpu_strategies.summarise(results, "title")
-    assert len(rows) == 6 and all(result["times_baseline"]["median"] == 1 for result in results)
+    gpu_strategies.summarise(results)
+    assert len(cells("gpus-strategies", results)) == 6
+    assert all(result["times_baseline"]["median"] == 1 for result in results)
 
 
 def trained(host, variants):
@@ -255,7 +263,7 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
 
     def judge(rows_of):
         results = [gpu_parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
-        assert len(gpu_parity.summarise(results, "title")) == len(names)
+        assert len(cells("gpus-parity", results)) == len(names)
         return gpu_parity.verdict(results)
 
     def fast(rows):
@@ -276,7 +284,8 @@ def test_the_fit_recovers_alpha_and_beta():
     results, names = [], gpu_collectives.ALGORITHMS
     for size in gpu_collectives.SIZES:
         results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
-    rows = gpu_collectives.summarise(results, dict.fromkeys(names, 1e-7), 4)
+    gpu_collectives.summarise(results, 4)
+    rows = cells("gpus-collectives", {"all_reduce": results, "errors": {"4": dict.fromkeys(names, 1e-7)}})
     assert len(rows) == len(results) and {result["times_as_fast_as_torch"]["median"] for result in results} == {1}
     np.testing.assert_allclose(gpu_collectives.fit(results)["nccl, fp32"], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
@@ -305,7 +314,7 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     times = gpu_timeline.times_of(placed)
     want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
     assert times == pytest.approx(want)  # communication runs from 40 to 70, computation from 0 to 60
-    assert gpu_timeline.rows_of({"naive": times})[0]["communication that overlaps"] == "67 %"
+    assert cells("gpus-timeline", {"naive": times})[0]["communication that overlaps"] == "67 %"
     steps = {"naive": placed, "bucket": placed}
     gpu_timeline.plot(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -333,9 +342,7 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
 )
 def test_an_end_is_clean_if_it_is_soon_and_reported_and_leaves_nothing(change, clean):
     row = dict(rank=1, moment=3.0, seconds=2.0, code=137, left=0, on_gpus="", cause="signal 9", steps_seen=7, step=20)
-    rows = [row | change]
-    gpu_kill.summarise(rows)
-    assert rows[0]["clean"] is clean
+    assert gpu_kill.is_clean(row | change) is clean
 
 
 @pytest.mark.parametrize(

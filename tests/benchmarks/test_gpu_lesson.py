@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from benchmarks.gpu import lesson as gpu_lesson
 from benchmarks.gpu import plain_kernels
 from benchmarks.gpu.plain_kernels import KERNEL_PAIRS, KernelPair, Sizes, check_close
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.report import summarised
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 
 pytestmark = [] if interpreted() else [pytest.mark.gpu]  # with a GPU, these tests run on it
@@ -39,8 +41,8 @@ def test_the_versions_alternate_and_the_gain_is_computed_within_rounds():
     result = gpu_lesson.measure(gpu_lesson.Comparison(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
     assert order == ["plain", "ours"] + ["plain", "ours", "ours", "plain", "plain", "ours"]
     assert (result["plain"], result["ours"]) == ([12, 24, 28], [4, 5, 8])
-    row = gpu_lesson.row_of(result)
-    assert row["times as fast"] == "3.50" and row["ours, us"] == "5,000,000.0" and row["section"] == 9
+    (row,) = TABLES["gpu-lesson"].cells([{"results": summarised([result])}])
+    assert (row["times as fast"], row["ours, us"], result["section"]) == ("3.50", "5,000,000", 9)
 
 
 def test_the_sizes_of_the_benchmark_are_gpt_2_s():

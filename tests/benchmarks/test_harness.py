@@ -52,7 +52,7 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
     assert report.summarised({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
 
 
-def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target(monkeypatch):
+def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target():
     def result(name, count, threads, seconds):
         common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "options": {"threads": threads}}
         return {"name": name, "ranks": count, "seconds": [[seconds]] * 3, **common}
@@ -63,17 +63,13 @@ def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target(monk
 
     for serial, marked in ((3.96, True), (1.9, False)):
         results = measured(serial)
-        rows = ranks.summarise(results, 1)
+        ranks.summarise(results)
         first, _ = ranks.verdicts(results)
         saved = report.summarised(results)
-        monkeypatch.setattr(cpu_tables, "load", lambda name, saved=saved: {"results": saved})
-        table, _ = cpu_tables.ranks_step()
-        for cells in (
-            [row["times as fast as 1 process"] for row in rows],
-            [row["times as fast as one process"] for row in table],
-        ):
-            # all ratios to the disturbed run are marked; PyTorch's kernels have no known ideal
-            assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
+        table = cpu_tables.TABLES["ranks-step"].cells([{"results": saved}])
+        cells = [row["times as fast as one process"] for row in table]
+        # all ratios to the disturbed run are marked; PyTorch's kernels have no known ideal
+        assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
         assert ("disturbed: the ratio 3.96 of the times is above the ideal 2" in first) == marked
         assert ("reached" in first) == (not marked)
 
@@ -148,7 +144,7 @@ def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curv
     monkeypatch.setattr(report, "cpu_field", lambda name: "")
     losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
-    monkeypatch.setattr(curve, "train", lambda threads: rows)
+    monkeypatch.setattr(curve, "train_on", lambda threads: rows)
     monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
     assert curve.main() == 0
     assert (tmp_path / "out" / "results" / "cpu" / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -200,22 +196,21 @@ def test_a_message_of_the_library_is_one_line_with_flags(capsys):
     assert capsys.readouterr().err.endswith(line)
 
 
-def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts(monkeypatch):
+def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts():
     def result(name, case, seconds, **more):
         times = {key: [seconds] for key in ("first", "token", "total", "cpu")}
         return dict(name=name, case=case, threads=1, prompt=2, new=4, peak_bytes=2**20, ids=[], **times, **more)
 
     results = [result(decode.OURS, "KV cache", 1.0), result(decode.TORCH, "KV cache", 2.0)]
     results += [result(decode.OURS, "batch of 8", 2.0, batch=8), result(decode.TORCH, "batch of 8", 8.0, batch=8)]
-    rows, batch_rows = decode.summarise(results)
-    assert [row["times as fast as recomputing"] for row in rows] == ["", ""]  # not measured, with --only
-    assert [row["tokens/s"] for row in batch_rows] == ["16", "4"]
+    decode.summarise(results)
     saved = report.summarised(results)
-    monkeypatch.setattr(cpu_tables, "load", lambda name: {"results": saved})
-    (ours, torch), _ = cpu_tables.cpu_decode_batch()
+    ours, torch = cpu_tables.TABLES["cpu-decode-batch"].cells([{"results": saved}])
+    assert torch["tokens/s"] == "4.000"
     assert (ours["tokens/s"], ours["times as fast as torch"], torch["tokens"]) == ("16.00", "4.00", "8 x (2 + 4)")
-    saved[:2] = [dict(each, times_as_fast_as_recomputing=1.0) for each in saved[:2]]
-    assert [row[""] for row in cpu_tables.cpu_decode()[0]] == ["KV cache, ours", "KV cache, torch eager"]
+    single = cpu_tables.TABLES["cpu-decode"].cells([{"results": saved}])
+    assert [row[""] for row in single] == ["KV cache, ours", "KV cache, torch eager"]
+    assert [row["times as fast as recomputing"] for row in single] == ["", ""]  # not measured, with --only
 
 
 @pytest.mark.parametrize(

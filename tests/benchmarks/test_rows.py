@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness import assignment_tables, report, rows  # noqa: E402
+from benchmarks.harness import report, rows  # noqa: E402
+from benchmarks.harness.tables import TABLES  # noqa: E402
 from benchmarks.torch import matmul_search  # noqa: E402
 
 NAME = "benchmarks.torch.example"
@@ -77,20 +78,19 @@ def test_the_tables_of_attention_have_the_means_and_the_rows_without_memory():
     time = rows.mean_and_deviation([1.0, 2.0, 3.0])
     assert time == {"mean": 2.0, "std": 1.0, "n": 3}
     sizes = {"bytes_before_backward": 3 << 30, "bytes_of_weights": 1 << 30}
-    tables = assignment_tables.attention_tables(
-        [
-            {"name": "leaderboard / ours", "both": time},
-            {"name": "memory / D 16 / T 256", "forward": time, "backward": time, **sizes},
-            {"name": "memory / D 16 / T 65536", "oom": True},
-            {"name": "grid / float32 / D 16 / T 128 / naive", "oom": True},
-            {"name": "grid / float32 / D 16 / T 128 / ours", "forward": time, "backward": time, "both": time},
-        ]
+    found = [
+        {"name": "leaderboard / ours", "both": time},
+        {"name": "memory / D 16 / T 256", "forward": time, "backward": time, **sizes},
+        {"name": "memory / D 16 / T 65536", "oom": True},
+        {"name": "grid / float32 / D 16 / T 128 / naive", "oom": True},
+        {"name": "grid / float32 / D 16 / T 128 / ours", "forward": time, "backward": time, "both": time},
+    ]
+    leaderboard, (row,), memory = (
+        TABLES[name].cells([{"results": found}]) for name in ("torch-attention", "grid-backward", "naive-memory")
     )
-    assert tables["leaderboard"] == [{"": "ours", "both ms": "2 ± 1"}]
-    (row,) = tables["grid, backward, ms"]
+    assert leaderboard == [{"": "ours", "ms": "2", "standard deviation": "1"}]
     assert row[""] == "float32, D 16, T 128" and row["naive"] == "out of memory" and row["ours"] == "2 ± 1"
-    assert tables["memory"][0]["GiB before backward"] == "3.00"
-    assert tables["memory"][1]["forward ms"] == "out of memory"
+    assert memory[0]["GiB before backward"] == "3.00" and memory[1]["forward ms"] == "out of memory"
 
 
 def test_every_tile_of_the_search_fits_shared_memory_and_registers():

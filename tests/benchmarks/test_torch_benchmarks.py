@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.harness.assignment_tables import TABLES  # noqa: E402
 from benchmarks.torch import ddp, ddp_model  # noqa: E402
 from benchmarks.torch.models import Groups  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
@@ -105,6 +106,10 @@ def test_intervals_of_a_lane_with_a_small_gap_are_joined():
 
 
 def test_the_exposed_time_is_a_difference_of_steps():
-    rows = [{"way": way, "step": {"mean": mean}} for way, mean in (("none", 80.0), ("naive", 100.0))]
-    assert [row["exposed %"] for row in ddp.with_exposed([*rows, {"oom": True}]) if "step" in row] == [0.0, 20.0]
-    assert list(ddp.with_exposed(rows[1:])) == rows[1:]  # without the row none
+    times = ("none", 80.0), ("naive", 100.0)
+    rows = [{"name": way, "way": way, "step": {"mean": ms, "std": 1.0}, "buckets": 1} for way, ms in times]
+    rows.append({"name": "xl, overlap", "oom": True})
+    cells = TABLES["ddp"].cells([{"results": rows}])
+    assert [row["share of step"] for row in cells] == ["", "20.0 %", ""]
+    assert [row["ms per step"] for row in cells] == ["80 ± 1", "100 ± 1", "out of memory"]
+    assert [row["added, ms"] for row in TABLES["ddp"].cells([{"results": rows[1:]}])] == ["", ""]  # without none

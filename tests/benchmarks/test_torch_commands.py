@@ -174,7 +174,7 @@ def test_without_a_gpu_one_line_says_what_to_do(module, run):
 
 def test_a_timeline_has_the_share_of_communication_during_computation():
     intervals = {"overlap": [["compute", 0.0, 4.0], ["communication", 3.0, 5.0]]}
-    (row,) = assignment_tables.timeline_tables({"intervals": intervals})["rows"]
+    (row,) = assignment_tables.TABLES["ddp-timeline"].cells([{"results": {"intervals": intervals}}])
     assert row == {
         "": "overlap",
         "compute, ms": "4.0",
@@ -194,7 +194,7 @@ def test_the_gain_of_bf16_needs_both_precisions():
         {"name": "small / context 512 / bf16 / ours", **times(forward=2.0, forward_backward=6.0, step=4.0)},
         {"name": "xl / context 512 / bf16 / ours", **times(forward=2.0, forward_backward=6.0, step=4.0)},
     ]
-    (row,) = assignment_tables.end_to_end_tables(found)["time in fp32 / time in bf16"]
+    (row,) = assignment_tables.TABLES["end-to-end-bf16"].cells([{"results": found}])
     gains = {"forward": "3.00", "forward + backward": "1.50", "step": "2.50"}
     assert row == {"size": "small", "context": "512", "implementation": "ours"} | gains
 
@@ -205,7 +205,9 @@ def test_the_share_of_the_products_in_a_step_has_the_weights_of_the_passes():
         name: {"kernels_ms": kernels, "product_share": share, "wall": {"mean": 2 * kernels}}
         for name, (kernels, share) in ms.items()
     }
-    assert assignment_tables.step_cells(found) == {
+    row = {"name": "small / context 512 / fp32 / torch naive", "passes": found}
+    (cells,) = assignment_tables.TABLES["profile-shares"].cells([{"results": [row]}])
+    assert {title: cell for title, cell in cells.items() if "%" in cell} == {
         "products, forward only": "50.0 %",
         "products, training step": "50.0 %",  # (0.5 + 1.5) / 4
         "optimizer, training step": "25.0 %",
@@ -218,10 +220,10 @@ def test_the_added_time_of_a_schedule_is_its_difference_from_none():
     finish = {"mean": 25.0, "std": 1.0, "n": 5}
     ways = ("none", 75.0, 0), ("naive", 100.0, 7), ("overlap", 80.0, 7)
     found = [
-        {"way": way, "step": {"mean": step, "std": 1.0, "n": 5}, "finish": finish, "buckets": count}
+        {"name": way, "way": way, "step": {"mean": step, "std": 1.0, "n": 5}, "finish": finish, "buckets": count}
         for way, step, count in ways
     ]
-    none, naive, overlap = assignment_tables.ddp_tables(found)["rows"]
+    none, naive, overlap = assignment_tables.TABLES["ddp"].cells([{"results": found}])
     assert (none["added, ms"], naive["added, ms"], overlap["added, ms"]) == ("", "25.0", "5.0")
     assert (naive["share of step"], overlap["share of step"]) == ("25.0 %", "6.2 %")  # 25 / 100, 5 / 80
     after = "synchronisation after backward, ms"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.harness import assignment_tables, flag_tables, table_format, tables
-from benchmarks.harness.table_format import load, number, spread
+from benchmarks.harness.table_format import Table, load, number, spread
 from testing.jobs import ROOT
 
 BEGIN, END = re.compile(r"<!-- table: "), re.compile(r"<!-- end -->")
@@ -71,6 +71,38 @@ def test_a_source_line_names_the_commits_of_all_rows(monkeypatch):
     record = load("gpu/step_gpt2") | {"commit": "bbb", "results": rows}
     monkeypatch.setattr(table_format, "load", lambda name: record)
     assert ", commits aaa, bbb, " in table_format.source("gpu/step_gpt2")
+
+
+def test_a_description_has_templates_for_titles_and_cells():
+    record = {"results": [{"name": "a", "ranks": 2, "ms": {"median": 0.5}, "gain": None}], "commit": "abc"}
+    table = Table(
+        "x",
+        "= {name} | {ranks} ranks = {ms:ms 3}\n gain = {gain:.2f} | more = {more?[0]} | ranks",
+        console="c = {name}",
+    )
+    row = {"": "a", "2 ranks": "500", "gain": "", "more": "", "ranks": "2"}
+    assert table.cells([record]) == [row] and table.cells([record], console=True) == [row | {"c": "a"}]
+    with pytest.raises(KeyError, match="other"):
+        Table("x", "a = {other}").cells([record])
+    assert Table("x").cells([{"results": []}]) == []
+
+
+def test_rows_with_the_same_first_cell_are_merged_and_columns_keep_their_order():
+    results = [{"size": size, "ranks": ranks} for ranks in (2, 4) for size in (30, 10)]
+    table = Table("x", "MB = {size} | {ranks} ranks = {ranks}", merged=True, order=lambda cells: int(cells["MB"]))
+    assert table.cells([{"results": results[:3]}]) == [
+        {"MB": "10", "2 ranks": "2", "4 ranks": ""},
+        {"MB": "30", "2 ranks": "2", "4 ranks": "4"},
+    ]
+
+
+def test_the_columns_that_only_a_script_prints_are_fields_of_its_results():
+    described = [each for each in tables.TABLES.values() if isinstance(each, Table) and each.console]
+    assert len(described) > 10
+    for table in described:
+        (page, files), printed = table(), table.cells(map(load, table()[1]), console=True)
+        extra = [list(row.items())[len(page[0]) :] for row in printed]
+        assert len(printed) == len(page) and any(text for row in extra for _, text in row), files
 
 
 def test_numbers_keep_their_significant_digits():

@@ -1,0 +1,112 @@
+"""Measure programs in turn: functions of one process (A B C, C B A, ...), or processes (see processes.run_rounds)."""
+
+import statistics
+import time
+from contextlib import ExitStack
+
+import numpy as np
+
+from benchmarks.harness.processes import BenchmarkProcess, peak_bytes, run_rounds
+
+SEED = 20260101
+
+
+def random_batch(rng, vocab_size, batch_size, seq_len):
+    """Random (inputs, targets), int64 arrays (batch_size, seq_len)."""
+    tokens = rng.integers(0, vocab_size, (batch_size, seq_len + 1))
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+def median_seconds(function, times):
+    """The median seconds of `times` calls of function()."""
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def interleaved(functions, rounds):
+    """{name: [the result of each round]} of functions {name: function}; every second round has the reverse order."""
+    results = {name: [] for name in functions}
+    for number in range(rounds):
+        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            results[name].append(functions[name]())
+    return results
+
+
+def measure_specs(specs, benchmark, args, warm_up, request):
+    """run_rounds() of the processes of some ProcessSpecs, which are started and ended here.
+
+    benchmark: the module that has prepare(). args: the flags, of which "timeout" and "rounds" are read.
+    """
+    with ExitStack() as stack:
+        processes = [stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout)) for spec in specs]
+        return run_rounds(processes, args.rounds, warm_up, request)
+
+
+def measure_shapes(specs, benchmark, args, shapes, kinds):
+    """Yield the results of one shape after another: a dictionary for each ProcessSpec, with its name.
+
+    "ms" has the milliseconds of each round for each of `kinds`, "norms" those of the last round. args: the flags, of
+    which "timeout", "rounds" and "milliseconds" are read.
+    """
+    with ExitStack() as stack:
+        processes = [stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout)) for spec in specs]
+        for shape in shapes:
+            request = {"shape": shape, "milliseconds": args.milliseconds}
+            measured = run_rounds(processes, args.rounds, request, request)
+            results = []
+            for spec in specs:
+                rounds = measured[spec.name]["rounds"]
+                ms = {kind: [each[kind] for each in rounds] for kind in kinds}
+                results.append({"name": spec.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": ms})
+            yield results
+
+
+def timed_steps(world, step, config, batch_size):
+    """Return `run_round(steps)`, which trains on random tokens and measures every step.
+
+    All ranks start a step together, after a barrier. The time of a step is measured from the moment when the first rank
+    leaves the barrier to the moment when the last rank has finished the step. step: step(inputs, targets) -> loss.
+    """
+    rng = np.random.default_rng(SEED)  # the same tokens in every process and on every rank
+
+    def run_round(steps):
+        started, ended, losses, cpu_seconds = [], [], [], 0.0
+        for _ in range(steps):
+            inputs, targets = random_batch(rng, config.vocab_size, batch_size, config.block_size)
+            world.barrier()
+            cpu_started = time.process_time()
+            started.append(time.perf_counter())  # all processes of a host have the same clock
+            losses.append(step(inputs, targets))
+            ended.append(time.perf_counter())
+            cpu_seconds += time.process_time() - cpu_started
+        started, ended, losses, cpu_seconds, peaks = zip(
+            *world.all_gather_object((started, ended, losses, cpu_seconds, peak_bytes())), strict=True
+        )
+        seconds = np.max(ended, axis=0) - np.min(started, axis=0)
+        return {
+            "seconds": seconds.tolist(),
+            # A rank of PyTorch returns the loss of its own sequences. Our ranks all return the same loss.
+            "losses": [None if None in of_step else float(np.mean(of_step)) for of_step in zip(*losses, strict=True)],
+            "cpu_seconds": sum(cpu_seconds),
+            "peak_bytes": max(peaks),
+        }
+
+    return run_round
+
+
+def step_results(measured):
+    """{name: {"seconds": a list per round with a number per step, "cpu_seconds": of all steps}} of timed_steps().
+
+    measured: from run_rounds().
+    """
+    return {
+        name: {
+            "seconds": [each["seconds"] for each in answers["rounds"]],
+            "cpu_seconds": sum(each["cpu_seconds"] for each in answers["rounds"]),
+        }
+        for name, answers in measured.items()
+    }
