@@ -1,6 +1,6 @@
 """The measurements of the paper "Distributed GPT-2" (Sahdev, Mathews, Guerrero): Tables 1 and 2, and its samples."""
 
-from gpt2core.app.loss_plot import Curve
+from gpt2core.app.output.loss_plot import Curve
 
 # {name of a program of the paper: line style of its curve}. These programs are the columns of TABLE; a row is a step.
 LINE_STYLES = {"serial": "-", "MPI": "--", "CUDA": "-.", "MPI and CUDA": ":"}

@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import Parser, to_path

@@ -11,7 +11,7 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.paper import LOSSES, paper_curves
 from benchmarks.ranks.parity import train
-from gpt2core.app.loss_plot import Curve, write_plot
+from gpt2core.app.output.loss_plot import Curve, write_plot
 
 PAPER_LOSSES = LOSSES["serial"]
 TIMEOUT = 3600  # seconds of one run

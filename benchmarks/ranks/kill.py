@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.harness.table_format import Table
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 from testing.jobs import Job
 

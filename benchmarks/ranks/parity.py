@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, print_table, save
-from gpt2core.app.run_log import read_log
+from gpt2core.app.output.run_log import read_log
 from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
 

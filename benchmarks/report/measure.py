@@ -14,8 +14,8 @@ from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, r
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
 from gpt2core.app.inference_io import first_tokens
+from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
-from gpt2core.app.run_log import read_log
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted

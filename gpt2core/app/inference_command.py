@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 from gpt2core.app.backend_setup import memory_errors, usable_threads
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.inference_io import (
     check_decoded,
     check_downloaded,

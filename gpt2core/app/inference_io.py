@@ -10,10 +10,10 @@ import time
 import numpy as np
 
 from gpt2core.app.command import error_text, warnings_after
+from gpt2core.app.output.terminal import WordWrap, terminal_width, wrapped
 from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_corpus
-from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.sampler import Greedy, generate, generate_batch

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2core.app.after_run import noted
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.checkpoint_files import Checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
+from gpt2core.app.checkpoints.files import Checkpoint
 from gpt2core.app.corpus import (
     Corpus,
     check_validation,
@@ -25,6 +24,19 @@ from gpt2core.app.corpus import (
 )
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference_io import check_downloaded, check_tokenizer, check_vocabulary, write_text
+from gpt2core.app.output.failed_output import noted
+from gpt2core.app.output.run_directory import check_names, check_out_directory, continue_flags, resume_command
+from gpt2core.app.output.run_lock import RunLock
+from gpt2core.app.output.run_log import (
+    SilentLog,
+    describe,
+    open_run_log,
+    report_end,
+    time_left,
+    unused_threads,
+    with_utilisation,
+)
+from gpt2core.app.output.terminal import training_width, wrapped
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags
 from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
 from gpt2core.app.run_config import (
@@ -37,21 +49,9 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     schedule_notes,
 )
-from gpt2core.app.run_directory import check_names, check_out_directory, continue_flags, resume_command
-from gpt2core.app.run_lock import RunLock
-from gpt2core.app.run_log import (
-    SilentLog,
-    describe,
-    open_run_log,
-    report_end,
-    time_left,
-    unused_threads,
-    with_utilisation,
-)
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.terminal import training_width, wrapped
 from gpt2core.data import Windows
-from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
@@ -163,7 +163,7 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def make_trainer(make_backend, world, config, cores):
-    """The Trainer of a RunConfig; all ranks call it."""
+    """The FastTrainer of a RunConfig; all ranks call it."""
     replicas = data_parallel_ranks(world, config.tp)
     threads = usable_threads(make_backend, config.threads, cores)
     micro_batches, threads = plan_micro_batches(
@@ -173,7 +173,7 @@ def make_trainer(make_backend, world, config, cores):
     all_or_raise(world, lambda: backends[0].runtime.check_training(config.model))
     all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
     with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
-        return Trainer(
+        return FastTrainer(
             config.model,
             backends,
             batch_size=config.batch_size,

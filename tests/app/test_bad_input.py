@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import safetensors_file
-from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.run_log import RunLog
-from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.app.checkpoints import safetensors_file
+from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.checkpoints.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.app.output.run_log import RunLog
 from gpt2core.errors import ConfigError
 from gpt2core.trainer import Step
 from tests.support.checkpoints import edit_json

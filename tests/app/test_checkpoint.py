@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from gpt2core.app.checkpoint_directory import (
+from gpt2core.app.checkpoints.directory import (
     load_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
     writable_directory,
 )
-from gpt2core.app.checkpoint_files import read_tensors
-from gpt2core.app.safetensors_file import write_safetensors
+from gpt2core.app.checkpoints.files import read_tensors
+from gpt2core.app.checkpoints.safetensors_file import write_safetensors
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError
 
@@ -544,7 +544,7 @@ def test_a_failure_at_any_call_leaves_a_complete_checkpoint_and_no_leftovers(
 KILLED = """
 import os, signal, sys
 import numpy as np
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.architecture import GPT2Config, parameter_shapes
 
 directory, again = sys.argv[1], sys.argv[2] == "again"
@@ -706,7 +706,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, rng, monkeypatch, failing):
     if failing == "tokenizer":
         options["tokenizer"] = type("Full", (), {"save": full})()
     else:
-        monkeypatch.setattr(f"gpt2core.app.checkpoint_files.{failing}", full)
+        monkeypatch.setattr(f"gpt2core.app.checkpoints.files.{failing}", full)
     with pytest.raises(CheckpointError, match="step-00000002: cannot save.*No space left on device.*earlier"):
         save_all(tmp_path, 2, config, rng, **options)
     assert_same(load_checkpoint(tmp_path).parameters, before)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_library
 
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
+from gpt2core.app.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError
 from gpt2core.text.tokenizer import Tokenizer

@@ -21,9 +21,9 @@ from numpy.testing import assert_array_equal
 
 import gpt2core
 from gpt2core.app import cli, inference_command, inference_io, train_command
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.output.run_log import RunLog, time_left
 from gpt2core.app.run_config import resolve_flags
-from gpt2core.app.run_log import RunLog, time_left
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks

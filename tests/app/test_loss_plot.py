@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from gpt2core.app import run_log
-from gpt2core.app.loss_plot import Curve, loss_figure, run_curves
+from gpt2core.app.output import run_log
+from gpt2core.app.output.loss_plot import Curve, loss_figure, run_curves
 
 
 def pixels(figure):

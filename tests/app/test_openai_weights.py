@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.presets import OPENAI_NAMES
 from gpt2core.architecture import GPT2Config, parameter_shapes
 

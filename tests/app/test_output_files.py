@@ -20,14 +20,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import cli, output_files
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.loss_plot import Curve, write_plot
-from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
-from gpt2core.app.run_directory import resume_command
-from gpt2core.app.run_lock import RunLock
-from gpt2core.app.run_log import RunLog, duration, rarely_changing_lines, read_log, step_line
-from gpt2core.app.terminal import WordWrap
+from gpt2core.app import cli
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
+from gpt2core.app.output import output_files
+from gpt2core.app.output.loss_plot import Curve, write_plot
+from gpt2core.app.output.output_files import continue_log, is_plot, rename_with_number
+from gpt2core.app.output.run_directory import resume_command
+from gpt2core.app.output.run_lock import RunLock
+from gpt2core.app.output.run_log import RunLog, duration, rarely_changing_lines, read_log, step_line
+from gpt2core.app.output.terminal import WordWrap
 from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -259,7 +260,9 @@ def test_a_second_run_into_a_directory_is_refused_with_process_and_host_and_read
 
 
 def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path):
-    program = f"import time; from gpt2core.app.run_lock import RunLock; lock = RunLock({str(tmp_path)!r}); print(1)"
+    program = (
+        f"import time; from gpt2core.app.output.run_lock import RunLock; lock = RunLock({str(tmp_path)!r}); print(1)"
+    )
     command = [sys.executable, "-c", f"{program}; import sys; sys.stdout.flush(); time.sleep(60)"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout.read(1) == b"1"
@@ -357,7 +360,7 @@ def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchan
     flags = ("--weights", out, "--prompt", "the model reads one token, then another;", "--max-new-tokens", 60)
     plain = infer(*flags).out
     assert max(map(len, plain.splitlines())) > 200
-    monkeypatch.setattr("gpt2core.app.terminal.terminal_width", lambda: 39)
+    monkeypatch.setattr("gpt2core.app.output.terminal.terminal_width", lambda: 39)
     monkeypatch.setattr("gpt2core.app.inference_io.terminal_width", lambda: 39)
     for wrapped in (infer(*flags).out, infer(*flags, "--stream").out):
         assert max(map(len, wrapped.splitlines())) <= 39
@@ -369,7 +372,8 @@ def test_the_width_of_a_terminal_is_used_if_it_is_known(columns, width):
     controller, terminal = pty.openpty()
     with os.fdopen(controller, "rb", buffering=0), os.fdopen(terminal, "w") as out:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        text = "import sys; from gpt2core.app.terminal import terminal_width; print(terminal_width(), file=sys.stderr)"
+        text = "import sys; from gpt2core.app.output.terminal import terminal_width; "
+        text += "print(terminal_width(), file=sys.stderr)"
         environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         options = dict(stdout=out, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         assert subprocess.run([sys.executable, "-c", text], **options).stderr == f"{width}\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli, inference_command
-from gpt2core.app.checkpoint_directory import save_checkpoint
+from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.inference_io import continue_prompts, text_pieces
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters

@@ -21,7 +21,7 @@ CORE = Path(gpt2core.__file__).parent
 OTHER_NAMES = {
     ("data", "app/presets.py"),  # a directory of the repository
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
-    ("lr", "app/output_files.py"),  # a key of the log
+    ("lr", "app/output/output_files.py"),  # a key of the log
 }
 
 

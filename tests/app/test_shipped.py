@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.run_config import resolve_flags
 from gpt2core.text.token_file import read_text

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import overlay
-from gpt2core.app.output_files import FIELDS
+from gpt2core.app.output.output_files import FIELDS
 
 PNG = b"\x89PNG"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from tests.support.mpi import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]

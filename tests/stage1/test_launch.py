@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import ConfigError
 from stage1_mpi import host_file, launch
 from stage1_mpi.host_file import check_hosts, check_names

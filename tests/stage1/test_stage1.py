@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from tests.support.jobs import script, succeeded
 from tests.support.mpi import mpiexec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.stop_signals import STOPPING
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.misuse_tables import misuses
@@ -24,7 +24,7 @@ LINUX = Path("/proc/self/environ").exists()
 # The script of stage 1, which calls fault(trainer, rank) on every rank at the start of step 3.
 FAULTY = """
 import os, signal, sys
-from gpt2core.app import safetensors_file
+from gpt2core.app.checkpoints import safetensors_file
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core import architecture
-from gpt2core.app import checkpoint_directory as checkpoint
 from gpt2core.app import cli
+from gpt2core.app.checkpoints import directory as checkpoint
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo

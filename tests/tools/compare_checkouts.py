@@ -322,7 +322,7 @@ TIMING_PROGRAM = """
 import atexit, json, pathlib, runpy, sys, time
 import gpt2core
 if (pathlib.Path(gpt2core.__file__).parent / "app").exists():
-    from gpt2core.app.run_log import RunLog
+    from gpt2core.app.output.run_log import RunLog
 else:  # before the restructuring
     from gpt2core.runlog import RunLog
 file, module, times, report = sys.argv[1], sys.argv[2], [], RunLog.__call__

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
-from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint  # noqa: E402
-from gpt2core.app.run_log import read_log  # noqa: E402
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint  # noqa: E402
+from gpt2core.app.output.run_log import read_log  # noqa: E402
 from gpt2core.text.tokenizer import Tokenizer  # noqa: E402
 
 TRAIN = (sys.executable, "-m", "stage0_serial.train_gpt2")

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli
-from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
 from gpt2core.text.token_file import HEADER, MAGIC, load_tokens, write_token_file

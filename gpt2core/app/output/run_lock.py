@@ -12,8 +12,8 @@ import os
 import platform
 from pathlib import Path
 
-from gpt2core.app.checkpoint_directory import writable_directory
-from gpt2core.app.output_files import lock, rename_with_number
+from gpt2core.app.checkpoints.directory import writable_directory
+from gpt2core.app.output.output_files import lock, rename_with_number
 from gpt2core.errors import CheckpointError
 
 LOCK = ".lock"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.checkpoint_digests import sha256, split_digests, with_digests
-from gpt2core.app.config_json import config_from_json, config_to_json
-from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.app.checkpoints.config_json import config_from_json, config_to_json
+from gpt2core.app.checkpoints.digests import sha256, split_digests, with_digests
+from gpt2core.app.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError, counted
 from gpt2core.text.input_file import read_file

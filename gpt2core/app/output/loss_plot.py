@@ -4,7 +4,7 @@ import logging
 import warnings
 from typing import NamedTuple
 
-from gpt2core.app.output_files import SOFTWARE
+from gpt2core.app.output.output_files import SOFTWARE
 
 
 class Curve(NamedTuple):

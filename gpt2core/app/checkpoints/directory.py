@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.checkpoint_files import (
+from gpt2core.app.checkpoints.files import (
     CONFIG,
     FILES,
     MODEL,
@@ -31,7 +31,7 @@ from gpt2core.app.checkpoint_files import (
     read_step,
     write_step,
 )
-from gpt2core.app.output_files import renamed
+from gpt2core.app.output.output_files import renamed
 from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import CheckpointError
 from gpt2core.text.input_file import read_file

@@ -1,4 +1,4 @@
-"""Work after the last step of a run: an error there is noted, because the run itself has succeeded and is saved."""
+"""Errors of output: those that end a command, and those after a finished run, which are only noted."""
 
 import contextlib
 import os

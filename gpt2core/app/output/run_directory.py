@@ -5,9 +5,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from gpt2core.app.checkpoint_directory import HIDDEN, LATEST, STEP, describe_step, newest_step
-from gpt2core.app.checkpoint_files import FILES
-from gpt2core.app.run_lock import LOCK
+from gpt2core.app.checkpoints.directory import HIDDEN, LATEST, STEP, describe_step, newest_step
+from gpt2core.app.checkpoints.files import FILES
+from gpt2core.app.output.run_lock import LOCK
 from gpt2core.app.setting_fields import AGAIN, defaults_of, flag, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError
