@@ -82,6 +82,7 @@ def train(make_backend, world, args, cores, transport, lock):
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
+    cores = cores if config.pp == 1 else 1  # a rank of a pipeline has one worker thread
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
@@ -164,7 +165,7 @@ def read_inputs(world, args, transport, deterministic):
 
 def make_trainer(make_backend, world, config, cores):
     """The Trainer of a RunConfig; all ranks call it."""
-    replicas = data_parallel_ranks(world, config.tp)
+    replicas = data_parallel_ranks(world, config.tp, config.pp)
     threads = usable_threads(make_backend, config.threads, cores)
     micro_batches, threads = plan_micro_batches(
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic
