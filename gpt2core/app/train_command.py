@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.after_run import noted
-from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
+from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.corpus import (
@@ -82,7 +82,7 @@ def train(make_backend, world, args, cores, transport, lock):
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
-    cores = cores if config.pp == 1 else 1  # a rank of a pipeline has one worker thread
+    cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))

@@ -125,16 +125,16 @@ def check_pipeline(config, parallel, backends, count, replicas):
         raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
     if config.n_layer < pp * chunks:
         raise ConfigError(
-            f"n_layer {config.n_layer} is less than {pp * chunks}, `pp={pp}` times {counted(chunks, 'chunk')}: each "
-            f"chunk of a stage needs a layer"
+            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` stages with "
+            f"{counted(chunks, 'chunk')} each: use fewer stages or chunks"
         )
     if count < pp:
         raise ConfigError(
-            f"{counted(count, 'micro-batch')} in each replica are fewer than `pp={pp}` stages: use "
+            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}` stages: use "
             f"`micro_batches={pp * replicas}` or more"
         )
     if name == "interleaved" and count % pp:
         raise ConfigError(
-            f"`pp_schedule=interleaved`: {counted(count, 'micro-batch')} in each replica are not divisible by "
-            f"`pp={pp}` stages: use `micro_batches={count // pp * pp * replicas}`"
+            f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
+            f"stages: use `micro_batches={count // pp * pp * replicas}`"
         )

@@ -49,42 +49,43 @@ def simulate(schedule, seconds=unit_times, message=0.0, kept=0.5):
     ValueError, with the actions that wait, if the ranks would wait forever.
     """
     split = any(kind == "W" for actions in schedule for kind, _, _ in actions)
-    last = max(chunk for actions in schedule for _, _, chunk in actions)
-    rank_of = {chunk: rank for rank, actions in enumerate(schedule) for _, _, chunk in actions}
 
     def duration(kind, chunk):
         with_parameters = kind == "B" and not split
         return seconds(kind, chunk) + (seconds("W", chunk) if with_parameters else 0)
 
-    times, free, position = {}, [0.0] * len(schedule), [0] * len(schedule)
-    while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
-        before = list(position)
-        for rank, actions in enumerate(schedule):
-            for action in actions[position[rank] :]:
-                kind, _, chunk = action
-                inputs = needs(*action, last, split)
-                if any(each not in times for each in inputs):
-                    break
-                sent = [times[each][1] + message * (rank_of[each[2]] != rank) for each in inputs]
-                start = max([free[rank], *sent])
+    times, free = timed(schedule, split, duration, message)
+    busy = [sum(times[action][1] - times[action][0] for action in actions) for actions in schedule]
+    changes = LIVE | dict(B=kept - 1, W=-kept) if split else LIVE
+    return Prediction(schedule, times, max(free), busy, [peak_of(actions, changes) for actions in schedule])
+
+
+def timed(schedule, split, duration, message):
+    """({action: (start, end)}, the end of the last action of each rank); split: whether there are W actions."""
+    rank_of = {chunk: rank for rank, actions in enumerate(schedule) for _, _, chunk in actions}
+    times, free, left = {}, [0.0] * len(schedule), [list(actions) for actions in schedule]
+    while any(left):
+        done = len(times)
+        for rank, actions in enumerate(left):
+            while actions and times.keys() >= (inputs := needs(*actions[0], max(rank_of), split)):
+                action = kind, _, chunk = actions.pop(0)
+                received = [times[each][1] + message * (rank_of[each[2]] != rank) for each in inputs]
+                start = max([free[rank], *received])
                 free[rank] = start + duration(kind, chunk)
                 times[action] = start, free[rank]
-                position[rank] += 1
-        if position == before:
-            waiting = [actions[at] for at, actions in zip(position, schedule, strict=True) if at < len(actions)]
+        if len(times) == done:
+            waiting = [actions[0] for actions in left if actions]
             raise ValueError(f"the ranks wait forever for each other: the next actions are {waiting}")
-    busy = [sum(times[action][1] - times[action][0] for action in actions) for actions in schedule]
-    peaks = [peak_of(actions, LIVE | dict(B=kept - 1, W=-kept) if split else LIVE) for actions in schedule]
-    return Prediction(schedule, times, max(free), busy, peaks)
+    return times, free
 
 
 def needs(kind, m, chunk, last, split):
-    """The actions whose results an action reads. last: the number of the last chunk; split: with W actions."""
+    """The set of the actions whose results an action reads. last: the number of the last chunk; split: see timed()."""
     if kind == "F":
-        return [("F", m, chunk - 1)] if chunk else []
+        return {("F", m, chunk - 1)} if chunk else set()
     if kind == "B":
-        return [("F", m, chunk), *([("B", m, chunk + 1)] if chunk < last else [])]
-    return [("B", m, chunk)] if kind == "W" else [("B", m, 0), ("W" if split else "B", m, chunk)]
+        return {("F", m, chunk)} | ({("B", m, chunk + 1)} if chunk < last else set())
+    return {("B", m, chunk)} if kind == "W" else {("B", m, 0), ("W" if split else "B", m, chunk)}
 
 
 def peak_of(actions, changes):

@@ -49,8 +49,7 @@ def assert_serial_bits(ranks, parallel, **options):
 # -- the serial bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp, dp", [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_serial_bits(schedule, tied, pp, dp):
@@ -202,6 +201,10 @@ def test_a_parameter_that_is_not_finite_on_one_stage_is_found_by_all():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+class OtherDevice(PlainBackend):
+    name, xp = "cuda", None
+
+
 @pytest.mark.parametrize("ranks, parallel, options, message", [
     (2, dict(pp=2, pp_schedule="2f2b"), {},
      "`pp_schedule=2f2b` is unknown: choose from gpipe, 1f1b, interleaved, zero-bubble"),
@@ -213,14 +216,15 @@ def test_a_parameter_that_is_not_finite_on_one_stage_is_found_by_all():
      "`pp=2` and `compress=int8` exclude each other: use `compress=none` or `pp=1`"),
     (2, dict(pp=2), dict(threads=2), "`pp=2` and `threads=2` exclude each other: use `threads=1` or `pp=1`"),
     (4, dict(pp=4), dict(config=model(3)),
-     "n_layer 3 is less than 4, `pp=4` times 1 chunk: each chunk of a stage needs a layer"),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=4` stages with 1 chunk each"),
     (2, dict(pp=2, pp_schedule="interleaved"), dict(config=model(3)),
-     "n_layer 3 is less than 4, `pp=2` times 2 chunks: each chunk of a stage needs a layer"),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=2` stages with 2 chunks each: use fewer stages"),
     (4, dict(pp=2), dict(micro_batches=2),
-     "1 micro-batch in each replica are fewer than `pp=2` stages: use `micro_batches=4` or more"),
+     "each replica has 1 micro-batch, fewer than `pp=2` stages: use `micro_batches=4` or more"),
     (2, dict(pp=2, pp_schedule="interleaved"), dict(micro_batches=5, batch_size=10),
-     "`pp_schedule=interleaved`: 5 micro-batches in each replica are not divisible by `pp=2` stages: use "
+     "`pp_schedule=interleaved`: each replica has 5 micro-batches, not divisible by `pp=2` stages: use "
      "`micro_batches=4`"),
+    (2, dict(pp=2), dict(backend=OtherDevice), "`pp=2`: cuda has no pipeline: use stage 1, or omit the flag"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(ranks, parallel, options, message):
     def refused(comm):
