@@ -27,6 +27,7 @@ from gpt2core.parallel.whole_parameters import (
 )
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch
+from tests.support.collective_choice import chosen
 from tests.support.training import assert_same, make_trainer, train
 
 TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
@@ -232,3 +233,10 @@ def test_what_is_not_supported_is_refused(ranks, parallel, options, message):
             make_trainer(comm, ParallelConfig(**parallel), **dict(config=model()) | options)
 
     run_ranks(ranks, refused)
+
+
+@pytest.mark.parametrize("pp, noted", [(1, True), (2, False)])
+def test_flags_of_a_pipeline_without_one_are_noted(pp, noted):
+    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2))
+    want = [f"note: {flag}: no effect, because --pp is 1" for flag in ("--pp-schedule gpipe", "--chunks 2")]
+    assert notes == (want if noted else [])
