@@ -118,7 +118,7 @@ def check_pipeline(config, parallel, backends, count, replicas):
         raise ConfigError(f"`pp_schedule={name}` is unknown: choose from {', '.join(SCHEDULES)}")
     if chunks < 1 or chunks > 1 and name != "interleaved":
         raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
-    for option, only in (("tp", 1), ("zero", 0), ("compress", "none")):
+    for option, only in (("tp", 1), ("zero_gather", "end"), ("compress", "none")):
         if (value := getattr(parallel, option)) != only:
             raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
     if len(backends) > 1:

@@ -71,10 +71,10 @@ def test_stages_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, c
     assert_serial_bits(pp, parallel, config=model(layers, tied=True))
 
 
-@pytest.mark.parametrize("dp", ["naive", "overlap", "bucket"])
+@pytest.mark.parametrize("dp, zero", [("naive", 0), ("overlap", 0), ("bucket", 0), ("flat", 1), ("bucket", 1)])
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-def test_every_strategy_of_data_parallelism_gives_the_serial_bits(schedule, dp):
-    parallel = ParallelConfig(pp=2, pp_schedule=schedule, dp=dp, bucket_mb=0.002)
+def test_every_strategy_of_data_parallelism_gives_the_serial_bits(schedule, dp, zero):
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule, dp=dp, bucket_mb=0.002, zero=zero)
     assert_serial_bits(4, parallel, config=model(tied=True))
 
 
@@ -152,8 +152,8 @@ def test_the_validation_loss_is_that_of_one_rank(tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_continues_at_another_layout(tied):
-    layouts = [(1, {}), (2, dict(pp=2)), (4, dict(pp=2, pp_schedule="interleaved")), (2, dict(zero=1)),
-               (4, dict(pp=4, pp_schedule="zero-bubble")), (1, {}), (4, dict(pp=4, pp_schedule="gpipe"))]  # fmt: skip
+    layouts = [(1, {}), (2, dict(pp=2)), (4, dict(pp=2, pp_schedule="interleaved")), (2, dict(zero=1)), (1, {}),
+               (4, dict(pp=2, pp_schedule="zero-bubble", zero=1)), (4, dict(pp=4, pp_schedule="gpipe"))]  # fmt: skip
     config = model(tied=tied)
     want, windows = make_trainer(Solo(), ParallelConfig(), config=config), Windows(TOKENS, 16)
 
@@ -212,7 +212,8 @@ class OtherDevice(PlainBackend):
     (2, dict(pp=2, chunks=2), {},
      "`chunks=2` and `pp_schedule=1f1b`: use `chunks=1`, or `pp_schedule=interleaved`"),
     (4, dict(pp=2, tp=2), {}, "`pp=2` and `tp=2` exclude each other: use `tp=1` or `pp=1`"),
-    (4, dict(pp=2, zero=1), {}, "`pp=2` and `zero=1` exclude each other: use `zero=0` or `pp=1`"),
+    (4, dict(pp=2, zero=1, zero_gather="forward"), {},
+     "`pp=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `pp=1`"),
     (4, dict(pp=2, compress="int8"), {},
      "`pp=2` and `compress=int8` exclude each other: use `compress=none` or `pp=1`"),
     (2, dict(pp=2), dict(threads=2), "`pp=2` and `threads=2` exclude each other: use `threads=1` or `pp=1`"),
