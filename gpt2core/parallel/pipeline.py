@@ -98,7 +98,7 @@ class PipelineMicroBatches:
         self.number = next(self.numbers[c])
         index, adds = self.sums.place(self.number)
         for unit in self.units[c]:
-            for name in self.arena.units.get(unit, ()):
+            for name in self.arena.units[unit]:
                 tensor = self.tensors[name]
                 tensor.buffer = self.views[index][name]
                 tensor.grad = tensor.buffer if adds else None
@@ -115,7 +115,7 @@ class PipelineMicroBatches:
 
     def unit_completed(self, unit):
         """Complete the sum of a unit's gradients over the micro-batches so far."""
-        if unit in self.arena.units and self.sums.add_sums(self.number, self.arena.unit_slice(unit)):
+        if self.sums.add_sums(self.number, self.arena.unit_slice(unit)):
             self.on_complete(unit)
 
 
