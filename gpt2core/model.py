@@ -23,10 +23,8 @@ class GPT2:
 
     def __init__(self, config, parameters, group=SOLO, dloss=None):
         self.config, self.parameters, self.group = config, parameters, group
-        self.embedding = Embedding(parameters, group)
-        self.blocks = [Block(config, parameters, group, layer) for layer in range(config.n_layer)]
-        self.output = Head(config, parameters, group, dloss)
-        self.units = [self.embedding, *self.blocks, self.output]
+        self.units = [make_unit(name, config, parameters, group, dloss) for name in unit_names(config)]
+        self.embedding, *self.blocks, self.output = self.units
 
     @property
     def head(self):
@@ -65,6 +63,20 @@ class GPT2:
         for block in self.blocks:
             x = block(x)
         return self.output(x, targets, scale)
+
+
+def unit_names(config):
+    """The names of the units in forward order: "embedding", "h.0", "h.1", ..., "head"."""
+    return ["embedding", *(f"h.{layer}" for layer in range(config.n_layer)), "head"]
+
+
+def make_unit(name, config, parameters, group=SOLO, dloss=None):
+    """The unit `name`. parameters: {Hugging Face name: Tensor}, of which it reads only its own; see also GPT2."""
+    if name == "embedding":
+        return Embedding(parameters, group)
+    if name == "head":
+        return Head(config, parameters, group, dloss)
+    return Block(config, parameters, group, int(name.removeprefix("h.")))
 
 
 class Embedding:

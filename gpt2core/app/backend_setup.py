@@ -5,6 +5,11 @@ import contextlib
 from gpt2core.errors import ConfigError, DeviceMemoryError
 
 
+def usable_cores(config, cores):
+    """How many of the `cores` of this rank training uses: a rank of a pipeline has one worker thread."""
+    return cores if config.pp == 1 else 1
+
+
 def usable_threads(make_backend, requested, cores):
     """The number of threads for this rank's work: `requested` (--threads), or `cores` if `requested` is None.
 

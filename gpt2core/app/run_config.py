@@ -45,6 +45,7 @@ class RunConfig(TrainSettings):
             f"--dp {self.dp}, --collectives {self.collectives}, --compress {self.compress}, --zero {self.zero}"
             + f", --zero-gather {self.zero_gather}" * (self.zero_gather != "end")
             + f", --transport {self.transport}" * bool(self.transport)
+            + f", --pp-schedule {self.pp_schedule}, --chunks {self.parallel.chunks}" * (self.pp > 1)
         )
 
     @property
@@ -122,9 +123,10 @@ def resolve_rank_flags(settings, world):
     """(TrainSettings in which also the group RANKS has its final values, notes to print).
 
     settings: of resolve_flags(). In the result, bucket_mb is None if the Trainer must measure it. Call
-    world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp.
+    world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp or
+    --pp.
     """
-    several_replicas = data_parallel_ranks(world, settings.tp) > 1
+    several_replicas = data_parallel_ranks(world, settings.tp, settings.pp) > 1
     final = {}
     if settings.collectives is None:
         final["collectives"] = "canonical" if settings.deterministic else world.native_algorithm
@@ -160,16 +162,26 @@ def notes_about_rank_flags(given, several_replicas):
     if without_effect and not several_replicas:
         flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
-    return notes
+    return notes + pipeline_notes(given)
 
 
-def data_parallel_ranks(world, tp):
-    """The number of data-parallel replicas, each on `tp` ranks; raises ConfigError if tp does not divide world.size."""
-    if tp < 1 or world.size % tp:
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        ranks = counted(world.size, "rank")
-        raise ConfigError(f"--tp {tp} does not divide {ranks}: use one of {', '.join(map(str, divisors))}")
-    return world.size // tp
+def pipeline_notes(given):
+    """Notes about flags of the pipeline that have no effect because there is none."""
+    values = {name: getattr(given, name) for name in ("pp_schedule", "chunks") if given.pp == 1}
+    unused = [name for name in values if values[name] != DEFAULTS[name]]
+    return [f"note: {flag(name)} {values[name]}: no effect, because --pp is 1" for name in unused]
+
+
+def data_parallel_ranks(world, tp, pp):
+    """The number of data-parallel replicas, each on tp * pp ranks; raises ConfigError if this is not a whole number."""
+    ranks = counted(world.size, "rank")
+    for name, parts in (("--tp", tp), ("--pp", pp)):
+        if parts < 1 or world.size % parts:
+            divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+            raise ConfigError(f"{name} {parts} does not divide {ranks}: use one of {', '.join(map(str, divisors))}")
+    if world.size % (tp * pp):
+        raise ConfigError(f"--tp {tp} times --pp {pp} does not divide {ranks}: use --tp 1 or --pp 1")
+    return world.size // (tp * pp)
 
 
 def check_sizes(sizes):

@@ -19,6 +19,7 @@ from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
+from gpt2core.parallel.schedules import SCHEDULES
 
 # Groups: (title, description) for --help and docs/USAGE.md
 MODEL = ("model", None)
@@ -283,6 +284,31 @@ class TrainSettings(Settings):
         ParallelConfig.tp,
         AGAIN,
         metavar="N",
+    )
+    pp: int = setting(
+        RANKS,
+        "pipeline-parallel size: the number of ranks (stages) that divide the layers; the number of all ranks must be "
+        "a multiple of it. Only in stage 1, with --threads 1, --tp 1, --compress none and --zero-gather end",
+        ParallelConfig.pp,
+        AGAIN,
+        metavar="N",
+    )
+    pp_schedule: str = setting(
+        RANKS,
+        "the order in which a stage of --pp computes its micro-batches; interleaved: several chunks of layers on each "
+        "stage; zero-bubble: gradients of weights are computed where a stage would wait",
+        ParallelConfig.pp_schedule,
+        AGAIN,
+        choices=tuple(SCHEDULES),
+        metavar="HOW",
+    )
+    chunks: int = setting(
+        RANKS,
+        "chunks of consecutive layers on each stage of --pp (default: 2 with --pp-schedule interleaved, otherwise 1)",
+        None,
+        AGAIN,
+        metavar="V",
+        at_least=1,
     )
     collectives: str = setting(
         RANKS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
+from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoints.files import Checkpoint
 from gpt2core.app.corpus import (
@@ -82,6 +82,7 @@ def train(make_backend, world, args, cores, transport, lock):
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
+    cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
@@ -164,7 +165,7 @@ def read_inputs(world, args, transport, deterministic):
 
 def make_trainer(make_backend, world, config, cores):
     """The FastTrainer of a RunConfig; all ranks call it."""
-    replicas = data_parallel_ranks(world, config.tp)
+    replicas = data_parallel_ranks(world, config.tp, config.pp)
     threads = usable_threads(make_backend, config.threads, cores)
     micro_batches, threads = plan_micro_batches(
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic

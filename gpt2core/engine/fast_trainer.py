@@ -135,5 +135,6 @@ class FastTrainer(ParallelTrainer):
 
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""
-        worker_groups = (worker.model.group for worker in self.accumulator.workers)
-        return sum(group.bytes_sent for group in (self.world, self.mesh.data, self.mesh.tensor, *worker_groups))
+        mesh, worker_groups = self.mesh, (worker.group for worker in self.accumulator.workers)
+        groups = self.world, mesh.data, mesh.tensor, mesh.pipeline, *worker_groups
+        return sum(group.bytes_sent for group in groups)

@@ -2,21 +2,31 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How a step is divided. The defaults are valid for any number of ranks, including one."""
 
-    tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / tp replicas of the model
+    tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / (tp pp) model replicas
     dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its share of the arena (ZeRO-1)
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
+    pp: int = 1  # number of stages, ranks that divide the layers (pipeline parallelism); 1: no pipeline
+    pp_schedule: str = "1f1b"  # the order in which a stage computes: see schedules.SCHEDULES
+    chunks: int | None = None  # of the layers of each stage; None: 2 for pp_schedule "interleaved", otherwise 1
+
+    def __post_init__(self):
+        if self.chunks is None:
+            object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
@@ -91,4 +101,40 @@ def check_rounding(rounding, backend):
         raise ConfigError(
             f"`rounding=stochastic` applies to the bf16 copy of the parameters, and `precision={backend.precision}` "
             f"has no such copy in this stage: use `precision=bf16` in stage 2 or 3, or `rounding=nearest`"
+        )
+
+
+def check_pipeline(config, parallel, backends, count, replicas):
+    """Raise ConfigError if these options do not fit together in a pipeline; without one, do nothing.
+
+    count: the number of micro-batches of each of the `replicas`. backends: those of this rank, one per thread.
+    """
+    pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
+    if pp == 1:
+        return
+    if backends[0].xp is not np:
+        raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
+    if name not in SCHEDULES:
+        raise ConfigError(f"`pp_schedule={name}` is unknown: choose from {', '.join(SCHEDULES)}")
+    if chunks < 1 or chunks > 1 and name != "interleaved":
+        raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
+    for option, only in (("tp", 1), ("zero_gather", "end"), ("compress", "none")):
+        if (value := getattr(parallel, option)) != only:
+            raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
+    if len(backends) > 1:
+        raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
+    if config.n_layer < pp * chunks:
+        raise ConfigError(
+            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` stages with "
+            f"{counted(chunks, 'chunk')} each: use fewer stages or chunks"
+        )
+    if count < pp:
+        raise ConfigError(
+            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}` stages: use "
+            f"`micro_batches={pp * replicas}` or more"
+        )
+    if name == "interleaved" and count % pp:
+        raise ConfigError(
+            f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
+            f"stages: use `micro_batches={count // pp * pp * replicas}`"
         )

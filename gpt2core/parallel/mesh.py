@@ -4,7 +4,7 @@ from gpt2core.errors import ConfigError
 
 
 class Mesh:
-    """The communicators of this rank's groups in the grid: `data`, `tensor` and `pipeline`. The trainer uses pp = 1.
+    """The communicators of this rank's groups in the grid: `data`, `tensor` and `pipeline`.
 
     A rank of the world follows from the ranks in these groups: rank = tensor + tp * (data + dp * pipeline). So the
     ranks of a tensor group are consecutive: they communicate most often, and on one host NVLink may connect them.

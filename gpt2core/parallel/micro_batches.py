@@ -58,7 +58,7 @@ class Worker:
         self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in twice}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
-        self.model, self.recompute = GPT2(config, self.tensors, group, self.dloss), recompute
+        self.model, self.group, self.recompute = GPT2(config, self.tensors, group, self.dloss), group, recompute
 
     def run(self, batch, scale):
         """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.

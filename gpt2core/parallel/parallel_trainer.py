@@ -8,12 +8,15 @@ from gpt2core.errors import ConfigError, UserError, counted
 from gpt2core.model import initial_parameters
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.bucket_size import measured_bucket
-from gpt2core.parallel.config import ParallelConfig, check_rounding
+from gpt2core.parallel.config import ParallelConfig, check_pipeline, check_rounding
 from gpt2core.parallel.data_parallel import gradient_reduction
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
+from gpt2core.parallel.model_pages import ModelPages
+from gpt2core.parallel.pipeline import PipelineMicroBatches
 from gpt2core.parallel.sharded_adamw import ShardedAdamW
+from gpt2core.parallel.stages import stages_of_parameters
 from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
@@ -30,6 +33,7 @@ class ParallelTrainer(Trainer):
     do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
+    stages: {name of a parameter: the stage that has it}, in model order; without a pipeline there is only stage 0.
     arena: the layout of the flat arrays `parameters`, `gradients`, and `compute_parameters`, which kernels read: the
     parameters, or a copy in compute_dtype. accumulator: computes the gradients of this rank's micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
@@ -48,15 +52,21 @@ class ParallelTrainer(Trainer):
             raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
         limit_blas(1)
         world, parallel, backend = self.world, self.parallel, self.backend
-        self.mesh = mesh = Mesh(world, world.size // parallel.tp, parallel.tp)
+        self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
         tensor_parallel.check_tensor_parallel(config, mesh.tensor.size)
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
+        count = micro_batches // mesh.data.size  # of this rank
+        check_pipeline(config, parallel, backends, count, mesh.data.size)
 
         owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
-        self.arena = arena = Arena(
-            tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size), owners.size
-        )
+        self.stages = stages_of_parameters(config, parallel.pp, parallel.chunks)
+        shapes = tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size)
+        arenas = [
+            Arena({name: shape for name, shape in shapes.items() if self.stages[name] == stage}, owners.size)
+            for stage in range(parallel.pp)
+        ]
+        self.arena = arena = arenas[mesh.pipeline.rank]
         self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
@@ -70,16 +80,21 @@ class ParallelTrainer(Trainer):
         all_gather = None  # or the parameters are gathered during the next forward pass
         if parallel.zero_gather == "forward":
             all_gather = AsyncAllGather(arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
-        self.accumulator = MicroBatches(
-            config, arena, self.compute_parameters, self.gradients, self.data_parallel, self.pool,
-            micro_batches // mesh.data.size, mesh.tensor, (self.rows.stop - self.rows.start, seq_len), all_gather,
-            dloss, parallel.recompute,
-        )  # fmt: skip
+        arrays = arena, self.compute_parameters, self.gradients
+        if parallel.pp > 1:
+            self.accumulator = PipelineMicroBatches(
+                config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
+            )
+        else:
+            self.accumulator = MicroBatches(
+                config, *arrays, self.data_parallel, self.pool, count, mesh.tensor,
+                (self.rows.stop - self.rows.start, seq_len), all_gather, dloss, parallel.recompute,
+            )  # fmt: skip
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         self.optimizer = ShardedAdamW(
-            arena, self.parameters, self.pool, owners=owners, tensor_group=mesh.tensor, compute_copy=copy,
-            gathers=all_gather is None, **optimizer,
+            arena, self.parameters, self.pool, owners=owners, pages=model_pages(arenas, shapes, mesh, backend),
+            compute_copy=copy, gathers=all_gather is None, **optimizer,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -144,6 +159,16 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
+
+
+def model_pages(arenas, names, mesh, backend):
+    """The ModelPages of a model that is divided by tensor or pipeline parallelism, but not by both.
+
+    arenas: those of the stages. names: of all parameters, in model order.
+    """
+    if len(arenas) > 1:
+        return ModelPages(arenas, names, mesh.pipeline, backend)
+    return ModelPages(arenas * mesh.tensor.size, names, mesh.tensor, backend)
 
 
 def choose_bucket(parallel, mesh, gradients, backend):

@@ -86,18 +86,20 @@ class RecomputedGraph:
 
 
 def parts_of(units, backend, recompute="none", **hooks):
-    """The parts of a model with these units. hooks: the arguments `before` and `completed` of Part.
+    """The parts of these consecutive units of a model. hooks: the arguments `before` and `completed` of Part.
 
-    recompute: "none": one part. "block": each block except the last is a RecomputedPart. The activations of the last
-    block are needed right after the forward pass, so it is one part with the head. Raises ConfigError for another word.
+    recompute: "none": one part. "block": each block is a RecomputedPart, except the one before the head. Its
+    activations are needed right after its forward pass, so it is one part with the head. Raises ConfigError for another
+    word.
     """
     if recompute not in RECOMPUTE:
         raise ConfigError(f"`recompute={recompute}` is unknown: choose from {', '.join(RECOMPUTE)}")
     if recompute == "none":
         return [Part(units, backend, **hooks)]
-    embedding, *blocks, last, head = units
-    middle = [RecomputedPart([block], backend, **hooks) for block in blocks]
-    return [Part([embedding], backend, **hooks), *middle, Part([last, head], backend, **hooks)]
+    end = len(units) - 2 * isinstance(units[-1], Head)
+    kinds = [(Part if isinstance(unit, Embedding) else RecomputedPart, unit) for unit in units[:end]]
+    parts = [kind([unit], backend, **hooks) for kind, unit in kinds]
+    return parts + [Part(units[end:], backend, **hooks)] * (end < len(units))
 
 
 def boundary(array, backend, function):

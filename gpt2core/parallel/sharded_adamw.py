@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.arena import SEGMENTS, round_up
 from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import Solo
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel.tensor_parallel import is_replicated
+from gpt2core.parallel.model_pages import ModelPages
 
 
 def rounding_key(seed, step):
@@ -26,26 +25,25 @@ class Hyperparameters(NamedTuple):
 class ShardedAdamW(AdamW):
     """AdamW whose arena is divided over `owners`: each has only the moments of its own share (Rajbhandari et al. 2020).
 
-    pool: the WorkerPool whose threads divide the update. owners: by default a group of one. tensor_group: the ranks
-    that divide each layer. compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`.
+    pool: the WorkerPool whose threads divide the update. owners: by default a group of one. pages: the ModelPages of
+    the model, or None if its parameters are not divided. compute_copy: a copy of `parameters` that kernels read, or
+    None if they read `parameters`.
     rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and
     the index in the arena. gathers: whether update() ends with an all-gather of the array that kernels read; otherwise
     zero.AsyncAllGather gathers it during the next forward pass, or gather() before it.
     """
 
     def __init__(
-        self, arena, parameters, pool, *, owners=None, tensor_group=None, compute_copy=None, gathers=True,
+        self, arena, parameters, pool, *, owners=None, pages=None, compute_copy=None, gathers=True,
         rounding="nearest", seed=0, **options,
     ):  # fmt: skip
-        self.pool, self.owners, self.tensor_group = pool, owners or Solo(), tensor_group or Solo()
+        self.pool, self.owners = pool, owners or Solo()
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
         own = arena.share(self.owners.rank, self.owners.size)
         super().__init__(arena, parameters, pool.backends[0], own=own, **options)
-        order = pages_of_group(arena, self.tensor_group.size)
-        in_order = (order == np.arange(len(order))).all()  # as for one rank
-        self.order = None if in_order else self.backend.asarray(order)
+        self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
 
     def hyperparameters(self, step, lr):
         key = None if self.seed is None else rounding_key(self.seed, step)
@@ -64,15 +62,10 @@ class ShardedAdamW(AdamW):
         """The sums of squares of all pages of the model; only this rank's share of `flat` is read.
 
         The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
-        the number of owners. A parameter that each rank of tensor_group has as a whole counts once.
+        the number of owners.
         """
         own = self.backend.xp.concatenate(self.map_own(lambda backend, share: backend.page_sums(flat[share])))
-        sums = self.owners.all_gather(own)[: self.arena.norm_pages]
-        if self.order is None:
-            return sums
-        joined = self.backend.zeros((round_up(len(self.order), SEGMENTS),), sums.dtype)
-        joined[: len(self.order)] = self.tensor_group.all_gather(sums)[self.order]
-        return joined
+        return self.pages.join(self.owners.all_gather(own)[: self.arena.norm_pages])
 
     def update(self, gradients, factor, hyperparameters):
         """Update this rank's share; if `gathers`, all-gather the updated shares."""
@@ -120,16 +113,3 @@ class ShardedAdamW(AdamW):
     def load_moments(self, first, second):
         """Load this rank's share of the moments; first, second: flat moments of the whole arena."""
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
-
-
-def pages_of_group(arena, ranks):
-    """The order in which the page sums of all ranks of a tensor group are added, as indices of their all-gather.
-
-    Parameter after parameter, and for each of them the pages of rank 0, rank 1, ... with its shards.
-    """
-    order = []
-    for name in arena.slices:
-        pages = arena.pages(arena.padded(name))
-        for rank in range(1 if is_replicated(name) else ranks):
-            order.extend(range(rank * arena.norm_pages + pages.start, rank * arena.norm_pages + pages.stop))
-    return np.array(order, np.intp)

@@ -25,7 +25,8 @@ def fill(trainer, flat, arrays):
     for name, shape in parameter_shapes(trainer.config):
         array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
         array = trainer.world.broadcast(array, out=array)
-        views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
+        if name in views:  # another stage of a pipeline may store it
+            views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0):
@@ -37,7 +38,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 
     def in_model_order(array_of):
         """The argument `arrays` of fill(); array_of(name) returns the whole array of a parameter."""
-        return iter([(name, array_of(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
+        return iter([(name, array_of(name)) for name in trainer.stages]) if trainer.world.is_root else None
 
     backend = trainer.backend
     trainer.pool.wait()  # for threads of an interrupted update
@@ -55,9 +56,14 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 
 
 def gathered(trainer, flat):
-    """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is sharded."""
-    views, group = trainer.arena.views(flat), trainer.mesh.tensor
-    return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
+    """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
+    views, mesh, whole = trainer.arena.views(flat), trainer.mesh, {}
+    for name, shape in parameter_shapes(trainer.config):
+        array = views.get(name)
+        array = trainer.backend.empty(shape, flat.dtype) if array is None else array
+        whole[name] = mesh.pipeline.broadcast(array, trainer.stages[name], out=array)
+        whole[name] = tensor_parallel.gather(name, whole[name], mesh.tensor)
+    return whole
 
 
 def on_host(trainer, flat):
@@ -113,8 +119,9 @@ def verify(trainer):
     digest = hashlib.sha256()
     for flat in (trainer.parameters, trainer.compute_parameters):  # the copy too: ZeRO-1 gathers it at each step
         digest.update(trainer.backend.to_host(flat))
-    digests = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
-    expected = {}  # tensor rank, which selects a shard -> (the first rank that holds this shard, its digest)
+    shard = trainer.mesh.tensor.rank, trainer.mesh.pipeline.rank  # equal on the ranks that hold the same parameters
+    digests = trainer.world.all_gather_object((shard, digest.hexdigest()))
+    expected = {}  # shard -> (the first rank that holds it, its digest)
     for rank, (shard, found) in enumerate(digests):
         first, wanted = expected.setdefault(shard, (rank, found))
         if found != wanted:

@@ -175,9 +175,9 @@ def category(kernel):
 def groups(trainer):
     """Yield (title, group) of the groups that a Trainer uses, each group once."""
     titles = {"all ranks": trainer.world, "data-parallel group": trainer.mesh.data}
-    titles["tensor-parallel group"] = trainer.mesh.tensor
+    titles["tensor-parallel group"], titles["pipeline"] = trainer.mesh.tensor, trainer.mesh.pipeline
     for number, worker in enumerate(trainer.accumulator.workers):
-        titles[f"tensor-parallel group of worker {number}"] = worker.model.group
+        titles[f"tensor-parallel group of worker {number}"] = worker.group
     seen = set()
     for title, group in titles.items():
         if id(group) not in seen:

@@ -145,6 +145,23 @@ def test_local_shuffle_trains_reproducibly_and_prints_a_note(serial, ranks):
     assert first[-4:].mean() < first[:4].mean() - 0.5
 
 
+# -- pipeline parallel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast("4-2-zero-bubble-bucket")
+@pytest.mark.parametrize("number, pp, schedule, dp", [
+    (4, 2, "zero-bubble", "bucket"), (4, 4, "1f1b", "flat"), (2, 2, "interleaved", "flat"),
+])  # fmt: skip
+def test_a_pipeline_gives_the_serial_bits(serial, ranks, number, pp, schedule, dp):
+    flags = ("--preset", "nano", "--n-layer", 4, *RECIPE.split())
+    how = ("--pp", pp, "--pp-schedule", schedule, "--dp", dp, "--bucket-mb", 0.02, "--verify-every", 1)
+    done, log = ranks(number, *flags, *how)
+    assert curve(log) == curve(serial(*flags))
+    assert f"{number} ranks: {number // pp} data x 1 tensor x {pp} pipeline parallel, --dp {dp}" in done.out
+    assert "stage 0: embedding, h.0" in done.out and "head" in done.out
+    assert rows_of(log)[0]["bytes_sent"] > 0
+
+
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +207,7 @@ def logits(checkpoint, ids):
 
 def test_a_checkpoint_resumes_on_any_number_of_ranks(serial, train, ranks, tmp_path):
     flags = ("--preset", "nano", "--batch-size", 8, "--shuffle", "--warmup", 2, "--clip", 0.5, "--weight-decay", 0.1)
-    want, out = curve(serial(*flags, "--steps", 13)), tmp_path / "run"
+    want, out = curve(serial(*flags, "--steps", 15)), tmp_path / "run"
 
     def state():
         loaded = load_checkpoint(out, with_optimizer=True)  # checks every name and shape
@@ -209,12 +226,13 @@ def test_a_checkpoint_resumes_on_any_number_of_ranks(serial, train, ranks, tmp_p
     assert train(*again, "--steps", 6, "--log", log).code == 0
     assert rows(log) == [row[:5] for row in want[4:6]] and state() == (6, 1)
 
-    for number, steps, how in ((2, 8, ("--zero", 1, "--dp", "bucket", *BUCKETS)), (4, 10, ("--dp", "naive"))):
+    bucket = ("--zero", 1, "--dp", "bucket", *BUCKETS)
+    for number, steps, how in ((2, 8, bucket), (4, 10, ("--pp", 2)), (4, 12, ("--dp", "naive"))):
         done, log = ranks(number, *again, "--steps", steps, *how)
         assert f"resumed after {steps - 2} steps\n" in done.out
         assert rows(log) == [row[:5] for row in want[steps - 2 : steps]] and state() == (steps, number)
 
-    for number, steps, how in ((2, 11, ("--tp", 2)), (4, 12, ("--tp", 2, "--zero", 1)), (2, 13, ())):
+    for number, steps, how in ((2, 13, ("--tp", 2)), (4, 14, ("--tp", 2, "--zero", 1)), (2, 15, ())):
         _, log = ranks(number, *again, "--steps", steps, *how)
         np.testing.assert_allclose(losses(log), [row[1] for row in want[steps - 1 : steps]], rtol=ROUNDING)
         assert state() == (steps, number)

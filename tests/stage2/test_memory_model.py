@@ -255,7 +255,8 @@ SHARED = [
 @pytest.mark.parametrize("kind, ranks, parallel", SHARED)
 def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
-    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=EqualRanks(parallel.tp) if parallel.tp > 1 else Solo())
+    tensor = EqualRanks(parallel.tp) if parallel.tp > 1 else Solo()
+    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=tensor, pipeline=Solo())
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
@@ -349,7 +350,7 @@ def test_the_terms_of_each_kind_of_parallelism():
 
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
-    args.recompute = "block"
+    args.recompute, args.pp, args.pp_schedule, args.chunks = "block", 1, "1f1b", None
     args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
     args.parallel = RunConfig.parallel.fget(args)
     asked = {}

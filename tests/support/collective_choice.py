@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from gpt2core.app.run_config import resolve_rank_flags
 from gpt2core.app.settings import TrainSettings
 
-ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
-ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
+ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1, pp=1)
+ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None, pp_schedule="1f1b")
 
 
 def chosen(size, asked, measures_buckets=True, prefers_zero=False):

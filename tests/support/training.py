@@ -13,16 +13,17 @@ from stage0_serial.numpy_backend import NumpyBackend
 CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16, tied=False)
 TIED = GPT2Config(vocab_size=36, block_size=16, n_layer=1, n_head=4, n_embd=16, tied=True)
 BUCKET_MB = 0.02  # small enough for several buckets in these models
-OPTIMIZER = dict(clip=0.5, weight_decay=0.1, beta2=0.95)
+OPTIMIZER = dict(weight_decay=0.1, beta2=0.95)
 
 
 def make_trainer(
-    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_batches=8, backend=NumpyBackend
+    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_batches=8, backend=NumpyBackend,
+    clip=0.5,
 ):  # fmt: skip
     """A Trainer of `config` on this rank of `comm`, with `threads` workers, each with a `backend` of its own."""
     return Trainer(
         config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
-        micro_batches=micro_batches, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
+        micro_batches=micro_batches, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER | dict(clip=clip),
     )  # fmt: skip
 
 

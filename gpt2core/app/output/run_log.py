@@ -22,6 +22,7 @@ from gpt2core.app.run_config import nothing_left
 from gpt2core.app.settings import with_flags
 from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.errors import ConfigError, counted
+from gpt2core.parallel.stages import describe_stages
 
 
 class RunLog:
@@ -202,9 +203,12 @@ def describe(config, trainer, corpus):
     ]
     if not world.one_process:
         lines.append(
-            f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
-            f"{config.rank_flags}"
+            f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor "
+            + f"x {config.pp} pipeline " * (config.pp > 1)
+            + f"parallel, {config.rank_flags}"
         )
+    if config.pp > 1:
+        lines.append(describe_stages(model, config.pp, config.parallel.chunks))
     if trainer.bucket_size:
         lines.append(with_flags(str(trainer.bucket_size)))
     if config.zero:

@@ -1,0 +1,135 @@
+"""Run the actions of one rank of a pipeline: the same code for every schedule."""
+
+from gpt2core.tensor import no_grad
+
+KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
+TABLE = 0  # the tag of the tied table (tied.py); those of the messages of an Executor are larger
+
+
+class Executor:
+    """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
+
+    chunks: {chunk: its parts}; chunk c is on rank c % pipeline.size, and `count` is the number of chunks on all ranks.
+    width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients:
+    an object with begin(c), which is called before gradients of parameters of chunk c are computed, and, if the model
+    is `tied`, with embedding(m, dy), which is called for an E action. peak: the largest number of live activations of
+    one chunk and one micro-batch.
+    """
+
+    def __init__(self, chunks, count, pipeline, backend, width, dloss, gradients, tied):
+        self.chunks, self.last, self.pipeline, self.backend, self.width = chunks, count - 1, pipeline, backend, width
+        self.dloss, self.gradients, self.tied = dloss, gradients, tied
+        self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
+        self.peak = 0
+
+    def run(self, actions, batch, scale):
+        """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
+
+        batch: [(ids, targets) of each micro-batch]. A loss is `scale` times a sum over tokens. The message of the next
+        action is received while an action is computed; sends are waited for before the function returns, and those of
+        F(m, c) before B(m, c).
+        """
+        self.begin(batch, scale)
+        self.splits = any(kind == "W" for kind, _, _ in actions)
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            self.expect(action)
+            if following:
+                self.expect(following)
+            kind, m, c = action
+            self.actions[kind](m, c)
+        return self.finish()
+
+    @no_grad()
+    def evaluate(self, batch, scale):
+        """{m: loss} on the last rank, without gradients; an empty micro-batch has none."""
+        self.begin(batch, scale)
+        for m, (ids, _) in enumerate(batch):
+            for c in sorted(self.chunks) if len(ids) else ():
+                self.expect(("F", m, c))
+                self.forward(m, c)
+                self.graphs.clear()
+        return self.finish()
+
+    def begin(self, batch, scale):
+        self.batch, self.scale, self.losses = batch, scale, {}
+        self.graphs, self.later = {}, {}  # {(m, c): list}: graphs of the parts; functions for W
+        self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
+
+    def finish(self):
+        for handle in self.sent.values():
+            handle.wait()
+        return self.losses
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def forward(self, m, c):
+        ids, targets = self.batch[m]
+        x, graphs = self.receive("F", m, c) if c else ids, []
+        with self.backend.runtime.range("forward"):
+            for part in self.chunks[c]:
+                graphs.append(part.forward(x, targets, self.scale))
+                x = graphs[-1].y.data
+        self.graphs[m, c] = graphs
+        self.peak = max(self.peak, len(self.graphs))
+        if c == self.last:
+            self.losses[m] = x
+        else:
+            self.send("F", m, c, c + 1, x)
+
+    def backward(self, m, c):
+        dx = self.dloss if c == self.last else self.receive("B", m, c)
+        if ("F", m, c) in self.sent:
+            self.sent.pop(("F", m, c)).wait()  # at once: the receiver has used the array
+        graphs, later = self.graphs.pop((m, c)), [] if self.splits else None
+        if not self.splits:
+            self.gradients.begin(c)
+        with self.backend.runtime.range("backward"):
+            while graphs:
+                if self.tied and c == 0 and len(graphs) == 1:  # the graph of the embedding
+                    self.send("E", m, c, self.last, dx)
+                dx = graphs.pop().backward(dx, later)
+        if c:
+            self.send("B", m, c, c - 1, dx)
+        if self.splits:
+            self.later[m, c] = later
+
+    def parameter_gradients(self, m, c):
+        self.gradients.begin(c)
+        with self.backend.runtime.range("backward"):
+            for compute in self.later.pop((m, c)):
+                compute()
+
+    def embedding(self, m, c):
+        self.gradients.embedding(m, self.receive("E", m, c))
+
+    # -- messages: their key is (kind, m, c) of the action that sends them ---------------------------------------------
+
+    def key(self, kind, m, c):
+        """The key of the message that an action reads, or None."""
+        source = {"F": c - 1, "B": c + 1, "W": -1, "E": 0}[kind]
+        return (kind, m, source) if 0 <= source <= self.last else None
+
+    def expect(self, action):
+        """Start to receive the message that an action reads, unless it was started, or this rank sends it."""
+        key = self.key(*action)
+        if key and key not in self.arriving and self.rank(key[2]) != self.pipeline.rank:
+            out = self.backend.empty((*self.batch[key[1]][0].shape, self.width), self.backend.compute_dtype)
+            self.arriving[key] = self.pipeline.recv_start(out, self.rank(key[2]), self.tag(*key))
+
+    def receive(self, kind, m, c):
+        """The array that the action (kind, m, c) reads."""
+        key = self.key(kind, m, c)
+        return self.local.pop(key) if key in self.local else self.arriving.pop(key).wait()
+
+    def send(self, kind, m, c, to, array):
+        """Start to send a result of chunk c to chunk `to`."""
+        if self.rank(to) == self.pipeline.rank:
+            self.local[kind, m, c] = array
+        else:
+            self.sent[kind, m, c] = self.pipeline.send_start(array, self.rank(to), self.tag(kind, m, c))
+
+    def rank(self, c):
+        return c % self.pipeline.size
+
+    def tag(self, kind, m, c):
+        return TABLE + 1 + (m * (self.last + 1) + c) * len(KINDS) + KINDS.index(kind)

@@ -1,0 +1,36 @@
+"""The norm of a model that ranks divide, with the bits of one rank: the page sums of all ranks in the order of one."""
+
+import numpy as np
+
+from gpt2core.arena import SEGMENTS, round_up
+from gpt2core.parallel.tensor_parallel import is_replicated
+
+
+class ModelPages:
+    """Joins the page sums of the ranks of a group, each of which has a part of the model.
+
+    arenas: those of the ranks of `group`. names: of all parameters, in model order. The result has parameter after
+    parameter, and for each of them the pages of rank 0, rank 1, ... with its shards. A parameter that several ranks
+    have as a whole counts once.
+    """
+
+    def __init__(self, arenas, names, group, backend):
+        self.group, self.backend, self.rows = group, backend, max(arena.norm_pages for arena in arenas)
+        order = []  # indices of the all-gather of the page sums
+        for name in names:
+            ranks = [rank for rank, arena in enumerate(arenas) if name in arena.slices]
+            for rank in ranks[:1] if is_replicated(name) else ranks:
+                pages = arenas[rank].pages(arenas[rank].padded(name))
+                order.extend(range(rank * self.rows + pages.start, rank * self.rows + pages.stop))
+        self.order = None if len(arenas) == 1 else backend.asarray(np.array(order, np.intp))
+
+    def join(self, sums):
+        """The page sums of the model, from those of this rank's arena. All ranks of the group must call this method."""
+        if self.order is None:  # they are in order
+            return sums
+        if len(sums) < self.rows:
+            padded, sums = sums, self.backend.zeros((self.rows,), sums.dtype)
+            sums[: len(padded)] = padded
+        joined = self.backend.zeros((round_up(len(self.order), SEGMENTS),), sums.dtype)
+        joined[: len(self.order)] = self.group.all_gather(sums)[self.order]
+        return joined

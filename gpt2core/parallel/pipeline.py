@@ -1,0 +1,125 @@
+"""Pipeline parallelism: each rank has some of the units, and the micro-batches pass through the ranks (stages).
+
+PipelineMicroBatches has the methods of MicroBatches, and the same bits: kernels see one micro-batch each, as in a group
+of one, and each unit's gradients are added in the canonical order (tree_sum.py).
+"""
+
+import itertools
+
+import numpy as np
+
+from gpt2core.communicator import SOLO
+from gpt2core.data import even_slices
+from gpt2core.model import make_unit
+from gpt2core.parallel.executor import Executor
+from gpt2core.parallel.part import parts_of
+from gpt2core.parallel.schedules import SCHEDULES, with_tied_embedding
+from gpt2core.parallel.simulator import simulate
+from gpt2core.parallel.stages import units_of_chunks
+from gpt2core.parallel.tied import TiedTable
+from gpt2core.parallel.tree_stack import TreeStack
+from gpt2core.tensor import Destination, Tensor
+
+
+class PipelineMicroBatches:
+    """The `count` micro-batches of one replica, of which this rank computes its own units.
+
+    arena, parameters, gradients: of the parameters that this stage stores (stages.py). reduction: the DataParallel that
+    sums `gradients` over the replicas. pipeline: the ranks with the stages of this replica. parallel: ParallelConfig.
+    dloss: see Worker. tensors: {name: Tensor} of the parameters that this rank reads. schedule: that of all ranks.
+    """
+
+    merged, group = 1, SOLO
+
+    def __init__(self, config, arena, parameters, gradients, reduction, backend, count, pipeline, parallel, dloss=None):
+        self.arena, self.gradients, self.reduction, self.backend = arena, gradients, reduction, backend
+        self.count, self.workers, self.on_complete = count, [self], reduction.unit_completed
+        dloss = backend.ones((), np.float64) if dloss is None else dloss
+
+        def add(a, b):
+            backend.put(b, Destination(a, accumulate=True))
+
+        self.sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
+        self.views = [arena.views(flat) for flat in self.sums.buffers]
+        views = arena.views(parameters)
+        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
+        self.tied = None
+        if config.tied:
+            shapes = (config.vocab_size, config.n_embd), (config.block_size, config.n_embd)
+            self.tied = TiedTable(pipeline, self.tensors.get(config.head), *shapes, backend)
+            self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
+
+        names = dict(enumerate(units_of_chunks(config, pipeline.size * parallel.chunks)))
+        self.units = {c: units for c, units in names.items() if c % pipeline.size == pipeline.rank}
+        chunks = {c: self.parts(config, units, parallel.recompute, dloss) for c, units in self.units.items()}
+        self.executor = Executor(chunks, len(names), pipeline, backend, config.n_embd, dloss, self, config.tied)
+        self.schedule = make_schedule(parallel, count, config.tied)
+        self.actions = self.schedule[pipeline.rank]
+        losses = backend.zeros((count,), np.float64)  # 0 on a rank without the head
+        self.losses_of_step = [losses[m : m + 1].reshape(()) for m in range(count)]
+
+    def parts(self, config, names, recompute, dloss):
+        """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
+        units = [make_unit(name, config, self.tensors, dloss=dloss) for name in names]
+        first = units[:1] if names[0] == "embedding" else []
+        groups = [group for group in (first, units[len(first) :]) if group]
+        hooks = {"completed": self.unit_completed}
+        return [part for group in groups for part in parts_of(group, self.backend, recompute, **hooks)]
+
+    def deal(self, inputs, targets, rows, merged=1):
+        """See MicroBatches.deal."""
+        return [[(inputs[part], targets[part]) for part in even_slices(rows, self.count)]]
+
+    def backward(self, batch, scale):
+        """See MicroBatches.backward. The losses are 0 on a rank without the head."""
+        self.reduction.begin()
+        self.batch = batch[0]
+        numbers = [*self.units, "embedding"]
+        self.numbers = {each: itertools.count() for each in numbers}  # how many gradients of a chunk were computed
+        self.refresh()
+        for m, loss in self.executor.run(self.actions, self.batch, scale).items():
+            self.losses_of_step[m][...] = loss
+        return self.losses_of_step
+
+    def losses(self, inputs, targets, scale, rows):
+        """See MicroBatches.losses. The losses are 0 on a rank without the head."""
+        self.refresh()
+        losses = self.executor.evaluate(self.deal(inputs, targets, rows)[0], scale)
+        return [losses[m].item() if m in losses else 0.0 for m in range(self.count)]
+
+    def refresh(self):
+        if self.tied:
+            self.tied.refresh()
+
+    # -- gradients: called by the Executor -----------------------------------------------------------------------------
+
+    def begin(self, c):
+        """Set the destinations of the gradients of a chunk's next micro-batch."""
+        self.number = next(self.numbers[c])
+        index, adds = self.sums.place(self.number)
+        for unit in self.units[c]:
+            for name in self.arena.units[unit]:
+                tensor = self.tensors[name]
+                tensor.buffer = self.views[index][name]
+                tensor.grad = tensor.buffer if adds else None
+        if self.tied and "head" in self.units[c]:
+            self.tied.begin()
+
+    def embedding(self, m, dy):
+        """Add the gradient of a tied table for micro-batch m; dy: the gradient of the embedding's output."""
+        self.number, name = next(self.numbers["embedding"]), "transformer.wte.weight"
+        index, adds = self.sums.place(self.number)
+        gradient = self.tied.add_embedding(self.batch[m][0], dy)
+        self.backend.put(gradient, Destination(self.views[index][name], accumulate=adds))
+        self.unit_completed("embedding")
+
+    def unit_completed(self, unit):
+        """Complete the sum of a unit's gradients over the micro-batches so far."""
+        if self.sums.add_sums(self.number, self.arena.unit_slice(unit)):
+            self.on_complete(unit)
+
+
+def make_schedule(parallel, count, tied):
+    """The schedule of a ParallelConfig for `count` micro-batches."""
+    schedule = SCHEDULES[parallel.pp_schedule](parallel.pp, count, parallel.chunks)
+    return with_tied_embedding(schedule, simulate) if tied else schedule

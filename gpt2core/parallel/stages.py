@@ -1,0 +1,44 @@
+"""Which stage of a pipeline has which units and which parameters of a model."""
+
+from gpt2core.architecture import parameter_shapes
+from gpt2core.arena import unit_of
+from gpt2core.data import even_slices
+from gpt2core.model import unit_names
+
+
+def units_of_chunks(config, count):
+    """The names of the units of each of `count` chunks of the model.
+
+    The layers are divided evenly; if `count` does not divide them, some chunks have one layer more. The first chunk
+    also has the embedding, the last one the head. `count` must be at most n_layer.
+    """
+    embedding, *blocks, head = unit_names(config)
+    chunks = [blocks[part] for part in even_slices(len(blocks), count)]
+    chunks[0].insert(0, embedding)
+    chunks[-1].append(head)
+    return chunks
+
+
+def stages_of_parameters(config, stages, chunks):
+    """{name of a parameter: the stage that stores and updates it}, in model order.
+
+    stages: the number of stages. chunks: the number of chunks on each stage; chunk c is on stage c % stages. A tied
+    table belongs to the stage of the head; that of the embedding has a copy (tied.py).
+    """
+    units = units_of_chunks(config, stages * chunks)
+    stage_of = {unit: number % stages for number, names in enumerate(units) for unit in names}
+    owners = {name: stage_of[unit_of(name)] for name, _ in parameter_shapes(config)}
+    return owners | {config.head: stage_of["head"]}
+
+
+def describe_stages(config, stages, chunks):
+    """Text such as "stage 0: embedding, h.0; stage 1: h.1 to h.3, head"."""
+    units = [", ".join(in_words(names)) for names in units_of_chunks(config, stages * chunks)]
+    return "; ".join(f"stage {stage}: {' and '.join(units[stage::stages])}" for stage in range(stages))
+
+
+def in_words(units):
+    """The names of consecutive units, with "h.0 to h.2" in place of several blocks."""
+    blocks = [name for name in units if name.startswith("h.")]
+    words = [blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"]
+    return [name for name in units if name == "embedding"] + words + [name for name in units if name == "head"]

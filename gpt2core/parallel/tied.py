@@ -1,0 +1,53 @@
+"""A tied table on the first and the last stage of a pipeline, with the bits of one rank.
+
+One rank adds, for each micro-batch, the gradient of the embedding to that of the head, and the sum enters the sum over
+micro-batches. The last stage has the head, so it stores the table and its gradient. The first stage has a copy of the
+table. It sends dy, the gradient (B, T, C) of the embedding's output, instead of the gradient (V, C) of the table, and
+the last stage adds the rows of dy to the gradient of the head. Until dy has arrived, that gradient waits.
+"""
+
+# B batch, T time, C channels, V vocabulary
+
+import numpy as np
+
+from gpt2core.parallel.executor import TABLE
+from gpt2core.tensor import Tensor
+
+
+class TiedTable:
+    """The table of this rank.
+
+    tensor: on the last rank, that of the stored table; on the first rank, that of the copy; otherwise None.
+    stored: the Tensor (V, C) on the last rank, None on the others. shape: (V, C). positions: the shape of wpe.
+    """
+
+    def __init__(self, pipeline, stored, shape, positions, backend):
+        self.pipeline, self.backend, self.tensor = pipeline, backend, stored
+        self.first, self.last = pipeline.is_root, pipeline.rank == pipeline.size - 1
+        if self.first:
+            self.tensor = Tensor(backend.zeros(shape, backend.compute_dtype), backend)
+        self.positions = np.broadcast_to(backend.compute_dtype.type(0), positions)  # of wpe, only the shape is read
+        self.waiting = []  # gradients of the head, oldest micro-batch first
+
+    def refresh(self):
+        """Copy the table from the last rank to the first; before each forward pass, after the table may have changed.
+
+        All ranks of the pipeline call this method.
+        """
+        self.waiting.clear()  # of a step that has failed
+        if self.last:
+            self.pipeline.send(self.tensor.data, 0, TABLE)
+        elif self.first:
+            self.pipeline.recv(self.tensor.data, self.pipeline.size - 1, TABLE)
+
+    def begin(self):
+        """On the last rank, before backward of the head: it writes the gradient of the table to a new array."""
+        self.waiting.append(self.backend.empty(self.tensor.shape, self.backend.dtype))
+        self.tensor.buffer, self.tensor.grad = self.waiting[-1], None
+
+    def add_embedding(self, ids, dy):
+        """The gradient of the table for the oldest micro-batch that waits; ids (B, T), dy (B, T, C) are its own."""
+        self.tensor.buffer = self.tensor.grad = self.waiting.pop(0)
+        rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, self.positions)
+        self.tensor.receive(rows)
+        return self.tensor.grad

@@ -1,0 +1,243 @@
+"""A pipeline has the bits of one rank: for every schedule, number of stages and replicas, and across checkpoints."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
+from gpt2core.errors import ConfigError, Diverged
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.schedules import SCHEDULES
+from gpt2core.parallel.simulator import simulate
+from gpt2core.parallel.stages import describe_stages
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import (
+    check_finite,
+    current_model,
+    load,
+    named_moments,
+    named_parameters,
+    parameter_hash,
+    verify,
+)
+from gpt2core.plain_backend import PlainBackend
+from gpt2core.training_loop import read_batch
+from tests.support.collective_choice import chosen
+from tests.support.training import assert_same, make_trainer, train
+
+TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
+
+
+def model(layers=4, tied=False):
+    return GPT2Config(vocab_size=36, block_size=16, n_layer=layers, n_head=2, n_embd=8, tied=tied)
+
+
+@functools.cache
+def serial(**options):
+    return train(Solo(), ParallelConfig(), TOKENS, steps=2, **options)
+
+
+def assert_serial_bits(ranks, parallel, **options):
+    for got in run_ranks(ranks, lambda comm: train(comm, parallel, TOKENS, steps=2, **options)):
+        assert_same(got, serial(**options))
+
+
+# -- the serial bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp, dp", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_serial_bits(schedule, tied, pp, dp):
+    layers = 8 if schedule == "interleaved" and pp == 4 else 4
+    assert_serial_bits(pp * dp, ParallelConfig(pp=pp, pp_schedule=schedule), config=model(layers, tied))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_without_clipping_too(schedule, tied):
+    assert_serial_bits(2, ParallelConfig(pp=2, pp_schedule=schedule), config=model(tied=tied), clip=0.0)
+
+
+@pytest.mark.parametrize("layers, pp, chunks", [(3, 2, 1), (5, 4, 1), (7, 2, 3)])
+def test_stages_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, chunks):
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    parallel = ParallelConfig(pp=pp, pp_schedule=schedule, chunks=chunks)
+    assert_serial_bits(pp, parallel, config=model(layers, tied=True))
+
+
+@pytest.mark.parametrize("dp, zero", [("naive", 0), ("overlap", 0), ("bucket", 0), ("flat", 1), ("bucket", 1)])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_every_strategy_of_data_parallelism_gives_the_serial_bits(schedule, dp, zero):
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule, dp=dp, bucket_mb=0.002, zero=zero)
+    assert_serial_bits(4, parallel, config=model(tied=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recomputed_blocks_give_the_serial_bits(schedule):
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule, recompute="block")
+    assert_serial_bits(2, parallel, config=model(tied=True))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(backend=PlainBackend), dict(micro_batches=2), dict(micro_batches=16)], ids=str
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_another_backend_or_number_of_micro_batches_gives_the_serial_bits(schedule, options):
+    assert_serial_bits(2, ParallelConfig(pp=2, pp_schedule=schedule), config=model(tied=True), **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_another_order_of_backward_gives_other_bits(schedule, monkeypatch):
+    """A control: the canonical order of the sums depends on the schedule."""
+
+    original = SCHEDULES[schedule]
+
+    def reordered(P, M, V=1):
+        order = {m: m for m in range(M)} | {1: 2, 2: 1}
+        return [[(kind, order[m], c) for kind, m, c in actions] for actions in original(P, M, V)]
+
+    monkeypatch.setitem(SCHEDULES, schedule, reordered)
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule)
+    for got in run_ranks(2, lambda comm: train(comm, parallel, TOKENS, steps=2, config=model())):
+        assert got[0] != serial(config=model())[0]
+        np.testing.assert_allclose(got[0], serial(config=model())[0], rtol=1e-4)  # float32: only rounding errors
+
+
+# -- what a rank has ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_parameter_is_stored_by_one_stage(tied):
+    config = model(5, tied)
+    names = run_ranks(4, lambda comm: list(make_trainer(comm, ParallelConfig(pp=4), config=config).arena.slices))
+    assert sorted(sum(names, [])) == sorted(name for name, _ in parameter_shapes(config))
+    assert config.head in names[-1] and "transformer.wpe.weight" in names[0]
+    text = "stage 0: embedding, h.0; stage 1: h.1; stage 2: h.2; stage 3: h.3 to h.4, head"
+    assert describe_stages(config, 4, 1) == text
+
+
+def test_the_stages_of_an_interleaved_schedule_are_described():
+    text = "stage 0: embedding, h.0 and h.3 to h.4; stage 1: h.1 to h.2 and h.5 to h.6, head"
+    assert describe_stages(model(7), 2, 2) == text
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_live_activations_are_those_of_the_simulation(schedule):
+    parallel, config = ParallelConfig(pp=4, pp_schedule=schedule), model(8)
+    results = run_ranks(4, lambda comm: train(comm, parallel, TOKENS, steps=1, config=config))
+    stages = [trainer.accumulator for *_, trainer in results]
+    assert [stage.executor.peak for stage in stages] == simulate(stages[0].schedule).peaks
+
+
+# -- evaluation, checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_validation_loss_is_that_of_one_rank(tied):
+    windows = Windows(TOKENS[:500], 16)  # the last batch has empty micro-batches
+
+    def validated(comm, **layout):
+        return evaluate(make_trainer(comm, ParallelConfig(**layout), config=model(tied=tied)), windows)
+
+    want = validated(Solo())
+    for pp, schedule in ((2, "interleaved"), (4, "1f1b")):
+        assert set(run_ranks(4, functools.partial(validated, pp=pp, pp_schedule=schedule))) == {want}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_continues_at_another_layout(tied):
+    layouts = [(1, {}), (2, dict(pp=2)), (4, dict(pp=2, pp_schedule="interleaved")), (2, dict(zero=1)), (1, {}),
+               (4, dict(pp=2, pp_schedule="zero-bubble", zero=1)), (4, dict(pp=4, pp_schedule="gpipe"))]  # fmt: skip
+    config = model(tied=tied)
+    want, windows = make_trainer(Solo(), ParallelConfig(), config=config), Windows(TOKENS, 16)
+
+    def continued(comm, layout, saved):
+        trainer = make_trainer(comm, ParallelConfig(**layout), config=config)
+        if saved:
+            parameters, moments, steps, position = saved
+            load(trainer, *((parameters, moments) if comm.is_root else (None, None)), steps, position)
+        report = trainer.step(read_batch(trainer, windows), 3e-3)
+        check_finite(trainer)
+        verify(trainer)
+        copies = ({name: np.array(array) for name, array in named_parameters(trainer).items()},
+                  {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()})  # fmt: skip
+        return report.loss, parameter_hash(trainer), (*copies, trainer.steps, trainer.position)
+
+    saved = None
+    for ranks, layout in layouts:
+        loss = want.step(read_batch(want, windows), 3e-3).loss
+        results = run_ranks(ranks, continued, layout, saved)
+        assert {result[:2] for result in results} == {(loss, parameter_hash(want))}
+        saved = results[0][2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_gets_the_whole_model_to_generate(tied):
+    def logits(comm):
+        trainer = train(comm, ParallelConfig(pp=comm.size), TOKENS, steps=2, config=model(tied=tied))[3]
+        return current_model(trainer).logits(TOKENS[None, :16]).numpy()
+
+    want = logits(Solo())
+    for got in run_ranks(2, logits):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_parameter_that_is_not_finite_on_one_stage_is_found_by_all():
+    def check(comm):
+        trainer = make_trainer(comm, ParallelConfig(pp=2), config=model())
+        if comm.rank == 1:
+            trainer.parameters[0] = np.inf
+        with pytest.raises(Diverged, match="the norm of the parameters is inf"):
+            check_finite(trainer)
+
+    run_ranks(2, check)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class OtherDevice(PlainBackend):
+    name, xp = "cuda", None
+
+
+@pytest.mark.parametrize("ranks, parallel, options, message", [
+    (2, dict(pp=2, pp_schedule="2f2b"), {},
+     "`pp_schedule=2f2b` is unknown: choose from gpipe, 1f1b, interleaved, zero-bubble"),
+    (2, dict(pp=2, chunks=2), {},
+     "`chunks=2` and `pp_schedule=1f1b`: use `chunks=1`, or `pp_schedule=interleaved`"),
+    (4, dict(pp=2, tp=2), {}, "`pp=2` and `tp=2` exclude each other: use `tp=1` or `pp=1`"),
+    (4, dict(pp=2, zero=1, zero_gather="forward"), {},
+     "`pp=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `pp=1`"),
+    (4, dict(pp=2, compress="int8"), {},
+     "`pp=2` and `compress=int8` exclude each other: use `compress=none` or `pp=1`"),
+    (2, dict(pp=2), dict(threads=2), "`pp=2` and `threads=2` exclude each other: use `threads=1` or `pp=1`"),
+    (4, dict(pp=4), dict(config=model(3)),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=4` stages with 1 chunk each"),
+    (2, dict(pp=2, pp_schedule="interleaved"), dict(config=model(3)),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=2` stages with 2 chunks each: use fewer stages"),
+    (4, dict(pp=2), dict(micro_batches=2),
+     "each replica has 1 micro-batch, fewer than `pp=2` stages: use `micro_batches=4` or more"),
+    (2, dict(pp=2, pp_schedule="interleaved"), dict(micro_batches=5, batch_size=10),
+     "`pp_schedule=interleaved`: each replica has 5 micro-batches, not divisible by `pp=2` stages: use "
+     "`micro_batches=4`"),
+    (2, dict(pp=2), dict(backend=OtherDevice), "`pp=2`: cuda has no pipeline: use stage 1, or omit the flag"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused(ranks, parallel, options, message):
+    def refused(comm):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            make_trainer(comm, ParallelConfig(**parallel), **dict(config=model()) | options)
+
+    run_ranks(ranks, refused)
+
+
+@pytest.mark.parametrize("pp, noted", [(1, True), (2, False)])
+def test_flags_of_a_pipeline_without_one_are_noted(pp, noted):
+    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2))
+    want = [f"note: {flag}: no effect, because --pp is 1" for flag in ("--pp-schedule gpipe", "--chunks 2")]
+    assert notes == (want if noted else [])
