@@ -59,12 +59,12 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    own: the slice of the arrays that is updated here; by default the whole. The subclass ShardedAdamW
-    (parallel/sharded_adamw.py) divides the update over threads and ranks.
+    The subclass ShardedAdamW (parallel/sharded_adamw.py) divides the update over threads and ranks; size: the number of
+    parameters that are updated here, by default all.
     """
 
     def __init__(
-        self, arena, parameters, backend, *, own=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
+        self, arena, parameters, backend, *, size=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
     ):  # fmt: skip
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
@@ -74,9 +74,9 @@ class AdamW:
                 raise ConfigError(f"`{name}={value}` must be finite and not negative")
         self.arena, self.parameters, self.backend = arena, parameters, backend
         self.betas, self.eps, self.weight_decay, self.bound = (beta1, beta2), eps, weight_decay, clip
-        self.own = own or slice(0, arena.size)
-        size = self.own.stop - self.own.start
-        self.exp_avg, self.exp_avg_sq = (backend.zeros((size,), parameters.dtype) for _ in "mv")  # m and v
+        self.exp_avg, self.exp_avg_sq = (  # m and v
+            backend.zeros((size or arena.size,), parameters.dtype) for _ in range(2)
+        )
         self.decays = backend.asarray(arena.decays())
         self.padding = [] if eps else arena.padding()
 
@@ -104,15 +104,9 @@ class AdamW:
 
     def update(self, gradients, factor, hyperparameters):
         """Update the parameters from flat `gradients` * factor; arguments: results of clip() and hyperparameters()."""
-        p, m, v, g, decays = self.arrays(self.own, gradients)
-        self.backend.adamw_step(p, m, v, g, hyperparameters, factor, decays, self.betas)
-        self.clear_padding(self.parameters)
-
-    def arrays(self, share, gradients):
-        """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""
-        moments = slice(share.start - self.own.start, share.stop - self.own.start)
-        p, m, v, g = self.parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
-        return p, m, v, g, self.decays[self.arena.pages(share)]
+        p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
+        self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)
+        self.clear_padding(p)
 
     def clear_padding(self, flat):
         """Set the padding of the arena to 0 again if eps is 0, because the formula is 0 / 0 there."""

@@ -178,10 +178,11 @@ class Tensor:
 
         gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
         freed during the pass unless `retain_graph`. later: a list, or None. If it is a list, the gradients of the
-        leaves are not computed: functions without arguments are appended to it, and calling them in order completes the
-        pass. The contents of gradients in a `buffer` are complete after backend.runtime.join(). Arrays of the graph
-        must not be changed before backward(). Raises AutogradError for a graph that was freed or never recorded, or if
-        `gradient` is missing for several elements; ShapeError if a gradient has another shape than its tensor.
+        leaves that are functions are not computed, and no leaf receives its gradient: functions without arguments are
+        appended to the list, and calling them in order completes the pass. The contents of gradients in a `buffer` are
+        complete after backend.runtime.join(). Arrays of the graph must not be changed before backward(). Raises
+        AutogradError for a graph that was freed or never recorded, or if `gradient` is missing for several elements;
+        ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(

@@ -87,7 +87,9 @@ def train(make_backend, world, args, cores, transport, lock):
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
     trace = all_or_raise(world, lambda: make_trace(config, trainer))
-    windows, validation, schedule = all_or_raise(world, lambda: make_schedule(config, corpus, trainer.mesh.data))
+    windows, validation, schedule = all_or_raise(
+        world, lambda: make_data_and_schedule(config, corpus, trainer.mesh.data)
+    )
     if config.resume or config.init_from:
         source = inputs and inputs.source
         notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
@@ -193,7 +195,7 @@ def make_trace(config, trainer):
     return Trace(trainer, config.trace, config.trace_steps) if config.trace else None
 
 
-def make_schedule(config, corpus, group):
+def make_data_and_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
     names = text_names(config)
     with naming_text(names[0]):

@@ -51,7 +51,7 @@ class Loop:
         self.trainer, self.windows, self.schedule, self.steps = trainer, windows, schedule, steps
         self.intervals, self.on_step, self.validation, self.save = intervals, on_step, validation, save
         self.received_signal = received_signal
-        self.batch = None  # that of the step after the steps in flight, if it was read
+        self.batch = None  # the batch that was read last; it may be that of the newest step in flight
         self.stopping = 0  # the number of a signal, LOG_LOST, or 0; equal on all ranks
         self.log_error = None  # the first error of on_step on this rank
 

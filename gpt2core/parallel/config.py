@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2core.errors import ConfigError, counted
+from gpt2core.errors import ConfigError, counted, require_size
 from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.schedules import SCHEDULES
 
 
@@ -27,6 +28,11 @@ class ParallelConfig:
     def __post_init__(self):
         if self.chunks is None:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
+        for name in ("tp", "pp", "chunks"):
+            require_size(name, getattr(self, name))
+        for name, words in (("pp_schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"`{name}={getattr(self, name)}` is unknown: choose from {', '.join(words)}")
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
@@ -114,9 +120,7 @@ def check_pipeline(config, parallel, backends, count, replicas):
         return
     if backends[0].xp is not np:
         raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
-    if name not in SCHEDULES:
-        raise ConfigError(f"`pp_schedule={name}` is unknown: choose from {', '.join(SCHEDULES)}")
-    if chunks < 1 or chunks > 1 and name != "interleaved":
+    if chunks > 1 and name != "interleaved":
         raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
     for option, only in (("tp", 1), ("zero_gather", "end"), ("compress", "none")):
         if (value := getattr(parallel, option)) != only:

@@ -12,8 +12,8 @@ class Executor:
     chunks: {chunk: its parts}; chunk c is on rank c % pipeline.size, and `count` is the number of chunks on all ranks.
     width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients:
     an object with begin(c), which is called before gradients of parameters of chunk c are computed, and, if the model
-    is `tied`, with embedding(m, dy), which is called for an E action. peak: the largest number of live activations of
-    one chunk and one micro-batch.
+    is `tied`, with add_embedding(m, dy), which is called for an E action. peak: the largest number of graphs of one
+    chunk and one micro-batch that were kept at the same time; what W actions still need is not counted.
     """
 
     def __init__(self, chunks, count, pipeline, backend, width, dloss, gradients, tied):
@@ -100,7 +100,7 @@ class Executor:
                 compute()
 
     def embedding(self, m, c):
-        self.gradients.embedding(m, self.receive("E", m, c))
+        self.gradients.add_embedding(m, self.receive("E", m, c))
 
     # -- messages: their key is (kind, m, c) of the action that sends them ---------------------------------------------
 

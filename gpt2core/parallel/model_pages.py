@@ -1,4 +1,4 @@
-"""The norm of a model that ranks divide, with the bits of one rank: the page sums of all ranks in the order of one."""
+"""The norm of a model that ranks divide: the page sums of all ranks in model order, in a pipeline as on one rank."""
 
 import numpy as np
 

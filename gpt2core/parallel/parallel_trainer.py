@@ -1,4 +1,4 @@
-"""A Trainer whose step is divided over worker threads and ranks; if their numbers are powers of two, with its bits."""
+"""A Trainer whose step is divided over threads and ranks. It has the same bits if their numbers are powers of two."""
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
@@ -24,7 +24,7 @@ from gpt2core.trainer import Trainer
 
 
 class ParallelTrainer(Trainer):
-    """A model, its optimizer, and the threads and ranks that share the work.
+    """A Trainer whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
     the cores. batch_size, seq_len, micro_batches: of the global batch. world: the Communicator of all ranks. parallel:

@@ -7,7 +7,6 @@ array of the residual stream, and its gradient.
 
 import functools
 
-from gpt2core.errors import ConfigError
 from gpt2core.model import Embedding, Head
 from gpt2core.stream import Stream
 from gpt2core.tensor import Tensor
@@ -65,7 +64,10 @@ class Graph:
 
 
 class RecomputedPart(Part):
-    """A part that keeps only its input; backward computes its forward pass again (Chen et al. 2016)."""
+    """A part that keeps only its input; backward computes its forward pass again (Chen et al. 2016).
+
+    The first forward pass records too: without recording, a backend may use other kernels, with other last bits.
+    """
 
     def forward(self, *inputs):
         return RecomputedGraph(super().forward, inputs)
@@ -89,11 +91,8 @@ def parts_of(units, backend, recompute="none", **hooks):
     """The parts of these consecutive units of a model. hooks: the arguments `before` and `completed` of Part.
 
     recompute: "none": one part. "block": each block is a RecomputedPart, except the one before the head. Its
-    activations are needed right after its forward pass, so it is one part with the head. Raises ConfigError for another
-    word.
+    activations are needed right after its forward pass, so it is one part with the head.
     """
-    if recompute not in RECOMPUTE:
-        raise ConfigError(f"`recompute={recompute}` is unknown: choose from {', '.join(RECOMPUTE)}")
     if recompute == "none":
         return [Part(units, backend, **hooks)]
     end = len(units) - 2 * isinstance(units[-1], Head)

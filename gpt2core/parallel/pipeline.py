@@ -14,7 +14,6 @@ from gpt2core.model import make_unit
 from gpt2core.parallel.executor import Executor
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.schedules import SCHEDULES, with_tied_embedding
-from gpt2core.parallel.simulator import simulate
 from gpt2core.parallel.stages import units_of_chunks
 from gpt2core.parallel.tied import TiedTable
 from gpt2core.parallel.tree_stack import TreeStack
@@ -105,7 +104,7 @@ class PipelineMicroBatches:
         if self.tied and "head" in self.units[c]:
             self.tied.begin()
 
-    def embedding(self, m, dy):
+    def add_embedding(self, m, dy):
         """Add the gradient of a tied table for micro-batch m; dy: the gradient of the embedding's output."""
         self.number, name = next(self.numbers["embedding"]), "transformer.wte.weight"
         index, adds = self.sums.place(self.number)
@@ -122,4 +121,4 @@ class PipelineMicroBatches:
 def make_schedule(parallel, count, tied):
     """The schedule of a ParallelConfig for `count` micro-batches."""
     schedule = SCHEDULES[parallel.pp_schedule](parallel.pp, count, parallel.chunks)
-    return with_tied_embedding(schedule, simulate) if tied else schedule
+    return with_tied_embedding(schedule) if tied else schedule

@@ -2,7 +2,7 @@
 
 kind   F  forward
        B  backward: the gradient of the input, and without W actions also the gradients of the parameters
-       W  the gradients of the parameters (zero-bubble)
+       W  the gradients of the parameters (zero-bubble); those that are arrays, as with PlainBackend, are computed in B
        E  tied models, on the rank of the head: add the embedding's gradient to that of the head (tied.py)
 chunk  consecutive units of the model; chunk c is on rank c % P. The first chunk begins with the embedding, the last
        ends with the head.
@@ -14,6 +14,7 @@ the canonical order (tree_sum.py), with few partial sums in memory.
 # P ranks, M micro-batches, V chunks on each rank
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.simulator import simulate
 
 
 def gpipe(P, M, V=1):
@@ -64,10 +65,10 @@ def alternate(warm_up, forward, backward):
     return actions
 
 
-def with_tied_embedding(schedule, simulate):
+def with_tied_embedding(schedule):
     """The schedule with E actions on the rank of the last chunk, each at a place where it does not wait.
 
-    simulate: see simulator.py. The places follow from the simulated times, so the actions of all ranks still have an
+    The places follow from the simulated times (simulator.py), so the actions of all ranks still have an
     order in which each one is after those that it needs: no rank waits forever.
     """
     times = simulate(schedule).times

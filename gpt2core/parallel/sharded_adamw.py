@@ -41,8 +41,8 @@ class ShardedAdamW(AdamW):
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
-        own = arena.share(self.owners.rank, self.owners.size)
-        super().__init__(arena, parameters, pool.backends[0], own=own, **options)
+        self.own = own = arena.share(self.owners.rank, self.owners.size)
+        super().__init__(arena, parameters, pool.backends[0], size=own.stop - own.start, **options)
         self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
 
     def hyperparameters(self, step, lr):
@@ -83,6 +83,12 @@ class ShardedAdamW(AdamW):
             self.clear_padding(self.compute_parameters)
             if self.gathers:
                 self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+
+    def arrays(self, share, gradients):
+        """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""
+        moments = slice(share.start - self.own.start, share.stop - self.own.start)
+        p, m, v, g = self.parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
+        return p, m, v, g, self.decays[self.arena.pages(share)]
 
     def gather(self):
         """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""

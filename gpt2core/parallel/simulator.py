@@ -23,7 +23,8 @@ class Prediction:
     def picture(self, width=100):
         """A text with one line for each rank, in which each column is a `width`-th of the step.
 
-        F is the last digit of its micro-batch, B a letter (a for micro-batch 0), W is w, E is e, and a dot is a wait.
+        F is the last digit of its micro-batch, B a letter (a for micro-batch 0), W is w, E is e if its time is not 0,
+        and a dot is a wait.
         """
         lines = []
         for rank, actions in enumerate(self.schedule):

@@ -32,9 +32,9 @@ def stages_of_parameters(config, stages, chunks):
 
 
 def describe_stages(config, stages, chunks):
-    """Text such as "stage 0: embedding, h.0; stage 1: h.1 to h.3, head"."""
+    """Text such as "pipeline rank 0: embedding, h.0; pipeline rank 1: h.1 to h.3, head"."""
     units = [", ".join(in_words(names)) for names in units_of_chunks(config, stages * chunks)]
-    return "; ".join(f"stage {stage}: {' and '.join(units[stage::stages])}" for stage in range(stages))
+    return "; ".join(f"pipeline rank {stage}: {' and '.join(units[stage::stages])}" for stage in range(stages))
 
 
 def in_words(units):

@@ -1,9 +1,9 @@
 """A tied table on the first and the last stage of a pipeline, with the bits of one rank.
 
-One rank adds, for each micro-batch, the gradient of the embedding to that of the head, and the sum enters the sum over
-micro-batches. The last stage has the head, so it stores the table and its gradient. The first stage has a copy of the
-table. It sends dy, the gradient (B, T, C) of the embedding's output, instead of the gradient (V, C) of the table, and
-the last stage adds the rows of dy to the gradient of the head. Until dy has arrived, that gradient waits.
+A run with one rank adds, for each micro-batch, the gradient of the embedding to that of the head; the result enters the
+sum over micro-batches. The last stage has the head, so it stores the table and its gradient. The first stage has a copy
+of the table. It sends dy, the gradient (B, T, C) of the embedding's output, instead of the gradient (V, C) of the
+table, and the last stage adds the rows of dy to the gradient of the head, which waits until dy has arrived.
 """
 
 # B batch, T time, C channels, V vocabulary

@@ -118,12 +118,14 @@ def test_each_parameter_is_stored_by_one_stage(tied):
     names = run_ranks(4, lambda comm: list(make_trainer(comm, ParallelConfig(pp=4), config=config).arena.slices))
     assert sorted(sum(names, [])) == sorted(name for name, _ in parameter_shapes(config))
     assert config.head in names[-1] and "transformer.wpe.weight" in names[0]
-    text = "stage 0: embedding, h.0; stage 1: h.1; stage 2: h.2; stage 3: h.3 to h.4, head"
+    text = (
+        "pipeline rank 0: embedding, h.0; pipeline rank 1: h.1; pipeline rank 2: h.2; pipeline rank 3: h.3 to h.4, head"
+    )
     assert describe_stages(config, 4, 1) == text
 
 
 def test_the_stages_of_an_interleaved_schedule_are_described():
-    text = "stage 0: embedding, h.0 and h.3 to h.4; stage 1: h.1 to h.2 and h.5 to h.6, head"
+    text = "pipeline rank 0: embedding, h.0 and h.3 to h.4; pipeline rank 1: h.1 to h.2 and h.5 to h.6, head"
     assert describe_stages(model(7), 2, 2) == text
 
 
@@ -234,6 +236,12 @@ def test_what_is_not_supported_is_refused(ranks, parallel, options, message):
             make_trainer(comm, ParallelConfig(**parallel), **dict(config=model()) | options)
 
     run_ranks(ranks, refused)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "chunks"])
+def test_a_size_below_one_is_refused(name):
+    with pytest.raises(ConfigError, match=f"`{name}=0` must be a positive whole number"):
+        ParallelConfig(**{name: 0})
 
 
 @pytest.mark.parametrize("pp, noted", [(1, True), (2, False)])

@@ -45,7 +45,7 @@ def test_messages_and_unequal_chunks_take_their_time():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_additions_of_the_embedding_take_no_time_of_the_step(name):
     schedule = SCHEDULES[name](4, 8)
-    assert simulate(with_tied_embedding(schedule, simulate)).seconds == simulate(schedule).seconds
+    assert simulate(with_tied_embedding(schedule)).seconds == simulate(schedule).seconds
 
 
 def test_ranks_that_would_wait_forever_are_found():

@@ -158,7 +158,7 @@ def test_a_pipeline_gives_the_serial_bits(serial, ranks, number, pp, schedule, d
     done, log = ranks(number, *flags, *how)
     assert curve(log) == curve(serial(*flags))
     assert f"{number} ranks: {number // pp} data x 1 tensor x {pp} pipeline parallel, --dp {dp}" in done.out
-    assert "stage 0: embedding, h.0" in done.out and "head" in done.out
+    assert "pipeline rank 0: embedding, h.0" in done.out and "head" in done.out
     assert rows_of(log)[0]["bytes_sent"] > 0
 
 
