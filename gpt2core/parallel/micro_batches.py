@@ -19,9 +19,9 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import parts_of
-from gpt2core.parallel.tree_stack import TreeStack
+from gpt2core.parallel.tree_stack import gradient_sums
 from gpt2core.parallel.zero import NoGather
-from gpt2core.tensor import Destination, Tensor, no_grad
+from gpt2core.tensor import Destination, no_grad
 from gpt2core.tree_sum import tree_reduce
 
 SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
@@ -38,24 +38,18 @@ class Worker:
     """
 
     def __init__(
-        self, config, arena, parameters, gradients, backend, count, group, dloss, wait, completed, merged=1,
+        self, config, arena, parameters, gradients, backend, count, group, wait, completed, dloss=None, merged=1,
         recompute="none",
     ):  # fmt: skip
         self.arena, self.backend, self.wait, self.completed = arena, backend, wait, completed
         self.dloss = backend.ones((), np.float64) if dloss is None else dloss
 
-        def add(a, b):
-            backend.put(b, Destination(a, accumulate=True))
-
         self.gradients = gradients
-        self.sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
-        self.views = [arena.views(flat) for flat in self.sums.buffers]
-        views = arena.views(parameters)
-        self.tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in views.items()}
+        self.sums, self.views, self.tensors = gradient_sums(arena, parameters, gradients, backend, count)
         # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
         twice = [config.head] if config.tied and merged * count > 1 else []
         lead = (merged,) if merged > 1 else ()
-        self.apart = {name: backend.empty((*lead, *views[name].shape), backend.dtype) for name in twice}
+        self.apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
         self.model, self.group, self.recompute = GPT2(config, self.tensors, group, self.dloss), group, recompute
@@ -104,10 +98,9 @@ class MicroBatches:
     pool: the WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own,
     because workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are
     merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it.
-    dloss, recompute: see Worker.
-    on_complete is reduction.unit_completed. It is called during backward when this rank's gradient of a unit is
-    complete: by any worker's thread, one call at a time, in the same order on every rank. Raises ConfigError unless
-    pool.size divides `count`.
+    dloss, recompute: see Worker. on_complete is reduction.unit_completed. It is called during backward when this rank's
+    gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every rank. Raises
+    ConfigError unless pool.size divides `count`.
     """
 
     def __init__(
@@ -126,20 +119,9 @@ class MicroBatches:
         self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
         passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
         sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
+        options = dict(dloss=dloss, merged=self.merged, recompute=recompute)
         self.workers = [
-            Worker(
-                config,
-                arena,
-                parameters,
-                flat,
-                backend,
-                passes,
-                tensor_group.split(0),
-                dloss,
-                *hooks,
-                self.merged,
-                recompute,
-            )
+            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), *hooks, **options)
             for backend, flat in zip(pool.backends, sums, strict=True)
         ]
 

@@ -16,8 +16,8 @@ from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.schedules import SCHEDULES, with_tied_embedding
 from gpt2core.parallel.stages import units_of_chunks
 from gpt2core.parallel.tied import TiedTable
-from gpt2core.parallel.tree_stack import TreeStack
-from gpt2core.tensor import Destination, Tensor
+from gpt2core.parallel.tree_stack import gradient_sums
+from gpt2core.tensor import Destination
 
 
 class PipelineMicroBatches:
@@ -35,23 +35,17 @@ class PipelineMicroBatches:
         self.count, self.workers, self.on_complete = count, [self], reduction.unit_completed
         dloss = backend.ones((), np.float64) if dloss is None else dloss
 
-        def add(a, b):
-            backend.put(b, Destination(a, accumulate=True))
-
-        self.sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
-        self.views = [arena.views(flat) for flat in self.sums.buffers]
-        views = arena.views(parameters)
-        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
+        self.sums, self.views, self.tensors = gradient_sums(arena, parameters, gradients, backend, count)
         self.tied = None
         if config.tied:
             shapes = (config.vocab_size, config.n_embd), (config.block_size, config.n_embd)
             self.tied = TiedTable(pipeline, self.tensors.get(config.head), *shapes, backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
 
-        names = dict(enumerate(units_of_chunks(config, pipeline.size * parallel.chunks)))
-        self.units = {c: units for c, units in names.items() if c % pipeline.size == pipeline.rank}
+        all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
+        self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         chunks = {c: self.parts(config, units, parallel.recompute, dloss) for c, units in self.units.items()}
-        self.executor = Executor(chunks, len(names), pipeline, backend, config.n_embd, dloss, self, config.tied)
+        self.executor = Executor(chunks, len(all_units), pipeline, backend, config.n_embd, dloss, self, config.tied)
         self.schedule = make_schedule(parallel, count, config.tied)
         self.actions = self.schedule[pipeline.rank]
         losses = backend.zeros((count,), np.float64)  # 0 on a rank without the head

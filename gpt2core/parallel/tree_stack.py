@@ -1,6 +1,23 @@
 """The sum of the gradients of one worker's micro-batches in the canonical order, with few buffers."""
 
+from gpt2core.tensor import Destination, Tensor
 from gpt2core.tree_sum import additions
+
+
+def gradient_sums(arena, parameters, gradients, backend, count):
+    """What sums the gradients of `count` passes in the flat array `gradients`: (sums, views, tensors).
+
+    sums: a TreeStack. views: for each of its buffers {name: view}, where the gradient of a pass is written or added.
+    tensors: {name: Tensor} of the flat array `parameters`.
+    """
+
+    def add(a, b):
+        backend.put(b, Destination(a, accumulate=True))
+
+    sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
+    arrays = arena.views(parameters)
+    tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in arrays.items()}
+    return sums, [arena.views(flat) for flat in sums.buffers], tensors
 
 
 class TreeStack:
