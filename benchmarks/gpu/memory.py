@@ -10,29 +10,32 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
+from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
 MAX_DIFFERENCE = 0.10  # largest allowed |predicted bytes / measured bytes - 1|
-# (preset, sequences per step, precision, micro-batches). In some cases activations need most of the memory, in others
-# logits or parameters.
+# (preset, sequences per step, precision, micro-batches, --recompute). In some cases activations need most of the
+# memory, in others logits or parameters.
 CASES = [
-    ("gpt2", 64, "bf16", 1),
-    ("gpt2", 64, "fp16", 1),
-    ("gpt2", 16, "fp32", 1),
-    ("gpt2", 64, "bf16", 8),
-    ("gpt2", 1, "bf16", 1),
-    ("gpt2-medium", 32, "bf16", 1),
-    ("gpt2-xl", 8, "bf16", 1),
-    ("small", 32, "tf32", 1),
-    ("paper", 16, "bf16", 1),
-    ("paper", 16, "fp32", 1),
-    ("paper", 256, "fp32", 1),
+    ("gpt2", 64, "bf16", 1, "none"),
+    ("gpt2", 64, "fp16", 1, "none"),
+    ("gpt2", 16, "fp32", 1, "none"),
+    ("gpt2", 64, "bf16", 8, "none"),
+    ("gpt2", 64, "bf16", 1, "block"),
+    ("gpt2", 256, "bf16", 1, "block"),
+    ("gpt2", 1, "bf16", 1, "none"),
+    ("gpt2-medium", 32, "bf16", 1, "none"),
+    ("gpt2-xl", 8, "bf16", 1, "none"),
+    ("small", 32, "tf32", 1, "none"),
+    ("paper", 16, "bf16", 1, "none"),
+    ("paper", 16, "fp32", 1, "none"),
+    ("paper", 256, "fp32", 1, "none"),
 ]
 
 
-def prepare(module, preset, batch_size, precision, micro_batches):
+def prepare(module, preset, batch_size, precision, micro_batches, recompute):
     """Called in each process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
 
     run_round() may be called only once: the peak of a second call would include the memory of the first.
@@ -41,7 +44,9 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 
     def run_round():
         before = driver_bytes()
-        step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches)
+        step = module.CudaSteps(
+            config, batch_size, config.block_size, precision, micro_batches, recompute=recompute
+        )  # fmt: skip
         for _ in range(STEPS):
             step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
@@ -50,17 +55,18 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 
 
 def measure(case, timeout):
-    """Measure one case (preset, sequences per step, precision, micro-batches); return its result, a dictionary.
+    """Measure one of CASES; return its result, a dictionary.
 
     "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
     process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
     """
-    preset, batch_size, precision, micro_batches = case
-    options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
+    preset, batch_size, precision, micro_batches, recompute = case
+    options = dict(zip(("preset", "batch_size", "precision", "micro_batches", "recompute"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
     config = PRESETS[preset]
-    terms = training_memory(config, batch_size, config.block_size, precision, micro_batches)
+    parallel = ParallelConfig(recompute=recompute)
+    terms = training_memory(config, batch_size, config.block_size, precision, micro_batches, parallel=parallel)
     result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
     model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
     difference = model_bytes / measured["held_bytes"] - 1
@@ -76,15 +82,18 @@ def main():
     add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")
     add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="precisions, with --preset (default bf16)")
     add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
+    text = "--recompute of train_gpt2.py, with --preset (default none)"
+    add("--recompute", choices=RECOMPUTE, nargs="+", default=["none"], help=text)
     add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
     add_save_flags(add)
     args = parser.parse_args()
     cases = [
-        (preset, batch, precision, micro_batches)
+        (preset, batch, precision, micro_batches, recompute)
         for preset in args.preset or ()
         for batch in args.batch_size
         for precision in args.precision
         for micro_batches in args.micro_batches
+        for recompute in args.recompute
     ]
     results = []
     for case in cases or CASES:

@@ -25,7 +25,7 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processes import this file
-OURS = "ours"
+OURS, RECOMPUTING = "ours", "ours, --recompute block"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
 PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
@@ -117,7 +117,7 @@ def driver_bytes():
 
 
 def process_specs(args, preset, precision):
-    """Yield a ProcessSpec for each row of a table: this project's program, then PyTorch's in the order of --peers."""
+    """Yield a ProcessSpec for each row of a table: this project's programs, then PyTorch's in the order of --peers."""
     sizes = {
         "preset": preset,
         "vocab_size": PRESETS[preset].vocab_size,
@@ -126,6 +126,9 @@ def process_specs(args, preset, precision):
         "precision": precision,
     }
     yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, dict(sizes, unread=False))
+    if args.recompute:
+        options = dict(sizes, unread=False, recompute="block")
+        yield ProcessSpec(RECOMPUTING, "benchmarks.harness.ours", args.threads, options)
     for peer in args.peers or DEFAULTS.get(preset, DEFAULTS["gpt2"])[2]:
         if not (args.no_compile and PEERS[peer]["compiled"]):
             options = dict(sizes, unread=True, **PEERS[peer])
@@ -172,7 +175,7 @@ def summarise(results):
         result["times_as_fast"] = {peer["name"]: paired_ratio(medians[peer["name"]], own) for peer in peers}
         if not any(result["unread_seconds"]):  # this project's result; its losses are always read at every step
             result["times_as_fast_as_unread"] = {
-                peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers
+                peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers if any(peer["unread_seconds"])
             }
 
 
@@ -180,11 +183,11 @@ def verdicts(results):
     """Yield a sentence for each peer, with the ratio of the peer's time to the time of this project."""
     ours = results[0]
     for name, ratio in ours["times_as_fast"].items():
-        unread = ours["times_as_fast_as_unread"][name]["median"]
-        yield (
-            f"ours is {ratio['median']:.3f} times as fast as {name}, "
-            f"and {unread:.3f} times as fast if {name} reads its losses only after the round"
-        )
+        text = f"ours is {ratio['median']:.3f} times as fast as {name}"
+        if name in ours["times_as_fast_as_unread"]:  # not this project's other program
+            unread = ours["times_as_fast_as_unread"][name]["median"]
+            text += f", and {unread:.3f} times as fast if {name} reads its losses only after the round"
+        yield text
 
 
 def main():
@@ -208,6 +211,7 @@ def main():
         "(default compiled; for preset paper: graph compiled eager)"
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
+    add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
     add_flags(add, rounds=7, threads=4, timeout=500, warm_up=3)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"

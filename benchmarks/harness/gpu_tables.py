@@ -133,6 +133,7 @@ def memory_cases(record):
         batch, parts = result["options"]["batch_size"], result["options"]["micro_batches"]
         title = "{preset}, {precision}, {batch_size} sequence" + "s" * (batch > 1)
         title += ", {micro_batches} micro-batches" * (parts > 1)
+        title += ", `--recompute block`" * (result["options"].get("recompute") == "block")
         largest = sorted(result["terms"].items(), key=lambda term: -term[1])[:3]
         terms = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in largest)
         yield result | {"title": fill(title, result["options"]), "largest": terms}

@@ -76,10 +76,10 @@ class CudaSteps:
     """Training steps on one GPU: steps(inputs, targets) runs one step and returns its loss.
 
     inputs, targets: int64 arrays (batch_size, seq_len). captured=False: launch the kernels of every step from Python,
-    without a CUDA graph.
+    without a CUDA graph. recompute: as in ParallelConfig.
     """
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True):
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True, recompute="none"):
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # the default on GPUs: timing selects the algorithms
@@ -87,7 +87,7 @@ class CudaSteps:
         self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
-            optimizer=GPU_OPTIMIZER,
+            optimizer=GPU_OPTIMIZER, parallel=ParallelConfig(recompute=recompute),
         )  # fmt: skip
 
     def announce(self, batches):

@@ -12,6 +12,7 @@ a bound allows.
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -370,11 +371,30 @@ def compare_speed(timings, other, rounds):
             for checkout in (ROOT, other) if index % 2 else (other, ROOT):
                 seconds[checkout].append(measure(timing, checkout))
         here, there = (statistics.median(seconds[checkout]) for checkout in (ROOT, other))
-        ratio = statistics.median(a / b for a, b in zip(seconds[other], seconds[ROOT], strict=True))
-        row = {"what": timing.name, "other": f"{there:.6f}", "here": f"{here:.6f}", "ratio": f"{ratio:.3f}"}
-        rows.append(row | {"at least": timing.bound, "result": "holds" if ratio >= timing.bound else "slower"})
-        print(f"{timing.name}: {ratio:.3f}", file=sys.stderr, flush=True)
+        ratios = [a / b for a, b in zip(seconds[other], seconds[ROOT], strict=True)]
+        ratio, (low, high) = statistics.median(ratios), median_interval(ratios)
+        row = {"what": timing.name, "other": f"{there:.6f}", "here": f"{here:.6f}", "pairs": rounds}
+        row |= {"ratio": f"{ratio:.3f}", "interval": f"{low:.3f} to {high:.3f}", "at least": timing.bound}
+        rows.append(row | {"result": "holds" if ratio >= timing.bound else "slower"})
+        print(f"{timing.name}: {ratio:.3f} of {', '.join(f'{a:.3f}' for a in ratios)}", file=sys.stderr, flush=True)
     return rows
+
+
+def median_interval(samples):
+    """Two of the samples, between which the median of all possible samples lies with a probability of at least 95 %.
+
+    The interval leaves out the same number of samples at each end. The number of samples below the median has a
+    binomial distribution with probability 1/2. With fewer than 6 samples the interval is wider than all of them, so
+    the smallest and the largest sample are returned.
+    """
+    ordered, count, below, left_out = sorted(samples), len(samples), 0, 0
+    for number in range(count // 2):
+        below += math.comb(count, number) / 2**count
+        if below > 0.025:
+            break
+        left_out = number + 1
+    first = max(left_out - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
