@@ -70,20 +70,24 @@ class RecomputedPart(Part):
     """
 
     def forward(self, *inputs):
-        return RecomputedGraph(super().forward, inputs)
+        return RecomputedGraph(super().forward, inputs, self.backend.runtime.join)
 
 
 class RecomputedGraph:
-    """A Graph without its activations. y: a Tensor with the same array as that of the Graph."""
+    """A Graph without its activations. y: a Tensor with the same array as that of the Graph.
 
-    def __init__(self, forward, inputs):
-        self.forward, self.inputs = forward, inputs
+    join: Runtime.join. After it, a GPU needs no activation of the block above any more, so backward reuses its memory.
+    """
+
+    def __init__(self, forward, inputs, join):
+        self.forward, self.inputs, self.join = forward, inputs, join
         graph = forward(*inputs)
         self.y, graph.y = graph.y.detach(), None  # otherwise the graph refers to itself, and is not freed here
 
     def backward(self, dy, later=None):
         """See Graph.backward."""
         self.y = None
+        self.join()
         return self.forward(*self.inputs).backward(dy, later)
 
 

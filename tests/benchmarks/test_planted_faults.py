@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "benchmarks")
+COPIED = ("gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "benchmarks", "testing")
 FAULTS = tomllib.loads((ROOT / "tests/benchmarks/planted_faults.toml").read_text(encoding="utf-8"))["fault"]
 
 

@@ -100,7 +100,8 @@ class Bfloat16(np.ndarray):
     dtype = SimpleNamespace(name="bfloat16")
 
 
-def test_the_interpreter_refuses_bf16():
+def test_the_interpreter_refuses_bf16(monkeypatch):
+    monkeypatch.setattr(triton_launch, "check_interpreter", lambda *_: None)  # the versions do not matter here
     x = np.zeros((8, 8), np.float32).view(Bfloat16)
     descriptor = SimpleNamespace(base=triton_launch.Pointer(x), block_shape=[8, 8])
     for argument in (x, descriptor):

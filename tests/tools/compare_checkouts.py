@@ -320,12 +320,11 @@ def gpu_timings(gpus):
 # are not used, because their meaning may differ between two versions. Its arguments: the file to write, the module, the
 # flags of the module.
 TIMING_PROGRAM = """
-import atexit, json, pathlib, runpy, sys, time
-import gpt2core
-if (pathlib.Path(gpt2core.__file__).parent / "app").exists():
+import atexit, json, runpy, sys, time
+try:
     from gpt2core.app.output.run_log import RunLog
-else:  # before the restructuring
-    from gpt2core.runlog import RunLog
+except ImportError:  # an older checkout
+    from gpt2core.app.run_log import RunLog
 file, module, times, report = sys.argv[1], sys.argv[2], [], RunLog.__call__
 
 def timed(self, *arguments):
