@@ -35,7 +35,12 @@ def mlp(x, w, b, w2):
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
-    return Tensor.from_op(y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux))
+
+    def backward(dy):
+        dx, dw, db, dw2 = backend.mlp_backward(dy, x.data, w.data, w2.data, aux)
+        return dx, dw2, dw, db  # dw2 first: it needs no gradient of the hidden layer
+
+    return Tensor.from_op(y, (x, w2, w, b), backward)
 
 
 def layernorm(x, w, b, eps=1e-5):

@@ -136,18 +136,19 @@ class CudaBackend(FusedHead, Backend):
         self.products.multiply(out, a, b, **options)
         return out
 
-    def gradient(self, shape, compute, *operands, add=None):
+    def gradient(self, shape, compute, *operands, add=None, ready=None):
         """The float32 gradient of `shape` that compute(array) writes, as a function of its Destination.
 
         With a Destination the kernels run on the side stream, and the gradient is complete after runtime.join().
         operands: the arrays that compute() reads. add(array), if given, adds the gradient, faster than by a new array.
+        ready: an event, after which the operands are complete; the default is the present one of the current stream.
         """
 
         def gradient(out):
             if out is None:
                 compute(array := self.floats(*shape))
                 return array
-            with self.runtime.on_side_stream(*operands):
+            with self.runtime.on_side_stream(*operands, ready=ready):
                 if out.accumulate and add:
                     add(out.array)
                 elif out.accumulate:
@@ -163,10 +164,10 @@ class CudaBackend(FusedHead, Backend):
         with self.runtime.on_side_stream(gradient):  # where other kernels read and write gradients
             super().put(gradient, out)
 
-    def weight_gradient(self, x, dy):
-        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K)."""
+    def weight_gradient(self, x, dy, ready=None):
+        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K). ready: see gradient()."""
         shape = x.shape[1], dy.shape[1]
-        return self.gradient(shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)
+        return self.gradient(shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy, ready=ready)
 
     def bias_gradient(self, dy):
         """The gradient (K) of a bias: the sum of the rows of dy (N, K)."""
@@ -250,8 +251,9 @@ class CudaBackend(FusedHead, Backend):
     def mlp_backward(self, dy, x, w, w2, aux):
         if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
             (h, aux), operand = aux, self.products.operand(rows(dy))
-            dh = self.product(operand, w2, trans_b=True)
-            return *self.linear_gelu_backward(dh, x, w, aux), self.weight_gradient(rows(h), operand)
+            dw2 = self.weight_gradient(rows(h), operand, ready=self.runtime.side.record())
+            dh = self.product(operand, w2, trans_b=True)  # at the same time as dw2
+            return *self.linear_gelu_backward(dh, x, w, aux), dw2
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)
         partials = self.products.gelu_backward_product(dh, dy, w2, h)

@@ -28,9 +28,9 @@ def make_runtime(precision, deterministic):
 class SideStreamRuntime(Runtime):
     """A Runtime with `side`, a SideStream or a NoStream, which may postpone launches until a method here is called."""
 
-    def on_side_stream(self, *operands):
-        """A context whose kernels run on the side stream. operands: the arrays that these kernels read."""
-        return self.side.run(*operands)
+    def on_side_stream(self, *operands, ready=None):
+        """A context whose kernels run on the side stream; see SideStream.run."""
+        return self.side.run(*operands, ready=ready)
 
     def join(self):
         self.side.join()

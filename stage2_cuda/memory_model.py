@@ -81,6 +81,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
             + partial_sums
             + head_gradient,  # which the side stream has not yet added to the arena
         ),
+        # with --recompute block backward frees the activations of only one layer, in pieces that are too small for an
+        # array of the next layer's MLP, unless the memory of the logits is large enough
+        "free in pieces": 4 * activation // tp * (inputs > 0 and 4 * activation // tp > logits),
         # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the fp16 operands of the
         # product that computes the gradient of an MLP weight. The operands that SideStream keeps need less memory than
         # backward has freed by then

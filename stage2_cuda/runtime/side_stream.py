@@ -26,7 +26,10 @@ class NoStream:
         if launch:
             launch()
 
-    def run(self, *operands):
+    def record(self):
+        return None
+
+    def run(self, *operands, ready=None):
         return self.after()
 
     def after(self):
@@ -46,28 +49,33 @@ class SideStream(NoStream):
         self.in_flight = deque()  # (event after the work, its operands) of the latest run() contexts
         self.needs_join = False  # whether there is work for which no other stream has waited
 
+    def record(self):
+        """An event after all work on the current stream so far: an argument of run()."""
+        return self.cupy.cuda.get_current_stream().record(self.event())
+
     @contextlib.contextmanager
-    def run(self, *operands):
+    def run(self, *operands, ready=None):
         """A context whose kernels run on the side stream, after all work on the current stream so far.
 
         operands: the arrays that these kernels read, which stay allocated until the kernels are done. After DEPTH more
-        contexts the current stream waits for this work, and then the operands are released.
+        contexts the current stream waits for this work, and then the operands are released. ready: an earlier event of
+        the current stream, if the work need not wait for later ones.
         """
         main = self.cupy.cuda.get_current_stream()
-        with self.after():
+        with self.after(ready):
             yield
         self.in_flight.append((self.stream.record(self.event()), operands))
         if len(self.in_flight) > DEPTH:
             main.wait_event(self.in_flight.popleft()[0])
 
     @contextlib.contextmanager
-    def after(self):
+    def after(self, ready=None):
         """A context in which the side stream is the current stream.
 
-        Work inside starts after all earlier work on the side stream and on the stream of the caller.
+        Work inside starts after all earlier work on the side stream, and on the stream of the caller or `ready`.
         """
         self.flush()
-        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
+        self.stream.wait_event(ready or self.record())
         self.needs_join = True
         with self.stream:
             yield

@@ -114,7 +114,7 @@ def test_the_model_is_the_memory_of_a_step(monkeypatch, precision, wide, side, c
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 
-def pooled(monkeypatch, config):
+def pooled(monkeypatch, config, precision="fp16"):
     """(a CudaBackend on a PooledCupy that captures its steps, the PooledCupy, uninitialised parameters)."""
     cupy = PooledCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -123,12 +123,12 @@ def pooled(monkeypatch, config):
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
     runtime = CudaRuntime.__new__(CudaRuntime)
     Runtime.__init__(runtime)
-    runtime.precision = "fp16"
+    runtime.precision = precision
     runtime.xp, runtime.name, runtime.side = cupy, "a pooled CuPy", SideStream(cupy)
     runtime.gemm, runtime.tuner, runtime.compiled, runtime.decoding_memories = products.NumpyGemm(), Tuner(cupy), [], []
     runtimes = [runtime]  # only the backend keeps it, so that its memory is freed with the backend
     monkeypatch.setattr(cuda_backend, "make_runtime", lambda *_: runtimes.pop())
-    return CudaBackend("fp16"), cupy, drawn
+    return CudaBackend(precision), cupy, drawn
 
 
 @in_the_interpreter
@@ -167,7 +167,7 @@ def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch,
 @in_the_interpreter
 @pytest.mark.parametrize("preset, batch", [("gpt2", 256), ("paper", 64)])
 def test_recomputation_keeps_no_activation_for_the_side_stream(monkeypatch, preset, batch):
-    """Within 10 %: otherwise it would be 15 %, because the side stream keeps the operands of the block above."""
+    """Within 7 %: with the operands of the block above it would be up to 20 %."""
     config, parallel = PRESETS[preset], ParallelConfig(recompute="block")
     backend, _, _ = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=1, parallel=parallel)
@@ -176,7 +176,7 @@ def test_recomputation_keeps_no_activation_for_the_side_stream(monkeypatch, pres
         update()
     terms = training_memory(config, batch, config.block_size, "fp16", parallel=parallel)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
-    assert backend.runtime.peak_memory() == pytest.approx(want, rel=0.1)
+    assert backend.runtime.peak_memory() == pytest.approx(want, rel=0.07)
 
 
 @in_the_interpreter
@@ -281,7 +281,9 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
     terms = training_memory(config, batch, seq_len, "fp32", micro_batches, ranks, parallel)
-    elsewhere = sum(terms[name] for name in ("workspace", "context", "side stream", "gathered to save"))
+    elsewhere = sum(
+        terms[name] for name in ("workspace", "context", "side stream", "gathered to save", "free in pieces")
+    )
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 

@@ -16,6 +16,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime.side_stream import NoStream
 from tests.support.gradients import GRAPHS, B, Leaves, T, V, check_that_parameters_are_freed, gradients
 
 pytestmark = [] if triton_launch.interpreted() else [pytest.mark.gpu]  # on a machine with a GPU every test uses it
@@ -99,6 +100,44 @@ def test_only_a_contiguous_part_of_a_flat_buffer_is_extended_by_padding_rows():
     assert result(tall[:rows], tall) is None
     assert result(short[: rows * columns].reshape(rows, columns), short) is None
     assert result(flat[: 9 * rows].reshape(rows, 9)[:, :columns], flat) is None
+
+
+# -- the side stream -------------------------------------------------------------------------------------------------
+
+
+class Recorded(NoStream):
+    """A side stream that writes events and contexts to a list."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def record(self):
+        self.calls.append("event")
+        return len(self.calls)
+
+    def run(self, *operands, ready=None):
+        self.calls.append(("side", ready))
+        return super().run()
+
+
+def test_the_second_weight_of_an_mlp_has_its_gradient_while_the_hidden_layer_s_is_computed(rng, monkeypatch):
+    """Its product comes first on the side stream, after an event that is older than the first product of backward."""
+    backend, calls = CudaBackend("fp32"), []
+    multiply = backend.products.multiply
+    backend.runtime.side = Recorded(calls)
+    monkeypatch.setattr(
+        backend.products, "multiply", lambda out, *a, **k: (calls.append(out.shape), multiply(out, *a, **k))
+    )
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((24, 16), (16, 64), (64,), (64, 16))]
+    leaves = [Tensor(backend.asarray(array), backend, requires_grad=i > 0) for i, array in enumerate(arrays)]
+    for leaf in leaves[1:]:
+        leaf.buffer = backend.empty(leaf.shape, np.float32)
+    y = ops.mlp(*leaves)
+    calls.clear()
+    y.backward(backend.asarray(rng.standard_normal((24, 16)).astype(np.float32)))
+    hidden, second = (24, 64), (64, 16)
+    assert calls[:4] == ["event", hidden, ("side", 1), second], calls
 
 
 # -- the sums of a LayerNorm, which one launch writes ----------------------------------------------------------------
