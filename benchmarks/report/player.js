@@ -139,7 +139,7 @@
   // Whether the player covers the middle of the window or is inside it; elsewhere the keys scroll the page.
   function inView() {
     const { top, bottom } = root.getBoundingClientRect(), height = window.innerHeight;
-    return (top < height / 2 && bottom > height / 2) || (top >= 0 && bottom <= height);
+    return (top < height / 2 && bottom > height / 2) || (top > -1 && bottom < height + 1); // scrolling rounds to pixels
   }
 
   document.addEventListener("keydown", (event) => {
