@@ -22,7 +22,7 @@ class Stream:
 
     So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
     sum in x, and `+` begins the next one. LayerNorm reads the sum as it is stored, in the dtype of the stream: so it
-    may also be computed first, as between two pipeline stages.
+    may also be computed first, as between two ranks of a pipeline.
     """
 
     def __init__(self, x, branch=None):

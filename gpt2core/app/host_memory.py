@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2core.architecture import parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.stages import stages_of_parameters
+from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 
 
 def check_host_memory(backends, config, world, replicas, limit=None):
@@ -42,14 +42,14 @@ def needed_memory(config, parallel, threads, local_ranks, replicas):
     """
     fp32 = np.dtype(np.float32).itemsize
     copies = 1 + threads + 2 / (replicas if parallel.zero else 1)  # parameters, gradients, moments
-    return int(local_ranks * copies * fp32 * (smallest_stage(config, parallel) // parallel.tp))
+    return int(local_ranks * copies * fp32 * (smallest_part(config, parallel) // parallel.tp))
 
 
-def smallest_stage(config, parallel):
-    """The smallest number of parameters of a stage of the pipeline; of the model if there is none."""
-    stages, counts = stages_of_parameters(config, parallel.pp, parallel.chunks), [0] * parallel.pp
+def smallest_part(config, parallel):
+    """The smallest number of parameters of a rank of the pipeline; of the model if there is none."""
+    placement, counts = ranks_of_parameters(config, parallel.pp, parallel.chunks), [0] * parallel.pp
     for name, shape in parameter_shapes(config):
-        counts[stages[name]] += math.prod(shape)
+        counts[placement[name]] += math.prod(shape)
     return min(counts)
 
 

@@ -19,7 +19,7 @@ from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
-from gpt2core.parallel.schedules import SCHEDULES
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
 # Groups: (title, description) for --help and docs/USAGE.md
 MODEL = ("model", None)
@@ -287,7 +287,7 @@ class TrainSettings(Settings):
     )
     pp: int = setting(
         RANKS,
-        "pipeline-parallel size: the number of ranks (stages) that divide the layers; the number of all ranks must be "
+        "pipeline-parallel size: the number of ranks that divide the layers; the number of all ranks must be "
         "a multiple of it. Only in stage 1, with --threads 1, --tp 1, --compress none and --zero-gather end",
         ParallelConfig.pp,
         AGAIN,
@@ -295,8 +295,8 @@ class TrainSettings(Settings):
     )
     pp_schedule: str = setting(
         RANKS,
-        "the order in which a stage of --pp computes its micro-batches; interleaved: several chunks of layers on each "
-        "stage; zero-bubble: gradients of weights are computed where a stage would wait",
+        "the order in which a rank of --pp computes its micro-batches; interleaved: several chunks of layers on each "
+        "rank; zero-bubble: gradients of weights are computed where a rank would wait",
         ParallelConfig.pp_schedule,
         AGAIN,
         choices=tuple(SCHEDULES),
@@ -304,7 +304,7 @@ class TrainSettings(Settings):
     )
     chunks: int = setting(
         RANKS,
-        "chunks of consecutive layers on each stage of --pp (default: 2 with --pp-schedule interleaved, otherwise 1)",
+        "chunks of consecutive layers on each rank of --pp (default: 2 with --pp-schedule interleaved, otherwise 1)",
         None,
         AGAIN,
         metavar="V",

@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.errors import ConfigError, counted, require_size
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
-from gpt2core.parallel.schedules import SCHEDULES
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,11 @@ class ParallelConfig:
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its share of the arena (ZeRO-1)
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
-    pp: int = 1  # number of stages, ranks that divide the layers (pipeline parallelism); 1: no pipeline
-    pp_schedule: str = "1f1b"  # the order in which a stage computes: see schedules.SCHEDULES
-    chunks: int | None = None  # of the layers of each stage; None: 2 for pp_schedule "interleaved", otherwise 1
+    pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline
+    pp_schedule: str = "1f1b"  # the order in which a rank computes: see schedules.SCHEDULES
+    chunks: int | None = (
+        None  # of the layers of each of these ranks; None: 2 for pp_schedule "interleaved", otherwise 1
+    )
 
     def __post_init__(self):
         if self.chunks is None:
@@ -129,16 +131,16 @@ def check_pipeline(config, parallel, backends, count, replicas):
         raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
     if config.n_layer < pp * chunks:
         raise ConfigError(
-            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` stages with "
-            f"{counted(chunks, 'chunk')} each: use fewer stages or chunks"
+            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` ranks with "
+            f"{counted(chunks, 'chunk')} each: use fewer ranks or chunks"
         )
     if count < pp:
         raise ConfigError(
-            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}` stages: use "
+            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
             f"`micro_batches={pp * replicas}` or more"
         )
     if name == "interleaved" and count % pp:
         raise ConfigError(
             f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
-            f"stages: use `micro_batches={count // pp * pp * replicas}`"
+            f"ranks: use `micro_batches={count // pp * pp * replicas}`"
         )

@@ -14,9 +14,9 @@ from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
-from gpt2core.parallel.pipeline import PipelineMicroBatches
+from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
+from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded_adamw import ShardedAdamW
-from gpt2core.parallel.stages import stages_of_parameters
 from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
@@ -33,7 +33,7 @@ class ParallelTrainer(Trainer):
     do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
-    stages: {name of a parameter: the stage that has it}, in model order; without a pipeline there is only stage 0.
+    placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
     arena: the layout of the flat arrays `parameters`, `gradients`, and `compute_parameters`, which kernels read: the
     parameters, or a copy in compute_dtype. accumulator: computes the gradients of this rank's micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
@@ -60,11 +60,11 @@ class ParallelTrainer(Trainer):
         check_pipeline(config, parallel, backends, count, mesh.data.size)
 
         owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
-        self.stages = stages_of_parameters(config, parallel.pp, parallel.chunks)
+        self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         shapes = tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size)
         arenas = [
-            Arena({name: shape for name, shape in shapes.items() if self.stages[name] == stage}, owners.size)
-            for stage in range(parallel.pp)
+            Arena({name: shape for name, shape in shapes.items() if self.placement[name] == rank}, owners.size)
+            for rank in range(parallel.pp)
         ]
         self.arena = arena = arenas[mesh.pipeline.rank]
         self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
@@ -164,7 +164,7 @@ def own_rows(batch_size, micro_batches, group):
 def model_pages(arenas, names, mesh, backend):
     """The ModelPages of a model that is divided by tensor or pipeline parallelism, but not by both.
 
-    arenas: those of the stages. names: of all parameters, in model order.
+    arenas: those of the pipeline ranks. names: of all parameters, in model order.
     """
     if len(arenas) > 1:
         return ModelPages(arenas, names, mesh.pipeline, backend)

@@ -38,7 +38,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 
     def in_model_order(array_of):
         """The argument `arrays` of fill(); array_of(name) returns the whole array of a parameter."""
-        return iter([(name, array_of(name)) for name in trainer.stages]) if trainer.world.is_root else None
+        return iter([(name, array_of(name)) for name in trainer.placement]) if trainer.world.is_root else None
 
     backend = trainer.backend
     trainer.pool.wait()  # for threads of an interrupted update
@@ -61,7 +61,7 @@ def gathered(trainer, flat):
     for name, shape in parameter_shapes(trainer.config):
         array = views.get(name)
         array = trainer.backend.empty(shape, flat.dtype) if array is None else array
-        whole[name] = mesh.pipeline.broadcast(array, trainer.stages[name], out=array)
+        whole[name] = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)
         whole[name] = tensor_parallel.gather(name, whole[name], mesh.tensor)
     return whole
 

@@ -9,7 +9,7 @@ the product that computes a omits its bias, and this kernel adds it. mean, var a
 A program keeps whole rows in registers, so the mean and the variance of a row need no additional memory traffic.
 
 A fused kernel computes with s and dx as they are stored, rounded to their dtype. So the results have the same bits if a
-model is cut after the addition (pipeline stage, recomputation): then residual_add() stores s, LayerNorm reads it, and
+model is cut after the addition (pipeline, recomputation): then residual_add() stores s, LayerNorm reads it, and
 residual_bias_gradient() adds the stored dx, which is its ds.
 """
 

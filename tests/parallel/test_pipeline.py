@@ -12,9 +12,9 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.schedules import SCHEDULES
-from gpt2core.parallel.simulator import simulate
-from gpt2core.parallel.stages import describe_stages
+from gpt2core.parallel.pipeline.placement import describe_ranks
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -121,12 +121,12 @@ def test_each_parameter_is_stored_by_one_stage(tied):
     text = (
         "pipeline rank 0: embedding, h.0; pipeline rank 1: h.1; pipeline rank 2: h.2; pipeline rank 3: h.3 to h.4, head"
     )
-    assert describe_stages(config, 4, 1) == text
+    assert describe_ranks(config, 4, 1) == text
 
 
 def test_the_stages_of_an_interleaved_schedule_are_described():
     text = "pipeline rank 0: embedding, h.0 and h.3 to h.4; pipeline rank 1: h.1 to h.2 and h.5 to h.6, head"
-    assert describe_stages(model(7), 2, 2) == text
+    assert describe_ranks(model(7), 2, 2) == text
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
@@ -220,13 +220,13 @@ class OtherDevice(PlainBackend):
      "`pp=2` and `compress=int8` exclude each other: use `compress=none` or `pp=1`"),
     (2, dict(pp=2), dict(threads=2), "`pp=2` and `threads=2` exclude each other: use `threads=1` or `pp=1`"),
     (4, dict(pp=4), dict(config=model(3)),
-     "`n_layer=3` is less than 4, the number of chunks on `pp=4` stages with 1 chunk each"),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=4` ranks with 1 chunk each"),
     (2, dict(pp=2, pp_schedule="interleaved"), dict(config=model(3)),
-     "`n_layer=3` is less than 4, the number of chunks on `pp=2` stages with 2 chunks each: use fewer stages"),
+     "`n_layer=3` is less than 4, the number of chunks on `pp=2` ranks with 2 chunks each: use fewer ranks"),
     (4, dict(pp=2), dict(micro_batches=2),
-     "each replica has 1 micro-batch, fewer than `pp=2` stages: use `micro_batches=4` or more"),
+     "each replica has 1 micro-batch, fewer than `pp=2`: use `micro_batches=4` or more"),
     (2, dict(pp=2, pp_schedule="interleaved"), dict(micro_batches=5, batch_size=10),
-     "`pp_schedule=interleaved`: each replica has 5 micro-batches, not divisible by `pp=2` stages: use "
+     "`pp_schedule=interleaved`: each replica has 5 micro-batches, not divisible by `pp=2` ranks: use "
      "`micro_batches=4`"),
     (2, dict(pp=2), dict(backend=OtherDevice), "`pp=2`: cuda has no pipeline: use stage 1, or omit the flag"),
 ])  # fmt: skip

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.schedules import SCHEDULES, interleaved, one_f_one_b, with_tied_embedding, zero_bubble
-from gpt2core.parallel.simulator import simulate
+from gpt2core.parallel.pipeline.schedules import SCHEDULES, interleaved, one_f_one_b, with_tied_embedding, zero_bubble
+from gpt2core.parallel.pipeline.simulator import simulate
 
 SIZES = [(name, P, M, V) for name in SCHEDULES for P in (1, 2, 3, 4) for M in (P, 12)
          for V in ((1, 2, 3) if name == "interleaved" else (1,))]  # fmt: skip

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from gpt2core.parallel.schedules import SCHEDULES, with_tied_embedding
-from gpt2core.parallel.simulator import simulate
+from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
+from gpt2core.parallel.pipeline.simulator import simulate
 
 SIZES = [(P, M) for P in (2, 3, 4) for M in (P, 2 * P, 4 * P)]
 

@@ -22,7 +22,7 @@ from gpt2core.app.run_config import nothing_left
 from gpt2core.app.settings import with_flags
 from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel.stages import describe_stages
+from gpt2core.parallel.pipeline.placement import describe_ranks
 
 
 class RunLog:
@@ -208,7 +208,7 @@ def describe(config, trainer, corpus):
             + f"parallel, {config.rank_flags}"
         )
     if config.pp > 1:
-        lines.append(describe_stages(model, config.pp, config.parallel.chunks))
+        lines.append(describe_ranks(model, config.pp, config.parallel.chunks))
     if trainer.bucket_size:
         lines.append(with_flags(str(trainer.bucket_size)))
     if config.zero:

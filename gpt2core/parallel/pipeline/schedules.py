@@ -3,7 +3,7 @@
 kind   F  forward
        B  backward: the gradient of the input, and without W actions also the gradients of the parameters
        W  the gradients of the parameters (zero-bubble); those that are arrays, as with PlainBackend, are computed in B
-       E  tied models, on the rank of the head: add the embedding's gradient to that of the head (tied.py)
+       E  tied models, on the rank of the head: add the embedding's gradient to that of the head (tied_table.py)
 chunk  consecutive units of the model; chunk c is on rank c % P. The first chunk begins with the embedding, the last
        ends with the head.
 
@@ -14,7 +14,7 @@ the canonical order (tree_sum.py), with few partial sums in memory.
 # P ranks, M micro-batches, V chunks on each rank
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.simulator import simulate
+from gpt2core.parallel.pipeline.simulator import simulate
 
 
 def gpipe(P, M, V=1):

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has some of the units, and the micro-batches pass through the ranks (stages).
+"""Pipeline parallelism: each rank has some of the units, and the micro-batches pass through the ranks.
 
 PipelineMicroBatches has the methods of MicroBatches, and the same bits: kernels see one micro-batch each, as in a group
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
@@ -11,11 +11,11 @@ import numpy as np
 from gpt2core.communicator import SOLO
 from gpt2core.data import even_slices
 from gpt2core.model import make_unit
-from gpt2core.parallel.executor import Executor
 from gpt2core.parallel.part import parts_of
-from gpt2core.parallel.schedules import SCHEDULES, with_tied_embedding
-from gpt2core.parallel.stages import units_of_chunks
-from gpt2core.parallel.tied import TiedTable
+from gpt2core.parallel.pipeline.executor import Executor
+from gpt2core.parallel.pipeline.placement import units_of_chunks
+from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
+from gpt2core.parallel.pipeline.tied_table import TiedTable
 from gpt2core.parallel.tree_stack import gradient_sums
 from gpt2core.tensor import Destination
 
@@ -23,8 +23,8 @@ from gpt2core.tensor import Destination
 class PipelineMicroBatches:
     """The `count` micro-batches of one replica, of which this rank computes its own units.
 
-    arena, parameters, gradients: of the parameters that this stage stores (stages.py). reduction: the DataParallel that
-    sums `gradients` over the replicas. pipeline: the ranks with the stages of this replica. parallel: ParallelConfig.
+    arena, parameters, gradients: of the parameters that this rank stores (placement.py). reduction: the DataParallel
+    that sums `gradients` over the replicas. pipeline: the ranks that divide this replica. parallel: ParallelConfig.
     dloss: see Worker. tensors: {name: Tensor} of the parameters that this rank reads. schedule: that of all ranks.
     """
 

@@ -3,7 +3,7 @@
 from gpt2core.tensor import no_grad
 
 KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
-TABLE = 0  # the tag of the tied table (tied.py); those of the messages of an Executor are larger
+TABLE = 0  # the tag of the tied table (tied_table.py); those of the messages of an Executor are larger
 
 
 class Executor:

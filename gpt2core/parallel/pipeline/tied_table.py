@@ -1,16 +1,16 @@
-"""A tied table on the first and the last stage of a pipeline, with the bits of one rank.
+"""A tied table on the first and the last rank of a pipeline, with the bits of one rank.
 
 A run with one rank adds, for each micro-batch, the gradient of the embedding to that of the head; the result enters the
-sum over micro-batches. The last stage has the head, so it stores the table and its gradient. The first stage has a copy
+sum over micro-batches. The last rank has the head, so it stores the table and its gradient. The first rank has a copy
 of the table. It sends dy, the gradient (B, T, C) of the embedding's output, instead of the gradient (V, C) of the
-table, and the last stage adds the rows of dy to the gradient of the head, which waits until dy has arrived.
+table, and the last rank adds the rows of dy to the gradient of the head, which waits until dy has arrived.
 """
 
 # B batch, T time, C channels, V vocabulary
 
 import numpy as np
 
-from gpt2core.parallel.executor import TABLE
+from gpt2core.parallel.pipeline.executor import TABLE
 from gpt2core.tensor import Tensor
 
 

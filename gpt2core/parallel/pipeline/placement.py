@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which units and which parameters of a model."""
+"""Which rank of a pipeline has which units and which parameters of a model."""
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import unit_of
@@ -19,22 +19,22 @@ def units_of_chunks(config, count):
     return chunks
 
 
-def stages_of_parameters(config, stages, chunks):
-    """{name of a parameter: the stage that stores and updates it}, in model order.
+def ranks_of_parameters(config, ranks, chunks):
+    """{name of a parameter: the rank that stores and updates it}, in model order.
 
-    stages: the number of stages. chunks: the number of chunks on each stage; chunk c is on stage c % stages. A tied
-    table belongs to the stage of the head; that of the embedding has a copy (tied.py).
+    ranks: the size of the pipeline. chunks: the number of chunks on each rank; chunk c is on rank c % ranks. A tied
+    table belongs to the rank of the head; that of the embedding has a copy (tied_table.py).
     """
-    units = units_of_chunks(config, stages * chunks)
-    stage_of = {unit: number % stages for number, names in enumerate(units) for unit in names}
-    owners = {name: stage_of[unit_of(name)] for name, _ in parameter_shapes(config)}
-    return owners | {config.head: stage_of["head"]}
+    units = units_of_chunks(config, ranks * chunks)
+    rank_of = {unit: number % ranks for number, names in enumerate(units) for unit in names}
+    owners = {name: rank_of[unit_of(name)] for name, _ in parameter_shapes(config)}
+    return owners | {config.head: rank_of["head"]}
 
 
-def describe_stages(config, stages, chunks):
+def describe_ranks(config, ranks, chunks):
     """Text such as "pipeline rank 0: embedding, h.0; pipeline rank 1: h.1 to h.3, head"."""
-    units = [", ".join(in_words(names)) for names in units_of_chunks(config, stages * chunks)]
-    return "; ".join(f"pipeline rank {stage}: {' and '.join(units[stage::stages])}" for stage in range(stages))
+    units = [", ".join(in_words(names)) for names in units_of_chunks(config, ranks * chunks)]
+    return "; ".join(f"pipeline rank {rank}: {' and '.join(units[rank::ranks])}" for rank in range(ranks))
 
 
 def in_words(units):
