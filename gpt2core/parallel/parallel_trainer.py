@@ -83,7 +83,7 @@ class ParallelTrainer(Trainer):
         arrays = arena, self.compute_parameters, self.gradients
         if parallel.pp > 1:
             self.accumulator = PipelineMicroBatches(
-                config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
+                config, *arrays, self.data_parallel, backend, count, mesh.pipeline, mesh.tensor, parallel, dloss
             )
         else:
             self.accumulator = MicroBatches(
@@ -93,8 +93,9 @@ class ParallelTrainer(Trainer):
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         self.optimizer = ShardedAdamW(
-            arena, self.parameters, self.pool, owners=owners, pages=model_pages(arenas, shapes, mesh, backend),
-            compute_copy=copy, gathers=all_gather is None, **optimizer,
+            arena, self.parameters, self.pool, owners=owners, compute_copy=copy, gathers=all_gather is None,
+            pages=ModelPages([each for each in arenas for _ in range(parallel.tp)], shapes, mesh.replica, backend),
+            **optimizer,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -159,16 +160,6 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
-
-
-def model_pages(arenas, names, mesh, backend):
-    """The ModelPages of a model that is divided by tensor or pipeline parallelism, but not by both.
-
-    arenas: those of the pipeline ranks. names: of all parameters, in model order.
-    """
-    if len(arenas) > 1:
-        return ModelPages(arenas, names, mesh.pipeline, backend)
-    return ModelPages(arenas * mesh.tensor.size, names, mesh.tensor, backend)
 
 
 def choose_bucket(parallel, mesh, gradients, backend):

@@ -25,7 +25,7 @@ def fill(trainer, flat, arrays):
     for name, shape in parameter_shapes(trainer.config):
         array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
         array = trainer.world.broadcast(array, out=array)
-        if name in views:  # another stage of a pipeline may store it
+        if name in views:  # another rank of a pipeline may store it
             views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
 
 
@@ -58,7 +58,8 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
     views, mesh, whole = trainer.arena.views(flat), trainer.mesh, {}
-    for name, shape in parameter_shapes(trainer.config):
+    shapes = tensor_parallel.shard_shapes(parameter_shapes(trainer.config), mesh.tensor.size)
+    for name, shape in shapes.items():
         array = views.get(name)
         array = trainer.backend.empty(shape, flat.dtype) if array is None else array
         whole[name] = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)

@@ -1,4 +1,4 @@
-"""A pipeline has the bits of one rank: for every schedule, number of stages and replicas, and across checkpoints."""
+"""A pipeline has the bits of one rank: for every schedule, number of ranks and replicas, and across checkpoints."""
 
 import functools
 import re
@@ -65,7 +65,7 @@ def test_without_clipping_too(schedule, tied):
 
 
 @pytest.mark.parametrize("layers, pp, chunks", [(3, 2, 1), (5, 4, 1), (7, 2, 3)])
-def test_stages_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, chunks):
+def test_ranks_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, chunks):
     schedule = "1f1b" if chunks == 1 else "interleaved"
     parallel = ParallelConfig(pp=pp, pp_schedule=schedule, chunks=chunks)
     assert_serial_bits(pp, parallel, config=model(layers, tied=True))
@@ -82,6 +82,57 @@ def test_every_strategy_of_data_parallelism_gives_the_serial_bits(schedule, dp, 
 def test_recomputed_blocks_give_the_serial_bits(schedule):
     parallel = ParallelConfig(pp=2, pp_schedule=schedule, recompute="block")
     assert_serial_bits(2, parallel, config=model(tied=True))
+
+
+# -- with tensor parallelism: the bits of the same `tp` without a pipeline ---------------------------------------------
+
+
+def tensor_parallel(**options):
+    return run_ranks(2, lambda comm: train(comm, ParallelConfig(tp=2), TOKENS, steps=2, **options))[0]
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_tensor_parallelism(schedule, tied, clip):
+    options = dict(config=model(tied=tied), clip=clip)
+    want = tensor_parallel(**options)
+    for dp, more in ((1, dict(recompute="block")), (2, dict(zero=1))):
+        parallel = ParallelConfig(pp=2, tp=2, pp_schedule=schedule, **more)
+        for got in run_ranks(4 * dp, lambda comm, p=parallel: train(comm, p, TOKENS, steps=2, **options)):
+            assert_same(got, want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_evaluation_and_checkpoints_with_tensor_parallelism(tied):
+    config, windows, validation = model(tied=tied), Windows(TOKENS, 16), Windows(TOKENS[:500], 16)
+
+    def continued(comm, layout, saved):
+        trainer = make_trainer(comm, ParallelConfig(**layout), config=config)
+        if saved:
+            parameters, moments, steps, position = saved
+            load(trainer, *((parameters, moments) if comm.is_root else (None, None)), steps, position)
+        loss = trainer.step(read_batch(trainer, windows), 3e-3).loss
+        check_finite(trainer)
+        verify(trainer)
+        copies = ({name: np.array(array) for name, array in named_parameters(trainer).items()},
+                  {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()})  # fmt: skip
+        logits = current_model(trainer).logits(TOKENS[None, :16]).numpy()
+        result = loss, evaluate(trainer, validation), parameter_hash(trainer), logits.tobytes()
+        return result, (*copies, trainer.steps, trainer.position)
+
+    def after_steps(layouts):
+        results, saved = [], None
+        for ranks, layout in layouts:
+            each = run_ranks(ranks, continued, layout, saved)
+            assert len({result for result, _ in each}) == 1
+            results.append(each[0][0])
+            saved = each[0][1]
+        return results
+
+    want = after_steps([(2, dict(tp=2))] * 3)
+    interleaved = dict(tp=2, pp=2, pp_schedule="interleaved", zero=1)
+    assert after_steps([(4, dict(tp=2, pp=2)), (2, dict(tp=2)), (8, interleaved)]) == want
 
 
 @pytest.mark.parametrize(
@@ -113,7 +164,7 @@ def test_another_order_of_backward_gives_other_bits(schedule, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_parameter_is_stored_by_one_stage(tied):
+def test_each_parameter_is_stored_by_one_rank(tied):
     config = model(5, tied)
     names = run_ranks(4, lambda comm: list(make_trainer(comm, ParallelConfig(pp=4), config=config).arena.slices))
     assert sorted(sum(names, [])) == sorted(name for name, _ in parameter_shapes(config))
@@ -124,7 +175,7 @@ def test_each_parameter_is_stored_by_one_stage(tied):
     assert describe_ranks(config, 4, 1) == text
 
 
-def test_the_stages_of_an_interleaved_schedule_are_described():
+def test_the_ranks_of_an_interleaved_schedule_are_described():
     text = "pipeline rank 0: embedding, h.0 and h.3 to h.4; pipeline rank 1: h.1 to h.2 and h.5 to h.6, head"
     assert describe_ranks(model(7), 2, 2) == text
 
@@ -190,7 +241,7 @@ def test_every_rank_gets_the_whole_model_to_generate(tied):
         np.testing.assert_array_equal(got, want)
 
 
-def test_a_parameter_that_is_not_finite_on_one_stage_is_found_by_all():
+def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
     def check(comm):
         trainer = make_trainer(comm, ParallelConfig(pp=2), config=model())
         if comm.rank == 1:
@@ -213,7 +264,6 @@ class OtherDevice(PlainBackend):
      "`pp_schedule=2f2b` is unknown: choose from gpipe, 1f1b, interleaved, zero-bubble"),
     (2, dict(pp=2, chunks=2), {},
      "`chunks=2` and `pp_schedule=1f1b`: use `chunks=1`, or `pp_schedule=interleaved`"),
-    (4, dict(pp=2, tp=2), {}, "`pp=2` and `tp=2` exclude each other: use `tp=1` or `pp=1`"),
     (4, dict(pp=2, zero=1, zero_gather="forward"), {},
      "`pp=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `pp=1`"),
     (4, dict(pp=2, compress="int8"), {},
