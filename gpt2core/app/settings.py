@@ -310,6 +310,12 @@ class TrainSettings(Settings):
         metavar="V",
         at_least=1,
     )
+    schedule_picture: bool = setting(
+        RANKS,
+        "after the last step, print when each rank of --pp computed, beside a simulation; all ranks on one host",
+        False,
+        AGAIN,
+    )
     collectives: str = setting(
         RANKS,
         "algorithm of sums over ranks: canonical, ring, halving-doubling, tree, root or mpi; with --transport nccl "

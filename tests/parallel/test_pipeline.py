@@ -12,9 +12,10 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.pipeline.measured import measured, pictures
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.pipeline.simulator import simulate
+from gpt2core.parallel.pipeline.simulator import needs, simulate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -188,6 +189,26 @@ def test_live_activations_are_those_of_the_simulation(schedule):
     assert [stage.executor.peak for stage in stages] == simulate(stages[0].schedule).peaks
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_measured_actions_run_after_those_that_they_need(schedule):
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule)
+
+    def result(comm):
+        micro_batches = train(comm, parallel, TOKENS, steps=2, config=model(tied=True))[3].accumulator
+        return *measured(micro_batches, comm), list(pictures(micro_batches, comm, 60))
+
+    for real, simulated, lines in run_ranks(2, result):
+        assert real.times.keys() == simulated.times.keys() and real.peaks == simulated.peaks
+        split, last = schedule == "zero-bubble", max(c for *_, c in real.times)
+        for action, (start, end) in real.times.items():
+            assert 0 <= start <= end <= real.seconds
+            assert all(real.times[each][0] <= start for each in needs(*action, last, split))
+        assert 0 <= real.bubble < 1 and 0 <= simulated.bubble < 1
+        assert re.fullmatch(r"pipeline measured, the last step: [\d.]+ ms, bubble [\d.]+%", lines[0])
+        assert [line[:8] for line in lines if "|" in line] == ["rank 0 |", "rank 1 |"] * 2
+        assert all(len(line) <= 60 for line in lines if "|" in line)
+
+
 # -- evaluation, checkpoints -------------------------------------------------------------------------------------------
 
 
@@ -296,6 +317,7 @@ def test_a_size_below_one_is_refused(name):
 
 @pytest.mark.parametrize("pp, noted", [(1, True), (2, False)])
 def test_flags_of_a_pipeline_without_one_are_noted(pp, noted):
-    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2))
-    want = [f"note: {flag}: no effect, because --pp is 1" for flag in ("--pp-schedule gpipe", "--chunks 2")]
+    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2, schedule_picture=True))
+    flags = "--pp-schedule gpipe", "--chunks 2", "--schedule-picture"
+    want = [f"note: {flag}: no effect, because --pp is 1" for flag in flags]
     assert notes == (want if noted else [])
