@@ -61,12 +61,8 @@ class ParallelTrainer(Trainer):
 
         owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-        shapes = tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size)
-        arenas = [
-            Arena({name: shape for name, shape in shapes.items() if self.placement[name] == rank}, owners.size)
-            for rank in range(parallel.pp)
-        ]
-        self.arena = arena = arenas[mesh.pipeline.rank]
+        arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
+        self.arena = arena = arenas[mesh.replica.rank]
         self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
@@ -94,8 +90,7 @@ class ParallelTrainer(Trainer):
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         self.optimizer = ShardedAdamW(
             arena, self.parameters, self.pool, owners=owners, compute_copy=copy, gathers=all_gather is None,
-            pages=ModelPages([each for each in arenas for _ in range(parallel.tp)], shapes, mesh.replica, backend),
-            **optimizer,
+            pages=ModelPages(arenas, list(self.placement), mesh.replica, backend), **optimizer,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -120,9 +115,9 @@ class ParallelTrainer(Trainer):
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
-    def report(self, *arguments, **more):
+    def report(self, *arguments):
         self.updating = False
-        return super().report(*arguments, **more)
+        return super().report(*arguments)
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
@@ -160,6 +155,15 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
+
+
+def arenas_of_replica(config, placement, tp, owners):
+    """The Arena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer. owners: see Arena."""
+    shapes, arenas = tensor_parallel.shard_shapes(parameter_shapes(config), tp), []
+    for rank in range(max(placement.values()) + 1):  # of the pipeline
+        arena = Arena({name: shape for name, shape in shapes.items() if placement[name] == rank}, owners)
+        arenas += [arena] * tp
+    return arenas
 
 
 def choose_bucket(parallel, mesh, gradients, backend):
