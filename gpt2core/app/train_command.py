@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
+from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoints.files import Checkpoint
+from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import (
     Corpus,
     check_validation,
@@ -23,7 +25,7 @@ from gpt2core.app.corpus import (
     text_names,
 )
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.inference_io import check_downloaded, check_tokenizer, check_vocabulary, write_text
+from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_directory import check_names, check_out_directory, continue_flags, resume_command
 from gpt2core.app.output.run_lock import RunLock
@@ -37,7 +39,7 @@ from gpt2core.app.output.run_log import (
     with_utilisation,
 )
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.rank_agreement import check_one_process, check_rank_flags
+from gpt2core.app.presets import check_downloaded
 from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
 from gpt2core.app.run_config import (
     RunConfig,
@@ -75,10 +77,10 @@ def train_command(make_backend, world, args, cores):
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
     lock = on_root(world, lambda: RunLock(args.out) if args.out else None)
     with lock or contextlib.nullcontext():
-        return train(make_backend, world, args, cores, transport, lock)
+        return run_training(make_backend, world, args, cores, transport, lock)
 
 
-def train(make_backend, world, args, cores, transport, lock):
+def run_training(make_backend, world, args, cores, transport, lock):
     """Do the work of train_command(). lock: the RunLock of the output directory on the root, otherwise None."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []

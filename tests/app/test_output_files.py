@@ -361,7 +361,7 @@ def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchan
     plain = infer(*flags).out
     assert max(map(len, plain.splitlines())) > 200
     monkeypatch.setattr("gpt2core.app.output.terminal.terminal_width", lambda: 39)
-    monkeypatch.setattr("gpt2core.app.inference_io.terminal_width", lambda: 39)
+    monkeypatch.setattr("gpt2core.app.continuations.terminal_width", lambda: 39)
     for wrapped in (infer(*flags).out, infer(*flags, "--stream").out):
         assert max(map(len, wrapped.splitlines())) <= 39
         assert wrapped.split() == plain.split()
