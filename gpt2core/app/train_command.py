@@ -14,6 +14,8 @@ from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes,
 from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoints.files import Checkpoint
+from gpt2core.app.checkpoints.out_flag import check_names, check_out_directory, continue_flags, resume_command
+from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import (
     Corpus,
@@ -27,8 +29,6 @@ from gpt2core.app.corpus import (
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
-from gpt2core.app.output.run_directory import check_names, check_out_directory, continue_flags, resume_command
-from gpt2core.app.output.run_lock import RunLock
 from gpt2core.app.output.run_log import (
     SilentLog,
     describe,
