@@ -13,12 +13,12 @@ from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, run_command_line
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
-from gpt2core.app.inference_io import first_tokens
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted
+from gpt2core.text.token_file import first_tokens
 from gpt2core.text.tokenizer import Tokenizer
 from testing.jobs import run_mpi
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2core.app.inference_io import load_tokenizer
+from gpt2core.app.checkpoint_tokenizer import load_tokenizer
+from gpt2core.app.fingerprints import file_fingerprints, token_fingerprint
 from gpt2core.app.presets import BOOK_WEIGHTS
-from gpt2core.app.rank_agreement import share_tokens
-from gpt2core.app.resume import fingerprint
+from gpt2core.app.rank_agreement import compare_files
 from gpt2core.app.setting_fields import flag
 from gpt2core.errors import ConfigError, DataError
-from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
+from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise
+from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer, UnknownWord
 
 LARGE_TEXT = 32 << 20  # bytes; word tokens of a text of this size are encoded in about 20 s on two idle cores
@@ -31,7 +32,7 @@ class Corpus:
     @functools.cached_property
     def fingerprint(self):
         """Text that identifies the training tokens in a checkpoint."""
-        return fingerprint(self.tokens)
+        return token_fingerprint(self.tokens)
 
 
 def read_texts(settings, source, default):
@@ -115,3 +116,17 @@ def share_corpus(world, config, texts, tokenizer):
     if config.val_data:
         validation = share_tokens(world, config.val_data, validation, tokenizer)
     return Corpus(*split_corpus(tokens, validation, config.val_fraction), tokenizer)
+
+
+def share_tokens(world, path, tokens, tokenizer):
+    """The token ids of the file at `path`, on every rank; `tokens`: the ids that the root has read, None elsewhere.
+
+    A token file (of data/prepare.py) can be larger than memory. If it exists on every rank, each rank memory-maps its
+    own copy, and ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
+    """
+    if all(gather_or_raise(world, lambda: is_tokenized(path))):
+        file = path / TOKEN_FILE if path.is_dir() else path
+        compare_files(gather_or_raise(world, lambda: file_fingerprints([file])))
+        return all_or_raise(world, lambda: load_tokens(path, tokenizer)[0] if tokens is None else tokens)
+    shape, dtype = world.broadcast_object(tokens is not None and (tokens.shape, tokens.dtype))
+    return world.broadcast(np.empty(shape, dtype) if tokens is None else tokens)

@@ -3,24 +3,18 @@
 import contextlib
 import sys
 
+import numpy as np
+
 from gpt2core.app.backend_setup import memory_errors, usable_threads
+from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.inference_io import (
-    check_decoded,
-    check_downloaded,
-    check_tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    read_prompt,
-    read_prompts,
-    typed_prompt,
-    write_batch,
-    write_continuation,
-    write_text,
-)
-from gpt2core.app.rank_agreement import check_many_ranks, check_one_process, print_nothing, share_arrays
+from gpt2core.app.continuations import write_batch, write_continuation, write_text
+from gpt2core.app.one_process import check_many_ranks, check_one_process
+from gpt2core.app.presets import check_downloaded
+from gpt2core.app.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.setting_fields import complete, flag
+from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
@@ -53,18 +47,18 @@ def inference_command(make_backend, world, args, cores):
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
     tensor_ranks = world.size if args.mode == "tensor" else 1  # number of ranks that divide each layer
+    emit = print if world.is_root else print_nothing
     with memory_errors(backend, config, parallel=ParallelConfig(tp=tensor_ranks)):
         if args.mode == "batch":
             model = load_model(config, arrays, backend)
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
-                args.stop, args.stats,
+                args.stop, args.stats, emit,
             )  # fmt: skip
             return 0
         group = {"replicate": Solo(), "tensor": world}[args.mode]
         all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
         model = load_model(config, arrays, backend, group)
-        emit = print if world.is_root else print_nothing
         for note in backend.runtime.notes(config):
             emit(note, file=sys.stderr)
         if args.interactive:
@@ -160,3 +154,16 @@ def fit_prompt(prompt, block, emit):
         text = f"the prompt has {len(prompt)} tokens, the model reads at most {block}: only the last {block} are used"
         emit(f"note: {text}", file=sys.stderr)
     return prompt[-block:]
+
+
+def share_arrays(world, config, parameters):
+    """{name: array} of all parameters of a GPT2Config, on every rank. parameters: this dict on the root, else None."""
+
+    def share(name, shape):
+        return world.broadcast(parameters[name] if world.is_root else np.empty(shape, np.float32))
+
+    return {name: share(name, shape) for name, shape in parameter_shapes(config)}
+
+
+def print_nothing(*text, **options):
+    """A function that does nothing, used in place of print() on the ranks that are not the root."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gpt2core.architecture import GPT2Config
+from gpt2core.errors import ConfigError
 
 # In a clone, data/ is beside the package. A plain `pip install .` copies it into the package (pyproject.toml).
 INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
@@ -31,3 +32,13 @@ PRESETS = {
 }
 
 TOKENIZERS = {"book": BOOK_WEIGHTS / "tokenizer.json"}  # {preset: its default tokenizer}; other presets: word
+
+
+def check_downloaded(path):
+    """Raise ConfigError with a download command if `path`, a Path or None, is of OPENAI_NAMES and does not exist."""
+    if path and path.name in OPENAI_NAMES and not path.exists():
+        files = "config.json model.safetensors tokenizer.json"
+        raise ConfigError(
+            f"{path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
+            f"hf download openai-community/{path.name} {files} --local-dir {path}"
+        )

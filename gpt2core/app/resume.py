@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import gpt2core
+from gpt2core.app.fingerprints import token_fingerprint
 from gpt2core.app.presets import SHIPPED
-from gpt2core.app.rank_agreement import hash_of_ends
 from gpt2core.app.setting_fields import SAVED, flag, has_type, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError, DataError
@@ -33,7 +33,7 @@ class Progress:
 def run_state(trainer, config, corpus, last_log_row):
     """The content of state.json, a dict: progress, the flags that a resumed run uses again, and the tuned choices.
 
-    config: the RunConfig. corpus: the fingerprint() of the training tokens. last_log_row: that of the RunLog.
+    config: the RunConfig. corpus: the token_fingerprint() of the training tokens. last_log_row: that of the RunLog.
     """
     arguments = {name: getattr(config, name) for name in names_of(TrainSettings, kept=SAVED)}
     arguments = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in arguments.items()}
@@ -87,12 +87,6 @@ def edited_notes(checkpoint):
     return [f"note: --accept-edited: {checkpoint.path} was changed after it was saved: {', '.join(checkpoint.edited)}"]
 
 
-def fingerprint(tokens):
-    """Text with the number of training tokens and their hash; see hash_of_ends()."""
-    hashed = hash_of_ends(len(tokens), lambda start, count: tokens[start : start + count].tobytes())
-    return f"{len(tokens):,} tokens with hash {hashed}"
-
-
 def find_data(checkpoint, args):
     """Check that the data files of a Checkpoint exist; return (its saved_arguments(), notes to print).
 
@@ -126,13 +120,13 @@ def shipped_corpus(checkpoint, saved):
             training_tokens, _ = split_validation(tokens, saved.get("val_fraction", 0))
         except (DataError, ConfigError):  # a word of the corpus is not in the vocabulary, or there is no tokenizer
             continue
-        if fingerprint(training_tokens) == checkpoint.state.get("corpus"):
+        if token_fingerprint(training_tokens) == checkpoint.state.get("corpus"):
             return path
     return None
 
 
 def read_progress(checkpoint, corpus):
-    """The Progress in a Checkpoint. corpus: the fingerprint() of the training tokens of this run.
+    """The Progress in a Checkpoint. corpus: the token_fingerprint() of the training tokens of this run.
 
     Raises CheckpointError if a value is not possible, or if the checkpoint was trained on another corpus.
     """

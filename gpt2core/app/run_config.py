@@ -138,10 +138,10 @@ def resolve_rank_flags(settings, world):
         final["zero"] = int(world.prefers_zero and is_possible)
         if not several_replicas:
             final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
-    return replace(settings, **final), notes_about_rank_flags(settings, several_replicas)
+    return replace(settings, **final), rank_flag_notes(settings, several_replicas)
 
 
-def notes_about_rank_flags(given, several_replicas):
+def rank_flag_notes(given, several_replicas):
     """Notes about flags, as given, that have no effect or with which the result depends on the number of ranks."""
     notes, compress, name = [], given.compress, given.collectives
     if given.bucket_mb is not None and given.dp != "bucket" and given.zero_gather == "end":  # forward uses it too

@@ -1,7 +1,7 @@
 """A setting is a field of a dataclass: setting() declares it, Settings checks values, add_flags() makes its flag.
 
 A setting that was not given is None. Messages name a setting between backquotes, as Python code does: `top_k`,
-`top_k=40`. A command prints them as flags: see with_flags().
+`top_k=40`. A command prints them as flags: see with_flags() in settings.py.
 """
 
 import argparse
@@ -87,23 +87,6 @@ def complete(settings):
 def flag(name):
     """The command-line flag of a setting: "--top-k" for "top_k"."""
     return f"--{name.replace('_', '-')}"
-
-
-def with_flags(text, names):
-    """A message with flags instead of names: --top-k 40 for `top_k=40`, --no-stream for `stream=False`.
-
-    names: the names of settings; other text between backquotes remains as it is.
-    """
-
-    def replaced(match):
-        name, value = match.groups()
-        if name not in names:
-            return match[0]
-        if value in ("True", "False"):
-            return flag(name if value == "True" else f"no_{name}")
-        return flag(name) if value is None else f"{flag(name)} {value}"
-
-    return re.sub(r"`(\w+)(?:=([^`]+))?`", replaced, text)
 
 
 def add_flags(parser, settings):

@@ -6,14 +6,14 @@ add a setting, add a line to TrainSettings or InferenceSettings, and read it whe
 """
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from gpt2core.app import setting_fields
 from gpt2core.app.flag_parser import not_empty, stop_text
 from gpt2core.app.presets import BOOK, CORPUS, PRESETS, WEIGHTS
-from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, setting
+from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
@@ -369,7 +369,7 @@ RECIPES = {name: GPT3_RECIPE for name in PRESETS} | {
 
 def recipe(preset):
     """{setting: default} of a new run with this preset; None for a default that depends on other settings or files."""
-    return setting_fields.defaults_of(TrainSettings) | RECIPES[preset]
+    return defaults_of(TrainSettings) | RECIPES[preset]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,5 +466,17 @@ NAMES = {each.name for settings in (TrainSettings, InferenceSettings) for each i
 
 
 def with_flags(text):
-    """A message of the library as a command prints it: see setting_fields.with_flags()."""
-    return setting_fields.with_flags(text, NAMES)
+    """A message with flags instead of names: --top-k 40 for `top_k=40`, --no-stream for `stream=False`.
+
+    Text between backquotes that is not in NAMES remains as it is.
+    """
+
+    def replaced(match):
+        name, value = match.groups()
+        if name not in NAMES:
+            return match[0]
+        if value in ("True", "False"):
+            return flag(name if value == "True" else f"no_{name}")
+        return flag(name) if value is None else f"{flag(name)} {value}"
+
+    return re.sub(r"`(\w+)(?:=([^`]+))?`", replaced, text)

@@ -6,50 +6,25 @@ raised it, the other ranks would wait for this rank forever.
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
-from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
-from gpt2core.app.checkpoints.files import Checkpoint
-from gpt2core.app.corpus import (
-    Corpus,
-    check_validation,
-    naming_text,
-    read_texts,
-    share_corpus,
-    split_corpus,
-    text_names,
-)
+from gpt2core.app.checkpoints.directory import save_checkpoint
+from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
+from gpt2core.app.checkpoints.run_lock import RunLock
+from gpt2core.app.continuations import write_text
+from gpt2core.app.corpus import naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.inference_io import check_downloaded, check_tokenizer, check_vocabulary, write_text
+from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
-from gpt2core.app.output.run_directory import check_names, check_out_directory, continue_flags, resume_command
-from gpt2core.app.output.run_lock import RunLock
-from gpt2core.app.output.run_log import (
-    SilentLog,
-    describe,
-    open_run_log,
-    report_end,
-    time_left,
-    unused_threads,
-    with_utilisation,
-)
+from gpt2core.app.output.run_log import SilentLog, open_run_log
+from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.rank_agreement import check_one_process, check_rank_flags
-from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
-from gpt2core.app.run_config import (
-    RunConfig,
-    data_parallel_ranks,
-    default_tokenizer,
-    model_config,
-    preset_notes,
-    resolve_flags,
-    resolve_rank_flags,
-    schedule_notes,
-)
+from gpt2core.app.resume import restore, run_state
+from gpt2core.app.run_config import data_parallel_ranks
 from gpt2core.app.stop_signals import StopSignals
+from gpt2core.app.training_inputs import read_inputs
+from gpt2core.architecture import flops_per_token
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.engine.run import LogLost, run
@@ -59,8 +34,6 @@ from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.text.token_file import is_tokenized
-from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.tracing.trace import Trace
 
 
@@ -75,10 +48,10 @@ def train_command(make_backend, world, args, cores):
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
     lock = on_root(world, lambda: RunLock(args.out) if args.out else None)
     with lock or contextlib.nullcontext():
-        return train(make_backend, world, args, cores, transport, lock)
+        return run_training(make_backend, world, args, cores, transport, lock)
 
 
-def train(make_backend, world, args, cores, transport, lock):
+def run_training(make_backend, world, args, cores, transport, lock):
     """Do the work of train_command(). lock: the RunLock of the output directory on the root, otherwise None."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
@@ -99,7 +72,7 @@ def train(make_backend, world, args, cores, transport, lock):
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
-    log.print(wrapped(describe(config, trainer, corpus), training_width()))
+    log.print(wrapped(run_header(config, trainer, corpus), training_width()))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
         log.print(wrapped(note, training_width()))
     if first_step:
@@ -117,50 +90,6 @@ def train(make_backend, world, args, cores, transport, lock):
             with noted("the sample text is missing"):
                 write_sample(config, corpus, trainer, model)
     return 0
-
-
-# -- inputs ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The files and settings that the root reads before training."""
-
-    config: RunConfig
-    notes: list[str]  # lines to print
-    source: Checkpoint | None  # the checkpoint that the run loads
-    progress: Progress | None  # the progress of a resumed run
-    tokenizer: Tokenizer
-    tokens: np.ndarray  # token ids for training
-    validation: np.ndarray | None  # token ids of the text for validation
-
-
-def read_inputs(world, args, transport, deterministic):
-    """Read the Inputs and determine the value of every flag; only the root calls it.
-
-    transport: the result of world.use_transport(); deterministic: the stage's default.
-    """
-    check_out_directory(args)
-    check_names(args)
-    source = None
-    check_downloaded(args.init_from)
-    if path := args.resume or args.init_from:
-        source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
-    saved, data_notes = find_data(source, args) if args.resume else ({}, [])
-    settings, notes = resolve_flags(args, saved, deterministic)
-    check_validation(settings)
-    settings, rank_notes = resolve_rank_flags(replace(settings, transport=transport), world)
-    tokens, validation, tokenizer = read_texts(settings, source, default_tokenizer(settings))
-    corpus = Corpus(*split_corpus(tokens, validation, settings.val_fraction), tokenizer)
-    if source:
-        check_tokenizer(tokenizer, source, settings.data if is_tokenized(settings.data) else None)
-        check_vocabulary(tokenizer, source.config.vocab_size, f"the checkpoint in {source.path}")
-    model = model_config(settings, source and source.config, tokenizer.vocab_size)
-    config = RunConfig(model=model, **vars(settings) | {"seq_len": settings.seq_len or model.block_size})
-    progress = read_progress(source, corpus.fingerprint) if args.resume else None
-    notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
-    notes += schedule_notes(config, saved, progress)
-    return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
 
 
 # -- the objects of the training loop ----------------------------------------------------------------------------------
@@ -290,6 +219,18 @@ class Outputs:
             log.print(line)
         if note:
             log.print_error(note)
+
+
+def with_utilisation(trainer, step):
+    """The Step with its field `mfu`, the model-FLOPs utilisation: FLOPs/s of the step / peak FLOPs/s of all devices.
+
+    If the peak of the device is not known, the Step is returned unchanged.
+    """
+    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
+    if not peak:
+        return step
+    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
+    return replace(step, mfu=flops / (peak * trainer.world.size))
 
 
 def raise_if_damaged(source, trainer, first_step):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2core.app import inference_io, train_command
+from gpt2core.app import continuations, train_command
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.output import run_log
 from gpt2core.app.output.run_log import RunLog
@@ -151,10 +151,10 @@ def test_a_warning_is_one_line_once_and_not_inside_the_text():
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_on_a_terminal_each_token_is_printed_when_it_is_generated(monkeypatch, terminal):
-    monkeypatch.setattr(inference_io, "text_pieces", lambda *_: iter(["one", " two", " three", ""]))
-    monkeypatch.setattr(inference_io.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    monkeypatch.setattr(continuations, "text_pieces", lambda *_: iter(["one", " two", " three", ""]))
+    monkeypatch.setattr(continuations.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
     printed = []
-    inference_io.write_continuation(None, None, [1], 3, emit=lambda text, **options: printed.append(text), width=70)
+    continuations.write_continuation(None, None, [1], 3, emit=lambda text, **options: printed.append(text), width=70)
     assert "".join(printed) == "one two three" and (len(printed) > 2) == terminal
 
 
@@ -168,7 +168,8 @@ def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(
     monkeypatch.setattr(train_command, "with_utilisation", lambda trainer, step: step)
     monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
     trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
-    outputs = train_command.Outputs(None, None, SimpleNamespace(steps=0), log, trace)
+    config = SimpleNamespace(schedule_picture=False)
+    outputs = train_command.Outputs(config, None, SimpleNamespace(steps=0), log, trace)
     with pytest.raises(OSError, match="no space"):
         outputs.report(SimpleNamespace(step=0), None, last=True)
     assert sorted(together) == ["hash", "trace"]

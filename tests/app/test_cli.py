@@ -20,9 +20,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import gpt2core
-from gpt2core.app import cli, inference_command, inference_io, train_command
+from gpt2core.app import cli, inference_command, prompts, train_command
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.output.run_log import RunLog, time_left
+from gpt2core.app.output.run_log import RunLog
+from gpt2core.app.output.run_summary import time_left
 from gpt2core.app.run_config import resolve_flags
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError
@@ -645,7 +646,7 @@ def test_prompts_can_come_from_a_pipe_whose_writer_needs_time(infer, weights, tm
 
 
 def test_a_line_of_standard_input_has_a_limit(infer, weights, monkeypatch):
-    monkeypatch.setattr(inference_io, "PROMPT_CHARACTERS", 9)
+    monkeypatch.setattr(prompts, "PROMPT_CHARACTERS", 9)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the model\nthe models"))
     result = infer("--weights", weights["word"], "--max-new-tokens", 1, "--interactive")
     assert result.code == 2 and result.out and "error: a line of standard input has more than 9 char" in result.err
@@ -752,8 +753,8 @@ def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_and_ctrl_c_end_i
         return found
 
     monkeypatch.setattr("builtins.input", answer)
-    assert (inference_io.read_line(), inference_io.read_line()) == ("the model", "")
-    assert inference_io.read_line() == ""  # Ctrl-C at the prompt is the usual way to leave
+    assert (prompts.read_line(), prompts.read_line()) == ("the model", "")
+    assert prompts.read_line() == ""  # Ctrl-C at the prompt is the usual way to leave
     assert capsys.readouterr().out == "> > \n> \n"
 
 

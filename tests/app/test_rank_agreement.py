@@ -7,8 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from gpt2core.app import rank_agreement, resume
-from gpt2core.app.rank_agreement import agree_on_start, compare_files, file_digest
+from gpt2core.app import fingerprints
+from gpt2core.app.fingerprints import file_fingerprint, token_fingerprint
+from gpt2core.app.rank_agreement import agree_on_start, compare_files
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -43,12 +44,12 @@ def test_a_change_at_either_end_or_of_the_length_changes_the_digest_of_a_file_an
     tmp_path, monkeypatch, rng, size
 ):
     """EDGE is 16 here, and 1 << 22 in a run. Nothing between the two ends is hashed."""
-    monkeypatch.setattr(rank_agreement, "EDGE", 16)
+    monkeypatch.setattr(fingerprints, "EDGE", 16)
     content = rng.integers(0, 256, size, np.uint8)
 
     def digests(changed):
         (tmp_path / "file").write_bytes(changed.tobytes())
-        return file_digest(tmp_path / "file"), resume.fingerprint(changed)
+        return file_fingerprint(tmp_path / "file"), token_fingerprint(changed)
 
     before = digests(content)
     assert before[0].startswith(f"{size}:") and before[1].startswith(f"{size} tokens with hash ")

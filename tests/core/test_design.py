@@ -189,6 +189,22 @@ def test_no_two_modules_import_each_other():
     assert {"gpt2core.ops", "stage2_cuda.runtime", "benchmarks.harness.tables", "walkthrough.setup"} <= found.keys()
 
 
+@pytest.mark.parametrize("folder", ["gpt2core", "gpt2core.app", "stage2_cuda"])
+def test_no_two_packages_of_a_folder_import_each_other(folder):
+    """Neither directly nor through others; the modules may form no circle."""
+    found = modules()
+    packages = {name for name in found if found[name].name == "__init__.py" and name.rpartition(".")[0] == folder}
+
+    def package_of(module):
+        return next((package for package in packages if f"{module}.".startswith(f"{package}.")), None)
+
+    imports = {package: set() for package in packages}
+    for name, path in found.items():
+        if package := package_of(name):
+            imports[package] |= set(map(package_of, modules_of(tree_of(path), found.keys()))) - {package, None}
+    assert len(packages) > 1 and in_circles(imports) == set()
+
+
 def test_a_circle_is_found_and_an_import_in_a_function_too():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"b", "c"}
     text = (

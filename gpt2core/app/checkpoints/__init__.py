@@ -1,1 +1,1 @@
-"""Checkpoints: directories that transformers opens, and the state of the run beside the weights."""
+"""Checkpoints: directories that transformers opens, with the state of the run; the output directory of a run."""

@@ -45,7 +45,7 @@ class Checkpoint:
 def write_step(directory, *, config, parameters, tokenizer=None, moments=None, state=None, dtype=np.float32):
     """Write all files of one step into the existing `directory` and flush them to disk.
 
-    The arguments are those of checkpoint_directory.save_checkpoint. Raises OSError if a file cannot be written.
+    The arguments are those of directory.save_checkpoint. Raises OSError if a file cannot be written.
     """
     with ThreadPoolExecutor(1) as pool:  # this thread and that of the pool each hash and write one file
         if moments is not None:
@@ -65,7 +65,7 @@ def write_step(directory, *, config, parameters, tokenizer=None, moments=None, s
 
 
 def read_step(step, with_optimizer, accept_edited=False):
-    """The Checkpoint in the directory `step`; raises CheckpointError (see checkpoint_directory.load_checkpoint)."""
+    """The Checkpoint in the directory `step`; raises CheckpointError (see directory.load_checkpoint)."""
     for path in (step / name for name in FILES):
         if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would never end
             raise CheckpointError(f"{path}: is a pipe or a device, not a file: use another copy")

@@ -1,1 +1,1 @@
-"""What a run writes: lines on the screen, the log, the plot, and its directory."""
+"""What a run writes: lines on the screen, the log and the plot."""

@@ -7,13 +7,13 @@ program if it is a PNG with the text SOFTWARE. Empty files and devices such as /
 
 import contextlib
 import errno
-import fcntl
 import importlib.util
 import itertools
 import json
 import os
 from pathlib import Path
 
+from gpt2core.app.run_paths import lock
 from gpt2core.errors import ConfigError
 from gpt2core.tracing.trace_file import check_trace_file
 
@@ -47,18 +47,6 @@ def row_of(line):
         if isinstance(row, dict) and row.keys() >= FIELDS and type(row["step"]) is int:
             return row
     return None
-
-
-def lock(file):
-    """Lock an open file until it is closed or the process ends; returns whether it is now locked by this process.
-
-    The result is False if another process holds the lock. Raises OSError on a file system without locks.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def open_locked(path):
@@ -200,26 +188,3 @@ def is_plot(path):
     with open(path, "rb") as file:
         first_bytes = file.read(4096)
     return not first_bytes or (first_bytes.startswith(PNG) and f"tEXt{name}\0{value}".encode() in first_bytes)
-
-
-def renamed(path):
-    """The Paths beside `path` to which rename_with_number() has renamed earlier files, the latest first."""
-    with contextlib.suppress(OSError):  # the parent directory cannot be read
-        others = [other for other in path.parent.iterdir() if other.stem == path.name]
-        numbers = {int(other.suffix[1:]): other for other in others if other.suffix[1:].isdecimal()}
-        return [numbers[number] for number in sorted(numbers, reverse=True)]
-    return []
-
-
-def rename_with_number(path):
-    """Rename a file or directory to the first unused name of PATH.1, PATH.2, ...; returns its new Path."""
-    for number in itertools.count(1):
-        if not os.path.lexists(target := f"{path}.{number}"):
-            break
-    try:
-        os.rename(path, target)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be renamed to {target} ({error.strerror}): choose another name for the new run"
-        ) from None
-    return Path(target)

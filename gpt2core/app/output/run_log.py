@@ -1,28 +1,23 @@
-"""The output of a training run: header, progress bar, one line per step on the screen and in the log, last lines."""
+"""The steps of a training run: a progress bar, and one line per step on the screen and in the log."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 from stat import S_ISREG
 
 from tqdm import tqdm
 
 from gpt2core.app.checkpoints.directory import describe_step
+from gpt2core.app.checkpoints.out_flag import checkpoint_of_older_run
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.loss_plot import run_curves, write_plot
-from gpt2core.app.output.output_files import check_output_files, continue_log, log_rows, rename_with_number
-from gpt2core.app.output.run_directory import checkpoint_of_older_run, of_another_run
-from gpt2core.app.output.run_lock import is_open_file
-from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.run_config import nothing_left
-from gpt2core.app.settings import with_flags
-from gpt2core.architecture import flops_per_token, parameter_count
+from gpt2core.app.output.output_files import check_output_files, continue_log, log_rows
+from gpt2core.app.output.terminal import wrapped
+from gpt2core.app.run_paths import is_open_file, of_another_run, rename_with_number
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel.pipeline.placement import describe_ranks
 
 
 class RunLog:
@@ -189,93 +184,6 @@ def rarely_changing_lines(step):
     return lines
 
 
-def describe(config, trainer, corpus):
-    """The header of a run: the model, the data, and how threads and ranks divide the work. corpus: a Corpus."""
-    model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.pool.size
-    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
-    library = trainer.backend.runtime.library
-    lines = [
-        f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {layers}, {heads}, "
-        f"{model.n_embd} wide, vocabulary {model.vocab_size}",
-        f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
-        f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
-        f"{config.precision} on {trainer.backend.name}" + f" with {library}" * bool(library),
-    ]
-    if not world.one_process:
-        lines.append(
-            f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor "
-            + f"x {config.pp} pipeline " * (config.pp > 1)
-            + f"parallel, {config.rank_flags}"
-        )
-    if config.pp > 1:
-        lines.append(describe_ranks(model, config.pp, config.parallel.chunks))
-    if trainer.bucket_size:
-        lines.append(with_flags(str(trainer.bucket_size)))
-    if config.zero:
-        without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
-        lines.append(
-            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {without_zero / 2**20:.2f} MiB "
-            f"without ZeRO-1"
-        )
-    if not config.out:
-        lines.append("no --out: nothing will be saved")
-    return "\n".join(lines)
-
-
-def unused_threads(threads, config, trainer):
-    """A list with one note if the Trainer uses fewer than `threads` threads, because the batch is small; else []."""
-    if trainer.pool.size >= threads:
-        return []
-    return [
-        f"note: a batch of {config.batch_size} in {counted(trainer.micro_batches, 'micro-batch')} keeps no more than "
-        f"{trainer.pool.size} of {threads} threads busy"
-    ]
-
-
-def time_left(seconds, steps):
-    """A list with one note: the time of `steps` more steps of `seconds` each; [] if this is less than 10 s."""
-    left = seconds * steps
-    return [f"about {duration(left)} for {counted(steps, 'more step')}"] if left >= 10 else []
-
-
-def report_end(config, trainer, first_step, seconds, stopped_by, command):
-    """Print how the run ended.
-
-    first_step: the number of the first step of this process. seconds: the time of the steps of this process.
-    stopped_by: the number of the signal that stopped the run, or None. command: the command line that resumes the run.
-    """
-    out = config.out
-    if first_step >= config.steps:
-        print(wrapped(nothing_left(config, first_step), training_width()))
-    if stopped_by and trainer.steps < config.steps:
-        done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
-        advice = f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"
-        print(f"{done}: {advice}")
-        return
-    total = f", {trainer.steps} in total" if first_step else ""
-    saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
-    print(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
-    if trainer.loss_scale.value is not None:
-        factor, repetitions = trainer.loss_scale.value, trainer.loss_scale.skipped
-        print(f"loss scale {factor:g}; repetitions of steps because of overflow: {repetitions}")
-    if peak := trainer.backend.runtime.peak_memory():
-        print(f"largest amount of device memory used: {peak / 2**30:.2f} GiB")
-
-
-def reason(number):
-    """Why a run ended early, as text. number: the number of the signal that stopped the run."""
-    name = signal.Signals(number).name
-    return "interrupted" if name == "SIGINT" else f"stopped by {name}"
-
-
-def duration(seconds):
-    """A number of seconds as text: in seconds below 2 minutes, in minutes below 2 hours, else in hours and minutes."""
-    if seconds < 120:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def perplexity(loss):
     """exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
@@ -284,15 +192,3 @@ def perplexity(loss):
 def read_log(path):
     """A list of the rows of the log at `path`; [] if there is no such file. Raises the errors of log_rows()."""
     return [row for row, _ in log_rows(path)]
-
-
-def with_utilisation(trainer, step):
-    """The Step with its field `mfu`, the model-FLOPs utilisation: FLOPs/s of the step / peak FLOPs/s of all devices.
-
-    If the peak of the device is not known, the Step is returned unchanged.
-    """
-    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
-    if not peak:
-        return step
-    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
-    return dataclasses.replace(step, mfu=flops / (peak * trainer.world.size))

@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import writable_directory
-from gpt2core.app.output.output_files import lock, rename_with_number
+from gpt2core.app.run_paths import is_open_file, lock, rename_with_number
 from gpt2core.errors import CheckpointError
 
 LOCK = ".lock"
@@ -89,11 +89,3 @@ class RunLock(contextlib.AbstractContextManager):
         if self.created:
             with contextlib.suppress(OSError):  # the directory is not empty
                 os.rmdir(self.directory)
-
-
-def is_open_file(path, file):
-    """Whether `path` still refers to the open `file`. If not, the file at `path` was removed or replaced."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""The output directory of a run: which files may be written there, and the command that continues the run."""
+"""The flag --out: which files may be written to its directory, and the command that continues the run from there."""
 
 import os
 import shlex
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import HIDDEN, LATEST, STEP, describe_step, newest_step
 from gpt2core.app.checkpoints.files import FILES
-from gpt2core.app.output.run_lock import LOCK
+from gpt2core.app.checkpoints.run_lock import LOCK
+from gpt2core.app.run_paths import of_another_run
 from gpt2core.app.setting_fields import AGAIN, defaults_of, flag, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError
@@ -52,12 +53,6 @@ def check_out_directory(args):
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
     if not args.overwrite and (older := checkpoint_of_older_run(args)):
         raise CheckpointError(of_another_run(f"--out {args.out}", describe_step(older), f" {args.out}", "directory"))
-
-
-def of_another_run(name, content, directory, kind):
-    """The message that an output, a file or a directory (`kind`), holds the `content` of another run."""
-    advice = f"continue it with --resume{directory}, give --overwrite to rename the {kind}, or choose another one"
-    return f"{name}: holds {content} of another run: {advice}"
 
 
 def resume_command(args, processes=None):
