@@ -16,9 +16,12 @@ from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
 from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
+from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
+from gpt2core.parallel.sharded.unit_adamw import UnitAdamW
+from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.sharded_adamw import ShardedAdamW
 from gpt2core.parallel.threads import WorkerPool, limit_blas
-from gpt2core.parallel.whole_parameters import fill
+from gpt2core.parallel.whole_parameters import ArenaLayout, fill
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.trainer import Trainer
 
@@ -58,8 +61,9 @@ class ParallelTrainer(Trainer):
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
         check_pipeline(config, parallel, backends, count, mesh.data.size)
+        check_sharded(parallel, backends)
 
-        owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
+        owners = mesh.data if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         shapes = tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size)
         arenas = [
@@ -67,7 +71,10 @@ class ParallelTrainer(Trainer):
             for rank in range(parallel.pp)
         ]
         self.arena = arena = arenas[mesh.pipeline.rank]
-        self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
+        self.layout = layout = ArenaLayout(arena, backend)
+        if parallel.zero > 1:
+            self.layout = layout = UnitShards(arena, mesh.data, backend)
+        self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
             self.compute_parameters = copy = backend.zeros((arena.size,), backend.compute_dtype)
@@ -77,6 +84,7 @@ class ParallelTrainer(Trainer):
             parallel, arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
         )
         check_gather(parallel.zero_gather, parallel.zero)
+        shape = self.rows.stop - self.rows.start, seq_len
         all_gather = None  # or the parameters are gathered during the next forward pass
         if parallel.zero_gather == "forward":
             all_gather = AsyncAllGather(arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
@@ -85,17 +93,25 @@ class ParallelTrainer(Trainer):
             self.accumulator = PipelineMicroBatches(
                 config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
             )
+        elif parallel.zero > 1:
+            self.accumulator = ShardedMicroBatches(
+                config, layout, *arrays[1:], self.pool, count, shape, parallel.zero, dloss, parallel.recompute
+            )
+            self.data_parallel = self.accumulator.sums
         else:
             self.accumulator = MicroBatches(
-                config, *arrays, self.data_parallel, self.pool, count, mesh.tensor,
-                (self.rows.stop - self.rows.start, seq_len), all_gather, dloss, parallel.recompute,
+                config, *arrays, self.data_parallel, self.pool, count, mesh.tensor, shape, all_gather, dloss,
+                parallel.recompute,
             )  # fmt: skip
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
-        self.optimizer = ShardedAdamW(
-            arena, self.parameters, self.pool, owners=owners, pages=model_pages(arenas, shapes, mesh, backend),
-            compute_copy=copy, gathers=all_gather is None, **optimizer,
-        )  # fmt: skip
+        if parallel.zero > 1:
+            self.optimizer = UnitAdamW(layout, self.parameters, backend, **optimizer)
+        else:
+            self.optimizer = ShardedAdamW(
+                arena, self.parameters, self.pool, owners=owners, pages=model_pages(arenas, shapes, mesh, backend),
+                compute_copy=copy, gathers=all_gather is None, **optimizer,
+            )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
