@@ -37,8 +37,10 @@ class ParallelTrainer(Trainer):
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
-    arena: the layout of the flat arrays `parameters`, `gradients`, and `compute_parameters`, which kernels read: the
-    parameters, or a copy in compute_dtype. accumulator: computes the gradients of this rank's micro-batches.
+    arena: the layout of the parameters of this pipeline rank. layout: that of the flat arrays `parameters` and
+    `gradients`, and of `compute_parameters`, which kernels read: the parameters, or a copy in compute_dtype. It is the
+    arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
+    micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
     updating: whether an update has begun that is not counted in `steps`.
     """
@@ -71,50 +73,60 @@ class ParallelTrainer(Trainer):
             for rank in range(parallel.pp)
         ]
         self.arena = arena = arenas[mesh.pipeline.rank]
-        self.layout = layout = ArenaLayout(arena, backend)
-        if parallel.zero > 1:
-            self.layout = layout = UnitShards(arena, mesh.data, backend)
+        self.layout = layout = layout_of(parallel.zero, arena, mesh.data, backend)
         self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
             self.compute_parameters = copy = backend.zeros((arena.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
-        self.data_parallel = gradient_reduction(
-            parallel, arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
-        )
         check_gather(parallel.zero_gather, parallel.zero)
-        shape = self.rows.stop - self.rows.start, seq_len
-        all_gather = None  # or the parameters are gathered during the next forward pass
-        if parallel.zero_gather == "forward":
-            all_gather = AsyncAllGather(arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
-        arrays = arena, self.compute_parameters, self.gradients
-        if parallel.pp > 1:
-            self.accumulator = PipelineMicroBatches(
-                config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
-            )
-        elif parallel.zero > 1:
-            self.accumulator = ShardedMicroBatches(
-                config, layout, *arrays[1:], self.pool, count, shape, parallel.zero, dloss, parallel.recompute
-            )
-            self.data_parallel = self.accumulator.sums
-        else:
-            self.accumulator = MicroBatches(
-                config, *arrays, self.data_parallel, self.pool, count, mesh.tensor, shape, all_gather, dloss,
-                parallel.recompute,
-            )  # fmt: skip
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         if parallel.zero > 1:
-            self.optimizer = UnitAdamW(layout, self.parameters, backend, **optimizer)
+            self.divide_units(count, dloss, optimizer)
         else:
-            self.optimizer = ShardedAdamW(
-                arena, self.parameters, self.pool, owners=owners, pages=model_pages(arenas, shapes, mesh, backend),
-                compute_copy=copy, gathers=all_gather is None, **optimizer,
-            )  # fmt: skip
+            pages = model_pages(arenas, shapes, mesh, backend)
+            self.divide_arena(count, dloss, optimizer, owners, pages, copy)
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
+
+    def divide_arena(self, count, dloss, optimizer, owners, pages, copy):
+        """Make the objects of a step if this rank stores an arena: of all parameters, or of those of a pipeline rank.
+
+        count: this rank's micro-batches. owners: the ranks that divide the moments. pages, copy: see ShardedAdamW.
+        """
+        parallel, mesh, backend = self.parallel, self.mesh, self.backend
+        self.data_parallel = gradient_reduction(
+            parallel, self.arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
+        )
+        all_gather = None  # or the parameters are gathered during the next forward pass
+        if parallel.zero_gather == "forward":
+            all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
+        arrays = self.arena, self.compute_parameters, self.gradients
+        if parallel.pp > 1:
+            self.accumulator = PipelineMicroBatches(
+                self.config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
+            )
+        else:
+            self.accumulator = MicroBatches(
+                self.config, *arrays, self.data_parallel, self.pool, count, mesh.tensor, self.batch_shape, all_gather,
+                dloss, parallel.recompute,
+            )  # fmt: skip
+        self.optimizer = ShardedAdamW(
+            self.arena, self.parameters, self.pool, owners=owners, pages=pages, compute_copy=copy,
+            gathers=all_gather is None, **optimizer,
+        )  # fmt: skip
+
+    def divide_units(self, count, dloss, optimizer):
+        """Make the objects of a step if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
+        self.accumulator = ShardedMicroBatches(
+            self.config, self.layout, self.parameters, self.gradients, self.pool, count, self.batch_shape,
+            self.parallel.zero, dloss, self.parallel.recompute,
+        )  # fmt: skip
+        self.data_parallel = self.accumulator.sums
+        self.optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
 
     def step(self, batch, lr):
         self.check_interrupted()
@@ -138,6 +150,11 @@ class ParallelTrainer(Trainer):
     def report(self, *arguments, **more):
         self.updating = False
         return super().report(*arguments, **more)
+
+    @property
+    def batch_shape(self):
+        """(B, T) of this rank's part of the batch."""
+        return self.rows.stop - self.rows.start, self.seq_len
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
@@ -175,6 +192,11 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
+
+
+def layout_of(zero, arena, group, backend):
+    """The layout of the flat arrays that this rank of a data-parallel group stores."""
+    return UnitShards(arena, group, backend) if zero > 1 else ArenaLayout(arena, backend)
 
 
 def model_pages(arenas, names, mesh, backend):

@@ -215,7 +215,7 @@ def describe(config, trainer, corpus):
         without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
         lines.append(
             f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {without_zero / 2**20:.2f} MiB "
-            f"without ZeRO-1"
+            f"without ZeRO-{config.zero}"
         )
     if not config.out:
         lines.append("no --out: nothing will be saved")

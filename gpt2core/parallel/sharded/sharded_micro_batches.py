@@ -47,9 +47,7 @@ class ShardedMicroBatches:
         twice = [config.head] if config.tied and count > 1 else []
         self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
         self.sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
-        hooks = dict(
-            before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed
-        )
+        hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed)
         self.model = GPT2(config, self.tensors, dloss=self.dloss)
         self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
         losses = backend.zeros((count,), np.float64)  # of each pass: its loss, then merged - 1 zeros
@@ -60,7 +58,7 @@ class ShardedMicroBatches:
         return [passes_of(inputs, targets, rows, self.count, merged)]
 
     def backward(self, batch, scale):
-        """See MicroBatches.backward; `gradients` receives this rank's shards of the sum over micro-batches and ranks."""
+        """See MicroBatches.backward; `gradients` receives this rank's shards of the sum over passes and ranks."""
         self.sums.begin()
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
@@ -98,16 +96,17 @@ class ShardedMicroBatches:
 
 
 def check_sharded(parallel, backends):
-    """Raise ConfigError if ZeRO-2 or ZeRO-3 does not fit to the other options; backends: of this rank, one per thread."""
+    """Raise ConfigError if ZeRO-2 or ZeRO-3 and the other options do not fit together; otherwise do nothing.
+
+    backends: those of this rank, one per thread.
+    """
     zero = parallel.zero
     if zero < 2:
         return
     if backends[0].xp is not np:
         raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
-    for option, only in (("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")):
-        if (value := getattr(parallel, option)) != only:
-            raise ConfigError(
-                f"`zero={zero}` and `{option}={value}` exclude each other: use `{option}={only}` or `zero=1`"
-            )
-    if len(backends) > 1:
-        raise ConfigError(f"`zero={zero}` and `threads={len(backends)}` exclude each other: use `threads=1` or `zero=1`")
+    names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
+    options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", len(backends), 1)]
+    for name, value, only in options:
+        if value != only:
+            raise ConfigError(f"`zero={zero}` and `{name}={value}` exclude each other: use `{name}={only}` or `zero=1`")

@@ -6,8 +6,8 @@ from gpt2core.optimizer import AdamW
 class UnitAdamW(AdamW):
     """AdamW of the parameters in this rank's shards; it has the methods of ShardedAdamW that other files call.
 
-    shards: a UnitShards. parameters: the flat array of shards. rounding, seed: of a copy in 16 bits, which there is not.
-    The other arguments are those of AdamW.
+    shards: a UnitShards. parameters: the flat array of shards. rounding, seed: for a copy in 16 bits; not used, because
+    there is none. The other arguments are those of AdamW.
     """
 
     def __init__(self, shards, parameters, backend, *, rounding="nearest", seed=0, **options):

@@ -10,15 +10,16 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
 
 import numpy as np
 
-from gpt2core.arena import PAGE, round_up
+from gpt2core.arena import PAGE, gaps, round_up
 
 
 class UnitShards:
     """The layout of a flat array of `size` elements: this rank's shard of each unit.
 
-    arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard is a number of whole pages,
-    so a unit may have padding at its end. parts: {unit: the slice of its shard}. owner: this rank; no other rank has the
-    same elements. size, decays() and padding() are those of an Arena, which AdamW reads.
+    arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so a unit
+    may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has
+    elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the same
+    elements. size, decays() and padding(), which AdamW reads, are as those of an Arena.
     """
 
     def __init__(self, arena, group, backend):
@@ -37,7 +38,7 @@ class UnitShards:
         return whole.stop - whole.start
 
     def own_pieces(self):
-        """Yield (name, (slice of the flat array, slice of the elements)) of each parameter of which this rank has some."""
+        """Yield the items of `pieces`."""
         for unit, part in self.parts.items():
             first = self.arena.unit_slice(unit).start + self.group.rank * (part.stop - part.start)
             for name in self.arena.units[unit]:
@@ -67,8 +68,7 @@ class UnitShards:
 
     def padding(self):
         """See Arena.padding."""
-        edges = [0, *(edge for place, _ in self.pieces.values() for edge in (place.start, place.stop)), self.size]
-        return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]
+        return gaps([place for place, _ in self.pieces.values()], self.size)
 
     def join(self, sums):
         """The page sums of the model as on one rank, from those of this rank's shards. All ranks call this method."""
@@ -80,22 +80,21 @@ class UnitShards:
 
     def allocate(self, unit):
         """An array for a whole unit, with zeros in its padding; an all-gather of the shards of all ranks fills it."""
-        part, names = self.parts[unit], self.arena.units[unit]
+        part = self.parts[unit]
         array = self.backend.empty((self.group.size * (part.stop - part.start),), self.backend.dtype)
-        first, edges = self.arena.slices[names[0]].start, [*(self.arena.slices[name] for name in names)]
-        starts = [own.start - first for own in edges[1:]] + [len(array)]
-        for own, start in zip(edges, starts, strict=True):
-            array[own.stop - first : start] = 0
+        for gap in gaps(self.places(unit).values(), len(array)):
+            array[gap] = 0
         return array
+
+    def places(self, unit):
+        """{name: the slice of this parameter} in the array of a whole unit."""
+        names, slices = self.arena.units[unit], self.arena.slices
+        first = slices[names[0]].start
+        return {name: slice(slices[name].start - first, slices[name].stop - first) for name in names}
 
     def views(self, unit, array):
         """{name: view in the shape of this parameter} of the array of a whole unit."""
-        names, slices = self.arena.units[unit], self.arena.slices
-        first = slices[names[0]].start
-        return {
-            name: array[slices[name].start - first : slices[name].stop - first].reshape(self.arena.shapes[name])
-            for name in names
-        }
+        return {name: array[place].reshape(self.arena.shapes[name]) for name, place in self.places(unit).items()}
 
     def put(self, flat, name, array):
         """Copy this rank's elements of a parameter into `flat`. array: the whole parameter, on the host."""
