@@ -75,7 +75,8 @@ def test_other_options_give_the_serial_bits(tied, options):
 
 def test_merged_micro_batches_give_the_serial_bits(monkeypatch):
     """Four micro-batches of a rank in one or two passes."""
-    rows, matrices = 32 // 8 * 16, {shape for name, shape in parameter_shapes(model()) if len(shape) == 2}
+    rows, shapes = 32 // 8 * 16, {name: shape for name, shape in parameter_shapes(model()) if len(shape) == 2}
+    matrices = {shape for name, shape in shapes.items() if not name.endswith("wpe.weight")}
     if not all(rows_are_independent(NumpyBackend(), rows, 4, *shape) for shape in matrices):
         pytest.skip("with this BLAS, the bits of a row depend on the number of rows")
     module = "gpt2core.parallel.sharded.sharded_micro_batches"
