@@ -20,8 +20,9 @@ class ParallelConfig:
     dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
-    zero: int = 0  # what each data-parallel rank stores only its share of: 1: the moments of AdamW (ZeRO-1),
-    #                2: also the gradients, 3: also the parameters
+    zero: int = (
+        0  # a data-parallel rank stores only its share of: 1: moments of AdamW, 2: gradients too, 3: parameters too
+    )
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
     pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline

@@ -30,8 +30,9 @@ class ShardedMicroBatches:
     group = SOLO
 
     def __init__(self, config, shards, parameters, gradients, pool, count, shape, zero, dloss=None, recompute="none"):
-        self.gradients, self.count, self.workers, self.backend = gradients, count, [self], pool.backends[0]
-        backend, self.units = self.backend, list(shards.parts)
+        self.shards, self.gradients, self.count, self.workers = shards, gradients, count, [self]
+        self.backend = backend = pool.backends[0]
+        self.units = list(shards.parts)
         self.dloss = backend.ones((), np.float64) if dloss is None else dloss
         # All ranks need the same number of passes, because they send after each of them.
         self.merged = merged_micro_batches(config, shards.arena.shapes, pool, count, shape, shards.group)
@@ -78,6 +79,16 @@ class ShardedMicroBatches:
     def before_backward(self, unit):
         self.parameters.need(unit)
         self.sums.before_backward(unit)
+
+    def memory(self):
+        """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
+        units = [self.shards.whole_size(unit) for unit in self.units]
+        few = (3 if self.model.config.tied else 2) * max(
+            units
+        )  # the gradient of a tied table waits for its second part
+        stacked = (self.passes - 1).bit_length() * sum(units)  # 0: one pass
+        parameters = sum(units) if self.parameters.keeps else few
+        return tuple(self.gradients.itemsize * n for n in (4 * self.shards.size, parameters, stacked or few))
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):

@@ -78,10 +78,14 @@ class UnitShards:
 
     # -- units and parameters in one piece -----------------------------------------------------------------------------
 
+    def whole_size(self, unit):
+        """The elements of the shards of all ranks of a unit."""
+        part = self.parts[unit]
+        return self.group.size * (part.stop - part.start)
+
     def allocate(self, unit):
         """An array for a whole unit, with zeros in its padding; an all-gather of the shards of all ranks fills it."""
-        part = self.parts[unit]
-        array = self.backend.empty((self.group.size * (part.stop - part.start),), self.backend.dtype)
+        array = self.backend.empty((self.whole_size(unit),), self.backend.dtype)
         for gap in gaps(self.places(unit).values(), len(array)):
             array[gap] = 0
         return array
