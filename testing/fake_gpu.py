@@ -1,4 +1,7 @@
-"""Fakes of a GPU, with NumPy arrays, and of NCCL, with threads as ranks: they execute stage 3's calls by address."""
+"""Fakes of a GPU, with NumPy arrays, and of NCCL, with threads as ranks: they execute stage 3's calls by address.
+
+tests/support/fake_cupy.py has a fake of CuPy, for tests of launches, graphs and tuning.
+"""
 
 import contextlib
 import ctypes

@@ -168,8 +168,9 @@ def notes_about_rank_flags(given, several_replicas):
 def pipeline_notes(given):
     """Notes about flags of the pipeline that have no effect because there is none."""
     values = {name: getattr(given, name) for name in ("pp_schedule", "chunks") if given.pp == 1}
-    unused = [name for name in values if values[name] != DEFAULTS[name]]
-    return [f"note: {flag(name)} {values[name]}: no effect, because --pp is 1" for name in unused]
+    unused = [f"{flag(name)} {values[name]}" for name in values if values[name] != DEFAULTS[name]]
+    unused += ["--schedule-picture"] * (given.schedule_picture and given.pp == 1)
+    return [f"note: {each}: no effect, because --pp is 1" for each in unused]
 
 
 def data_parallel_ranks(world, tp, pp):

@@ -290,7 +290,7 @@ class TrainSettings(Settings):
     pp: int = setting(
         RANKS,
         "pipeline-parallel size: the number of ranks that divide the layers; the number of all ranks must be "
-        "a multiple of it. Only in stage 1, with --threads 1, --tp 1, --compress none and --zero-gather end",
+        "a multiple of it. Only in stage 1, with --threads 1, --compress none and --zero-gather end",
         ParallelConfig.pp,
         AGAIN,
         metavar="N",
@@ -311,6 +311,12 @@ class TrainSettings(Settings):
         AGAIN,
         metavar="V",
         at_least=1,
+    )
+    schedule_picture: bool = setting(
+        RANKS,
+        "after the last step, print when each rank of --pp computed, beside a simulation; all ranks on one host",
+        False,
+        AGAIN,
     )
     collectives: str = setting(
         RANKS,

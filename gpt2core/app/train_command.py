@@ -57,6 +57,7 @@ from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
+from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 from gpt2core.text.token_file import is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
@@ -279,6 +280,8 @@ class Outputs:
             lines = list(self.trace.step_ended(step, last)) if self.trace else []
         except ConfigError as error:  # raised on all ranks; the run needs no trace
             note = f"note: there is no trace: {error}"
+        if last and self.config.schedule_picture and self.config.pp > 1:
+            lines += pictures(trainer.accumulator, trainer.mesh.pipeline, training_width())
         log(with_utilisation(trainer, step), validation_loss, fields)
         # If the first step is captured as a CUDA graph, its time is not that of later steps.
         if step.step == self.first_step and not trainer.backend.runtime.uses_graphs:

@@ -130,7 +130,7 @@ def check_pipeline(config, parallel, backends, count, replicas):
         raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
     if chunks > 1 and name != "interleaved":
         raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
-    for option, only in (("tp", 1), ("zero_gather", "end"), ("compress", "none")):
+    for option, only in (("zero_gather", "end"), ("compress", "none")):
         if (value := getattr(parallel, option)) != only:
             raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
     if len(backends) > 1:

@@ -4,7 +4,9 @@ from gpt2core.errors import ConfigError
 
 
 class Mesh:
-    """The communicators of this rank's groups in the grid: `data`, `tensor` and `pipeline`.
+    """The communicators of this rank's groups in the grid: `data`, `tensor`, `pipeline`, and `replica`.
+
+    replica: the tp * pp ranks that divide one copy of the model; a rank in it is tensor + tp * pipeline.
 
     A rank of the world follows from the ranks in these groups: rank = tensor + tp * (data + dp * pipeline). So the
     ranks of a tensor group are consecutive: they communicate most often, and on one host NVLink may connect them.
@@ -25,3 +27,4 @@ class Mesh:
         self.tensor = world.split(data + dp * pipeline, key=tensor)
         self.data = world.split(tensor + tp * pipeline, key=data)
         self.pipeline = world.split(tensor + tp * data, key=pipeline)
+        self.replica = self.tensor if pp == 1 else world.split(data, key=tensor + tp * pipeline)

@@ -86,7 +86,8 @@ class ParallelTrainer(Trainer):
         if parallel.zero > 1:
             self.divide_units(count, dloss, optimizer)
         else:
-            pages = model_pages(arenas, shapes, mesh, backend)
+            of_ranks = [each for each in arenas for _ in range(parallel.tp)]
+            pages = ModelPages(of_ranks, shapes, mesh.replica, backend)
             self.divide_arena(count, dloss, optimizer, owners, pages, copy)
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -107,7 +108,7 @@ class ParallelTrainer(Trainer):
         arrays = self.arena, self.compute_parameters, self.gradients
         if parallel.pp > 1:
             self.accumulator = PipelineMicroBatches(
-                self.config, *arrays, self.data_parallel, backend, count, mesh.pipeline, parallel, dloss
+                self.config, *arrays, self.data_parallel, backend, count, mesh.pipeline, mesh.tensor, parallel, dloss
             )
         else:
             self.accumulator = MicroBatches(
@@ -197,16 +198,6 @@ def own_rows(batch_size, micro_batches, group):
 def layout_of(zero, arena, group, backend):
     """The layout of the flat arrays that this rank of a data-parallel group stores."""
     return UnitShards(arena, group, backend) if zero > 1 else ArenaLayout(arena, backend)
-
-
-def model_pages(arenas, names, mesh, backend):
-    """The ModelPages of a model that is divided by tensor or pipeline parallelism, but not by both.
-
-    arenas: those of the pipeline ranks. names: of all parameters, in model order.
-    """
-    if len(arenas) > 1:
-        return ModelPages(arenas, names, mesh.pipeline, backend)
-    return ModelPages(arenas * mesh.tensor.size, names, mesh.tensor, backend)
 
 
 def choose_bucket(parallel, mesh, gradients, backend):

@@ -74,7 +74,8 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
     views, mesh, whole = trainer.arena.views(trainer.layout.whole(flat)), trainer.mesh, {}
-    for name, shape in parameter_shapes(trainer.config):
+    shapes = tensor_parallel.shard_shapes(parameter_shapes(trainer.config), mesh.tensor.size)
+    for name, shape in shapes.items():
         array = views.get(name)
         array = trainer.backend.empty(shape, flat.dtype) if array is None else array
         whole[name] = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)

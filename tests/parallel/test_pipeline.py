@@ -1,4 +1,4 @@
-"""A pipeline has the bits of one rank: for every schedule, number of stages and replicas, and across checkpoints."""
+"""A pipeline has the bits of one rank: for every schedule, number of ranks and replicas, and across checkpoints."""
 
 import functools
 import re
@@ -12,9 +12,10 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.pipeline.measured import measured, pictures
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.pipeline.simulator import simulate
+from gpt2core.parallel.pipeline.simulator import needs, simulate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -65,7 +66,7 @@ def test_without_clipping_too(schedule, tied):
 
 
 @pytest.mark.parametrize("layers, pp, chunks", [(3, 2, 1), (5, 4, 1), (7, 2, 3)])
-def test_stages_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, chunks):
+def test_ranks_that_do_not_divide_the_layers_give_the_serial_bits(layers, pp, chunks):
     schedule = "1f1b" if chunks == 1 else "interleaved"
     parallel = ParallelConfig(pp=pp, pp_schedule=schedule, chunks=chunks)
     assert_serial_bits(pp, parallel, config=model(layers, tied=True))
@@ -82,6 +83,57 @@ def test_every_strategy_of_data_parallelism_gives_the_serial_bits(schedule, dp, 
 def test_recomputed_blocks_give_the_serial_bits(schedule):
     parallel = ParallelConfig(pp=2, pp_schedule=schedule, recompute="block")
     assert_serial_bits(2, parallel, config=model(tied=True))
+
+
+# -- with tensor parallelism: the bits of the same `tp` without a pipeline ---------------------------------------------
+
+
+def tensor_parallel(**options):
+    return run_ranks(2, lambda comm: train(comm, ParallelConfig(tp=2), TOKENS, steps=2, **options))[0]
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_tensor_parallelism(schedule, tied, clip):
+    options = dict(config=model(tied=tied), clip=clip)
+    want = tensor_parallel(**options)
+    for dp, more in ((1, dict(recompute="block")), (2, dict(zero=1))):
+        parallel = ParallelConfig(pp=2, tp=2, pp_schedule=schedule, **more)
+        for got in run_ranks(4 * dp, lambda comm, p=parallel: train(comm, p, TOKENS, steps=2, **options)):
+            assert_same(got, want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_evaluation_and_checkpoints_with_tensor_parallelism(tied):
+    config, windows, validation = model(tied=tied), Windows(TOKENS, 16), Windows(TOKENS[:500], 16)
+
+    def continued(comm, layout, saved):
+        trainer = make_trainer(comm, ParallelConfig(**layout), config=config)
+        if saved:
+            parameters, moments, steps, position = saved
+            load(trainer, *((parameters, moments) if comm.is_root else (None, None)), steps, position)
+        loss = trainer.step(read_batch(trainer, windows), 3e-3).loss
+        check_finite(trainer)
+        verify(trainer)
+        copies = ({name: np.array(array) for name, array in named_parameters(trainer).items()},
+                  {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()})  # fmt: skip
+        logits = current_model(trainer).logits(TOKENS[None, :16]).numpy()
+        result = loss, evaluate(trainer, validation), parameter_hash(trainer), logits.tobytes()
+        return result, (*copies, trainer.steps, trainer.position)
+
+    def after_steps(layouts):
+        results, saved = [], None
+        for ranks, layout in layouts:
+            each = run_ranks(ranks, continued, layout, saved)
+            assert len({result for result, _ in each}) == 1
+            results.append(each[0][0])
+            saved = each[0][1]
+        return results
+
+    want = after_steps([(2, dict(tp=2))] * 3)
+    interleaved = dict(tp=2, pp=2, pp_schedule="interleaved", zero=1)
+    assert after_steps([(4, dict(tp=2, pp=2)), (2, dict(tp=2)), (8, interleaved)]) == want
 
 
 @pytest.mark.parametrize(
@@ -113,7 +165,7 @@ def test_another_order_of_backward_gives_other_bits(schedule, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_parameter_is_stored_by_one_stage(tied):
+def test_each_parameter_is_stored_by_one_rank(tied):
     config = model(5, tied)
     names = run_ranks(4, lambda comm: list(make_trainer(comm, ParallelConfig(pp=4), config=config).arena.slices))
     assert sorted(sum(names, [])) == sorted(name for name, _ in parameter_shapes(config))
@@ -124,7 +176,7 @@ def test_each_parameter_is_stored_by_one_stage(tied):
     assert describe_ranks(config, 4, 1) == text
 
 
-def test_the_stages_of_an_interleaved_schedule_are_described():
+def test_the_ranks_of_an_interleaved_schedule_are_described():
     text = "pipeline rank 0: embedding, h.0 and h.3 to h.4; pipeline rank 1: h.1 to h.2 and h.5 to h.6, head"
     assert describe_ranks(model(7), 2, 2) == text
 
@@ -135,6 +187,26 @@ def test_live_activations_are_those_of_the_simulation(schedule):
     results = run_ranks(4, lambda comm: train(comm, parallel, TOKENS, steps=1, config=config))
     stages = [trainer.accumulator for *_, trainer in results]
     assert [stage.executor.peak for stage in stages] == simulate(stages[0].schedule).peaks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_measured_actions_run_after_those_that_they_need(schedule):
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule)
+
+    def result(comm):
+        micro_batches = train(comm, parallel, TOKENS, steps=2, config=model(tied=True))[3].accumulator
+        return *measured(micro_batches, comm), list(pictures(micro_batches, comm, 60))
+
+    for real, simulated, lines in run_ranks(2, result):
+        assert real.times.keys() == simulated.times.keys() and real.peaks == simulated.peaks
+        split, last = schedule == "zero-bubble", max(c for *_, c in real.times)
+        for action, (start, end) in real.times.items():
+            assert 0 <= start <= end <= real.seconds
+            assert all(real.times[each][0] <= start for each in needs(*action, last, split))
+        assert 0 <= real.bubble < 1 and 0 <= simulated.bubble < 1
+        assert re.fullmatch(r"pipeline measured, the last step: [\d.]+ ms, bubble [\d.]+%", lines[0])
+        assert [line[:8] for line in lines if "|" in line] == ["rank 0 |", "rank 1 |"] * 2
+        assert all(len(line) <= 60 for line in lines if "|" in line)
 
 
 # -- evaluation, checkpoints -------------------------------------------------------------------------------------------
@@ -190,7 +262,7 @@ def test_every_rank_gets_the_whole_model_to_generate(tied):
         np.testing.assert_array_equal(got, want)
 
 
-def test_a_parameter_that_is_not_finite_on_one_stage_is_found_by_all():
+def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
     def check(comm):
         trainer = make_trainer(comm, ParallelConfig(pp=2), config=model())
         if comm.rank == 1:
@@ -213,7 +285,6 @@ class OtherDevice(PlainBackend):
      "`pp_schedule=2f2b` is unknown: choose from gpipe, 1f1b, interleaved, zero-bubble"),
     (2, dict(pp=2, chunks=2), {},
      "`chunks=2` and `pp_schedule=1f1b`: use `chunks=1`, or `pp_schedule=interleaved`"),
-    (4, dict(pp=2, tp=2), {}, "`pp=2` and `tp=2` exclude each other: use `tp=1` or `pp=1`"),
     (4, dict(pp=2, zero=1, zero_gather="forward"), {},
      "`pp=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `pp=1`"),
     (4, dict(pp=2, compress="int8"), {},
@@ -246,6 +317,7 @@ def test_a_size_below_one_is_refused(name):
 
 @pytest.mark.parametrize("pp, noted", [(1, True), (2, False)])
 def test_flags_of_a_pipeline_without_one_are_noted(pp, noted):
-    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2))
-    want = [f"note: {flag}: no effect, because --pp is 1" for flag in ("--pp-schedule gpipe", "--chunks 2")]
+    _, notes = chosen(4, dict(dp="flat", pp=pp, pp_schedule="gpipe", chunks=2, schedule_picture=True))
+    flags = "--pp-schedule gpipe", "--chunks 2", "--schedule-picture"
+    want = [f"note: {flag}: no effect, because --pp is 1" for flag in flags]
     assert notes == (want if noted else [])

@@ -471,7 +471,7 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
     class TunedRuntime(InterpreterRuntime):
         tuned, tuned_for, load_tuned = CudaRuntime.tuned, CudaRuntime.tuned_for, CudaRuntime.load_tuned
 
-    class OnFakeGpu(CudaBackend):
+    class TunedBackend(CudaBackend):
         def __init__(self, precision, deterministic):
             super().__init__(precision, deterministic)
             self.runtime = TunedRuntime()
@@ -480,7 +480,7 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
     def run():
         flags = "--preset nano --n-layer 1 --n-embd 16 --seq-len 8 --batch-size 1 --steps 1 --sample 0".split()
         result = command(
-            cli.train, *flags, "--data", corpus, "--out", tmp_path / "run", "--overwrite", backend=OnFakeGpu
+            cli.train, *flags, "--data", corpus, "--out", tmp_path / "run", "--overwrite", backend=TunedBackend
         )
         assert result.code == 0, result.err
         return result.err

@@ -1,5 +1,7 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
+import time
+
 from gpt2core.tensor import no_grad
 
 KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
@@ -13,7 +15,8 @@ class Executor:
     width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients:
     an object with begin(c), which is called before gradients of parameters of chunk c are computed, and, if the model
     is `tied`, with add_embedding(m, dy), which is called for an E action. peak: the largest number of graphs of one
-    chunk and one micro-batch that were kept at the same time; what W actions still need is not counted.
+    chunk and one micro-batch that were kept at the same time; what W actions still need is not counted. times: {action:
+    (start, end)} of the last run() in seconds of time.perf_counter(), where an action starts when its message is there.
     """
 
     def __init__(self, chunks, count, pipeline, backend, width, dloss, gradients, tied):
@@ -36,7 +39,9 @@ class Executor:
             if following:
                 self.expect(following)
             kind, m, c = action
+            self.started = time.perf_counter()
             self.actions[kind](m, c)
+            self.times[action] = self.started, time.perf_counter()
         return self.finish()
 
     @no_grad()
@@ -52,7 +57,7 @@ class Executor:
 
     def begin(self, batch, scale):
         self.batch, self.scale, self.losses = batch, scale, {}
-        self.graphs, self.later = {}, {}  # {(m, c): list}: graphs of the parts; functions for W
+        self.times, self.graphs, self.later = {}, {}, {}  # {(m, c): list}: graphs of the parts; functions for W
         self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
 
     def finish(self):
@@ -119,7 +124,9 @@ class Executor:
     def receive(self, kind, m, c):
         """The array that the action (kind, m, c) reads."""
         key = self.key(kind, m, c)
-        return self.local.pop(key) if key in self.local else self.arriving.pop(key).wait()
+        array = self.local.pop(key) if key in self.local else self.arriving.pop(key).wait()
+        self.started = time.perf_counter()
+        return array
 
     def send(self, kind, m, c, to, array):
         """Start to send a result of chunk c to chunk `to`."""

@@ -8,7 +8,6 @@ import itertools
 
 import numpy as np
 
-from gpt2core.communicator import SOLO
 from gpt2core.data import even_slices
 from gpt2core.model import make_unit
 from gpt2core.parallel.part import parts_of
@@ -24,22 +23,25 @@ class PipelineMicroBatches:
     """The `count` micro-batches of one replica, of which this rank computes its own units.
 
     arena, parameters, gradients: of the parameters that this rank stores (placement.py). reduction: the DataParallel
-    that sums `gradients` over the replicas. pipeline: the ranks that divide this replica. parallel: ParallelConfig.
-    dloss: see Worker. tensors: {name: Tensor} of the parameters that this rank reads. schedule: that of all ranks.
+    that sums `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and
+    those that divide each layer. parallel: ParallelConfig. dloss: see Worker. tensors: {name: Tensor} of the parameters
+    that this rank reads. schedule: that of all ranks.
     """
 
-    merged, group = 1, SOLO
+    merged = 1
 
-    def __init__(self, config, arena, parameters, gradients, reduction, backend, count, pipeline, parallel, dloss=None):
-        self.arena, self.gradients, self.reduction, self.backend = arena, gradients, reduction, backend
+    def __init__(
+        self, config, arena, parameters, gradients, reduction, backend, count, pipeline, group, parallel, dloss=None
+    ):  # fmt: skip
+        self.group, self.backend, self.reduction = group, backend, reduction
+        self.arena, self.gradients = arena, gradients
         self.count, self.workers, self.on_complete = count, [self], reduction.unit_completed
         dloss = backend.ones((), np.float64) if dloss is None else dloss
 
         self.sums, self.views, self.tensors = gradient_sums(arena, parameters, gradients, backend, count)
         self.tied = None
         if config.tied:
-            shapes = (config.vocab_size, config.n_embd), (config.block_size, config.n_embd)
-            self.tied = TiedTable(pipeline, self.tensors.get(config.head), *shapes, backend)
+            self.tied = TiedTable(config, pipeline, group, self.tensors.get(config.head), backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
 
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
@@ -53,7 +55,7 @@ class PipelineMicroBatches:
 
     def parts(self, config, names, recompute, dloss):
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
-        units = [make_unit(name, config, self.tensors, dloss=dloss) for name in names]
+        units = [make_unit(name, config, self.tensors, self.group, dloss) for name in names]
         first = units[:1] if names[0] == "embedding" else []
         groups = [group for group in (first, units[len(first) :]) if group]
         hooks = {"completed": self.unit_completed}

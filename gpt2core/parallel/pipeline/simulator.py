@@ -1,4 +1,4 @@
-"""The prediction of a pipeline schedule: the time of each action, the bubble, and the peak of live activations."""
+"""When the actions of a pipeline schedule run, simulated: their times, the bubble, the peak of live activations."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ LIVE = {"F": 1.0, "B": -1.0, "W": 0.0, "E": 0.0}  # change of live activations, 
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The result of simulate()."""
+class Timeline:
+    """When each action of a schedule runs: simulated, or measured (measured.py)."""
 
     schedule: list  # for each rank its actions
     times: dict  # {action: (start, end)} in seconds
@@ -43,26 +43,36 @@ def unit_times(kind, chunk):
 
 
 def simulate(schedule, seconds=unit_times, message=0.0, kept=0.5):
-    """The Prediction of a schedule (schedules.py).
+    """The Timeline of a schedule (schedules.py).
 
     seconds(kind, chunk): the time of an action; without W actions, a B action takes the time of B and W. message: the
-    seconds until another rank can read a result. kept: the part of an activation that is live between B and W. Raises
-    ValueError, with the actions that wait, if the ranks would wait forever.
+    seconds until another rank can read a result. kept: see timeline(). Raises ValueError, with the actions that wait,
+    if the ranks would wait forever.
     """
-    split = any(kind == "W" for actions in schedule for kind, _, _ in actions)
+    split = splits(schedule)
 
     def duration(kind, chunk):
         with_parameters = kind == "B" and not split
         return seconds(kind, chunk) + (seconds("W", chunk) if with_parameters else 0)
 
-    times, free = timed(schedule, split, duration, message)
+    return timeline(schedule, timed(schedule, split, duration, message), kept)
+
+
+def splits(schedule):
+    """Whether there are W actions, so that B computes only the gradient of the input."""
+    return any(kind == "W" for actions in schedule for kind, _, _ in actions)
+
+
+def timeline(schedule, times, kept=0.5):
+    """The Timeline of these times, {action: (start, end)}. kept: the part of an activation that is live from B to W."""
     busy = [sum(times[action][1] - times[action][0] for action in actions) for actions in schedule]
-    changes = LIVE | dict(B=kept - 1, W=-kept) if split else LIVE
-    return Prediction(schedule, times, max(free), busy, [peak_of(actions, changes) for actions in schedule])
+    seconds = max(end for _, end in times.values())
+    changes = LIVE | dict(B=kept - 1, W=-kept) if splits(schedule) else LIVE
+    return Timeline(schedule, times, seconds, busy, [peak_of(actions, changes) for actions in schedule])
 
 
 def timed(schedule, split, duration, message):
-    """({action: (start, end)}, the end of the last action of each rank); split: whether there are W actions."""
+    """{action: (start, end)}; split: whether there are W actions."""
     rank_of = {chunk: rank for rank, actions in enumerate(schedule) for _, _, chunk in actions}
     times, free, left = {}, [0.0] * len(schedule), [list(actions) for actions in schedule]
     while any(left):
@@ -77,7 +87,7 @@ def timed(schedule, split, duration, message):
         if len(times) == done:
             waiting = [actions[0] for actions in left if actions]
             raise ValueError(f"the ranks wait forever for each other: the next actions are {waiting}")
-    return times, free
+    return times
 
 
 def needs(kind, m, chunk, last, split):

@@ -6,7 +6,7 @@ of the table. It sends dy, the gradient (B, T, C) of the embedding's output, ins
 table, and the last rank adds the rows of dy to the gradient of the head, which waits until dy has arrived.
 """
 
-# B batch, T time, C channels, V vocabulary
+# B batch, T time, C channels, V vocabulary, p ranks of the tensor group
 
 import numpy as np
 
@@ -18,15 +18,18 @@ class TiedTable:
     """The table of this rank.
 
     tensor: on the last rank, that of the stored table; on the first rank, that of the copy; otherwise None.
-    stored: the Tensor (V, C) on the last rank, None on the others. shape: (V, C). positions: the shape of wpe.
+    stored: the Tensor (V/p, C) on the last rank, None on the others. group: the p ranks that divide the vocabulary.
     """
 
-    def __init__(self, pipeline, stored, shape, positions, backend):
+    def __init__(self, config, pipeline, group, stored, backend):
         self.pipeline, self.backend, self.tensor = pipeline, backend, stored
         self.first, self.last = pipeline.is_root, pipeline.rank == pipeline.size - 1
+        rows, C = config.vocab_size // group.size, config.n_embd
         if self.first:
-            self.tensor = Tensor(backend.zeros(shape, backend.compute_dtype), backend)
-        self.positions = np.broadcast_to(backend.compute_dtype.type(0), positions)  # of wpe, only the shape is read
+            self.tensor = Tensor(backend.zeros((rows, C), backend.compute_dtype), backend)
+        self.first_token = group.rank * rows
+        zero = backend.compute_dtype.type(0)
+        self.positions = np.broadcast_to(zero, (config.block_size, C))  # of wpe, only the shape is read
         self.waiting = []  # gradients of the head, oldest micro-batch first
 
     def refresh(self):
@@ -48,6 +51,6 @@ class TiedTable:
     def add_embedding(self, ids, dy):
         """The gradient of the table for the oldest micro-batch that waits; ids (B, T), dy (B, T, C) are its own."""
         self.tensor.buffer = self.tensor.grad = self.waiting.pop(0)
-        rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, self.positions)
+        rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, self.positions, 0, self.first_token)
         self.tensor.receive(rows)
         return self.tensor.grad

@@ -1,0 +1,32 @@
+"""The measured times of the actions of a pipeline, beside those that the simulator computes from their means."""
+
+import statistics
+
+from gpt2core.parallel.pipeline.simulator import simulate, timeline
+
+
+def measured(micro_batches, pipeline):
+    """(the Timeline of the last step, that of simulate() with the mean times of its actions).
+
+    micro_batches: the PipelineMicroBatches of this rank. All ranks of the group `pipeline` must call this function. The
+    times of several hosts cannot be compared, because each has its own clock.
+    """
+    times = {}
+    for each in pipeline.all_gather_object(micro_batches.executor.times):
+        times |= each
+    first = min(start for start, _ in times.values())
+    times = {action: (start - first, end - first) for action, (start, end) in times.items()}
+    durations = {}  # {(kind, chunk): the seconds of its actions}
+    for (kind, _, chunk), (start, end) in times.items():
+        durations.setdefault((kind, chunk), []).append(end - start)
+    means = {key: statistics.fmean(values) for key, values in durations.items()}
+    schedule = micro_batches.schedule
+    return timeline(schedule, times), simulate(schedule, lambda kind, chunk: means.get((kind, chunk), 0.0))
+
+
+def pictures(micro_batches, pipeline, width):
+    """The two Timelines of measured() as lines of at most `width` characters."""
+    texts = "measured, the last step", "simulated, with the mean times of these actions"
+    for text, each in zip(texts, measured(micro_batches, pipeline), strict=True):
+        yield f"pipeline {text}: {1000 * each.seconds:.1f} ms, bubble {each.bubble:.1%}"
+        yield from each.picture(width - len("rank 0 ||")).splitlines()
