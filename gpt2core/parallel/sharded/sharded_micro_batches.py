@@ -83,9 +83,8 @@ class ShardedMicroBatches:
     def memory(self):
         """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
         units = [self.shards.whole_size(unit) for unit in self.units]
-        few = (3 if self.model.config.tied else 2) * max(
-            units
-        )  # the gradient of a tied table waits for its second part
+        # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
+        few = (3 if self.model.config.tied else 2) * max(units)
         stacked = (self.passes - 1).bit_length() * sum(units)  # 0: one pass
         parameters = sum(units) if self.parameters.keeps else few
         return tuple(self.gradients.itemsize * n for n in (4 * self.shards.size, parameters, stacked or few))

@@ -1,5 +1,7 @@
 """The gradient of a unit is summed over the ranks when it is complete, and a rank keeps its shard (ZeRO-2, ZeRO-3)."""
 
+import functools
+
 from gpt2core.parallel.tree_stack import TreeStack
 from gpt2core.tensor import Destination
 from gpt2core.tree_sum import tree_reduce
@@ -21,13 +23,14 @@ class UnitGradients:
     def __init__(self, shards, flat, tensors, reads, backend, count, merged=1, twice=()):
         self.shards, self.flat, self.tensors, self.reads = shards, flat, tensors, reads
         self.backend, self.count, self.merged, self.twice = backend, count, merged, twice
-        self.sums, self.views, self.apart = {}, {}, {}  # of a unit: TreeStack, views of its buffers; {name: array}
+        self.sums, self.views, self.apart = {}, {}, {}  # {unit: TreeStack}, {unit: views of its buffers}, {name: array}
         self.sending = []  # (Handle of a reduce-scatter, the array that it reads)
 
     def begin(self):
         """Called before the passes of a step: forget a step that has failed, and wait for what it has sent."""
         self.finish()
-        self.sums.clear(), self.views.clear(), self.apart.clear()
+        for arrays in (self.sums, self.views, self.apart):
+            arrays.clear()
 
     def begin_pass(self, number):
         self.number, self.begun = number, set()
@@ -41,7 +44,7 @@ class UnitGradients:
 
     def set_destinations(self, unit):
         if unit not in self.sums:
-            allocate = lambda: self.shards.allocate(unit)  # noqa: E731
+            allocate = functools.partial(self.shards.allocate, unit)
             self.sums[unit] = sums = TreeStack(allocate(), self.count, allocate, self.add)
             self.views[unit] = [self.shards.views(unit, array) for array in sums.buffers]
         index, adds = self.sums[unit].place(self.number)
