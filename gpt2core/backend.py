@@ -6,6 +6,7 @@
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
 
@@ -29,14 +30,14 @@ class Backend(ABC):
     `out`, or in a new array if `out` is None, and returns that array (Tensor.from_op). Its contents are complete after
     runtime.join().
 
-    Micro-batches: if `merges_micro_batches`, activations may be (M, B, T, C) and the targets of a loss (M, N), for M
+    Micro-batches: if `merges_micro_batches`, activations may be (M, B, T, C), and the N targets of a loss those of M
     micro-batches of equal size. Each row has the bits that it would have in a call of its own, and the gradient of a
     weight is the sum of those of the M micro-batches in the canonical order. A destination with one more axis,
     (M, ...), gets the gradient of each micro-batch.
     """
 
     deterministic = True  # the default; False on GPUs, where many small micro-batches are slower
-    uses_threads = True  # whether the batch is divided over worker threads, each with a backend of its own
+    uses_threads = False  # whether the batch is divided over worker threads, each with a backend of its own
     merges_micro_batches = False  # whether one call may compute several micro-batches
     many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)
@@ -102,9 +103,9 @@ class Backend(ABC):
         """A faster replacement of sampler.Decoder for `batch` prompts, with the same methods; None if there is none."""
         return None
 
-    @abstractmethod
     def codec(self, kind):
-        """The Codec (parallel/codecs.py) of the name `kind` for this device. Raises ConfigError if it is unknown."""
+        """The Codec (parallel/codecs.py) of the name `kind` for this device. Raises ConfigError if there is none."""
+        raise ConfigError(f"`compress={kind}`: this backend has no codecs")
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,11 @@ class Windows:
         epoch, index = divmod(window, self.windows_per_epoch)
         cached_epoch, starts = self._epoch
         if cached_epoch != epoch:
-            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
-            starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
+            starts = self.starts_of_epoch(epoch)
             self._epoch = (epoch, starts)  # one assignment: no thread reads an epoch with the starts of another epoch
         return int(starts[index])
+
+    def starts_of_epoch(self, epoch):
+        """The index of the first token of each window of an epoch, in the order in which they are read."""
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+        return generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)

@@ -94,13 +94,9 @@ def attention(qkv, n_head):
     if qkv.ndim not in (3, 4) or qkv.shape[-1] % (3 * n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
     require_one_micro_batch("attention", qkv.backend, qkv.shape, 4)
-    backend, shape, x = qkv.backend, qkv.shape, qkv.data.reshape(-1, *qkv.shape[-2:])  # all sequences
+    backend, x = qkv.backend, qkv.data
     y, aux = backend.attention_forward(x, n_head)
-
-    def backward(dy):
-        return (backend.attention_backward(dy.reshape(y.shape), x, y, aux, n_head).reshape(shape),)
-
-    return Tensor.from_op(y.reshape(*shape[:-1], -1), (qkv,), backward)
+    return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, x, y, aux, n_head),))
 
 
 def cached_attention(qkv, cache, layer, n_head):
@@ -169,8 +165,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     V = w.shape[0] * group.size
     scale = check_targets("unembed_cross_entropy", x, targets, scale, V)
     require_one_micro_batch("unembed_cross_entropy", x.backend, x.shape, 4)
-    targets = targets.reshape(*x.shape[:1], -1) if x.ndim == 4 else targets.reshape(-1)  # (M, N) or (N)
-    backend, first = x.backend, group.rank * w.shape[0]
+    targets, backend, first = targets.reshape(-1), x.backend, group.rank * w.shape[0]
     forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
     *stats, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, forward_scale, dloss)
     loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
@@ -221,10 +216,7 @@ def mark(tensors, function):
     Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
     run then. With backward(later=...), the call is in that list, after the gradients of these operations.
     """
-    marked = Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients)
-    if marked[0].node:
-        marked[0].node.report = function
-    return marked
+    return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients, function)
 
 
 def require(condition, operation, *tensors):

@@ -91,10 +91,6 @@ class AdamW:
         """
         return self.backend.clip(self.page_sums(gradients), self.bound)
 
-    def norm(self, flat):
-        """The global L2 norm of a flat buffer, a Python float."""
-        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
-
     def page_sums(self, flat):
         """The sum of squares of each page of the arena, which Backend.clip adds in a fixed order.
 

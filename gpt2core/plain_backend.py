@@ -29,7 +29,6 @@ class PlainBackend(Backend):
     name = "plain"
     xp = np
     many_ranks = "stage 1"
-    uses_threads = False
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in ("fp32", "fp64"):
@@ -45,9 +44,6 @@ class PlainBackend(Backend):
 
     def to_host(self, array):
         return np.asarray(array)
-
-    def codec(self, kind):
-        raise ConfigError(f"`compress={kind}`: this backend has no codecs")
 
     # -- linear: y = x w + b;  dx = dy w',  dw = x' dy,  db = sum of dy over the rows ----------------------------------
 
@@ -102,13 +98,6 @@ class PlainBackend(Backend):
         ds, scale = p * (dp - (p * dp).sum(-1, keepdims=True)), 1 / math.sqrt(q.shape[3])
         dq, dk, dv = ds @ k * scale, ds.swapaxes(2, 3) @ q * scale, p.swapaxes(2, 3) @ dy
         return np.concatenate([merge_heads(each) for each in (dq, dk, dv)], -1)
-
-    def attention_cached(self, qkv, keys, values, position, n_head):
-        q, k, v = split_heads(qkv, n_head)
-        end = position + q.shape[2]
-        keys[..., position:end], values[:, :, position:end] = k.swapaxes(2, 3), v
-        p = softmax(causal(q @ keys[..., :end] / math.sqrt(q.shape[3]), position))
-        return merge_heads(p @ values[:, :, :end])
 
     # -- embedding: y = wte[ids] + wpe[positions];  each row of dy is added to the row of its token and its position ---
 
@@ -174,6 +163,15 @@ class PlainBackend(Backend):
         v[...] = beta2 * v + (1 - beta2) * g * g
         decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)
         p[...] = decay * p - rate * m / (np.sqrt(v) + e)
+
+    # -- generation, which is not part of a training step: the keys and values of earlier positions are in a cache -----
+
+    def attention_cached(self, qkv, keys, values, position, n_head):
+        q, k, v = split_heads(qkv, n_head)
+        end = position + q.shape[2]
+        keys[..., position:end], values[:, :, position:end] = k.swapaxes(2, 3), v
+        p = softmax(causal(q @ keys[..., :end] / math.sqrt(q.shape[3]), position))
+        return merge_heads(p @ values[:, :, :end])
 
 
 def rows(x):

@@ -52,11 +52,11 @@ class Node:
 
     __slots__ = ("order", "parents", "backward", "dys", "report")
 
-    def __init__(self, parents, backward, n_outputs):
+    def __init__(self, parents, backward, n_outputs, report):
         self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
         self.parents = [parent.receiver() for parent in parents]
-        self.backward, self.dys = backward, [None] * n_outputs  # dys: the gradients of the outputs, summed so far
-        self.report = None
+        self.backward, self.report = backward, report
+        self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
 
     def run(self, retain, later):
         """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
@@ -103,18 +103,18 @@ class Tensor:
         self.grad, self.buffer, self.node, self.index = None, None, None, 0
 
     @classmethod
-    def from_op(cls, data, parents, backward):
+    def from_op(cls, data, parents, backward, report=None):
         """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
 
         data: an array, or a tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one
         gradient for each of them: None for a tensor that was not used. A gradient is an array, or a function of a
         Destination or None that computes it there or in a new array, and returns that array. Such functions of leaves
-        are called first; they may also be called after the whole pass: see backward().
+        are called first; they may also be called after the whole pass: see backward(). report: see Node.
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(cls(array, parents[0].backend) for array in outputs)
         if _recording.get() and any(parent.requires_grad for parent in parents):
-            node = Node(parents, backward, len(tensors))
+            node = Node(parents, backward, len(tensors), report)
             for index, tensor in enumerate(tensors):
                 tensor.requires_grad, tensor.node, tensor.index = True, node, index
         return tensors if isinstance(data, tuple) else tensors[0]

@@ -22,7 +22,7 @@ from gpt2core.tree_sum import tree_reduce, tree_sum
 
 @dataclass(frozen=True)
 class Step:
-    """The report of one training step; its fields are those of one line of the log."""
+    """The report of one training step."""
 
     step: int
     loss: float  # mean cross-entropy of the batch before the update, in nats per token
@@ -30,10 +30,6 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     seconds: float
-    loss_scale: float | None = None  # fp16: the factor of the loss after the step
-    skipped: int | None = None  # fp16: how many times the gradient of this step overflowed and was computed again
-    mfu: float | None = None  # model FLOPs / peak FLOPs of the device; None if the peak is not known
-    bytes_sent: int | None = None  # by this rank, in all groups; None if it sends nothing
 
 
 class Trainer:
@@ -128,15 +124,15 @@ class Trainer:
         """The loss of the batch, from those of its micro-batches (Python numbers)."""
         return tree_sum(losses)
 
-    def report(self, loss, norm, lr, seconds, **more):
-        """Count a step whose update is complete, and return its Step. more: other fields of Step.
+    def report(self, loss, norm, lr, seconds):
+        """Count a step whose update is complete, and return its Step.
 
         Raises Diverged if the loss or the gradient norm is not finite.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise diverged(self.steps, loss, norm, lr, self.optimizer.eps)
         self.steps, self.position = self.steps + 1, self.position + self.batch_size
-        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds, **more)
+        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].

@@ -1,18 +1,16 @@
 """The training loop in its simplest form. That of the command line, engine/run.py, also saves and obeys signals."""
 
 
-def run(trainer, windows, schedule, steps, on_step=print, evaluate=None, eval_every=0):
+def run(trainer, windows, schedule, steps, on_step=print):
     """Train until `steps` updates are made in total; return the Step of each.
 
     trainer: a Trainer. windows: the Windows of the training text. schedule(i) is the learning rate of step number i
-    (from 0). on_step(step) is called after each step, and evaluate(trainer), if given, every `eval_every` steps.
+    (from 0). on_step(step) is called after each step.
     """
     log = []
     while trainer.steps < steps:
         log.append(trainer.step(read_batch(trainer, windows), schedule(trainer.steps)))
         on_step(log[-1])
-        if evaluate and eval_every and trainer.steps % eval_every == 0:
-            evaluate(trainer)
     return log
 
 

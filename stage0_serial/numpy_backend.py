@@ -16,7 +16,7 @@ from gpt2core.tree_sum import tree_reduce, tree_sum
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.generation.kernels import GenerationKernels
-from stage0_serial.rows import BLOCK, block_rows, blocks, micro_batches, rows, slices
+from stage0_serial.rows import BLOCK, block_rows, blocks, micro_batches, rows, sequences, slices
 from stage0_serial.vocabulary import VocabularyKernels
 
 QUERIES = 64  # query rows of one tile of attention; tiles above the diagonal are skipped
@@ -49,8 +49,6 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     """
 
     name = "numpy"
-    xp = np
-    many_ranks = "stage 1"
     uses_threads = True
     merges_micro_batches = True
 
@@ -299,6 +297,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
 
     def attention_forward(self, qkv, n_head):
+        shape, qkv = qkv.shape, sequences(qkv)
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
         exps = self.empty((B, n_head, T, T), qkv.dtype)  # tiles above the diagonal are never written
@@ -317,7 +316,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.matmul(e, v[:, :j], out=out[:, i:j])
             np.divide(1, sums, out=sums)
             np.multiply(y[b], np.matmul(sums.T, columns, out=factors), out=y[b])
-        return y, (exps, inverse_sums)
+        return y.reshape(*shape[:-1], -1), (exps, inverse_sums)
 
     def exp_of_scores(self, q, k, later, e, sums):
         """q (H, n, D), k (H, D, m), later (n, n) of the last n keys -> e (H, n, m) = exp(q k), sums of its rows (H, n).
@@ -337,6 +336,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         exps, inverse_sums = aux
+        shape, dy, qkv, y = qkv.shape, sequences(dy), sequences(qkv), sequences(y)
         q3, B, T, D = split_heads(qkv, n_head)
         dqkv = self.like(qkv)
         d3 = split_heads(dqkv, n_head)[0]
@@ -362,7 +362,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 j = min(i + QUERIES, T)
                 np.matmul(exps[b, :, i:, i:j].transpose(0, 2, 1), dys[:, i:, :D], out=d3[b, 2, :, i:j])
                 np.matmul(ds[:, i:, i:j].transpose(0, 2, 1), q[:, i:], out=d3[b, 1, :, i:j])
-        return dqkv
+        return dqkv.reshape(shape)
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 

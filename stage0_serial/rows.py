@@ -13,6 +13,11 @@ def micro_batches(x):
     return x.shape[0] if x.ndim == 4 else 1
 
 
+def sequences(x):
+    """The sequences (B, T, C) of activations x (B, T, C), or of all micro-batches of x (M, B, T, C)."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
 def block_rows(x):
     """The number of rows of x (N, C) in a block: the smallest number with at least BLOCK elements."""
     return -(-BLOCK // x.shape[1])  # rounded up: 512 rows of 384 elements are three blocks, not three and two rows

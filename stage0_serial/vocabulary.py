@@ -84,7 +84,7 @@ class VocabularyKernels(PlainBackend):
         return dlogits
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
-        count, shape, x, targets = micro_batches(x), targets.shape, rows(x), targets.reshape(-1)
+        count, shape, x = micro_batches(x), (len(x), -1) if x.ndim == 4 else (-1,), rows(x)
         statistics, chunks = np.empty((3, len(x)), x.dtype), [slice(0, len(x))]
         if len(x) * len(w) > LOGITS:
             chunks = [each for part in even_slices(len(x), count) for each in logit_chunks(part, w)]
@@ -95,7 +95,7 @@ class VocabularyKernels(PlainBackend):
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         count, shape = micro_batches(x), x.shape
-        x, targets, maxima, sums = rows(x), targets.reshape(-1), maxima.reshape(-1), sums.reshape(-1)
+        x, maxima, sums = rows(x), maxima.reshape(-1), sums.reshape(-1)
         if aux is not None:
             dlogits = self.runtime.rounded(
                 self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)

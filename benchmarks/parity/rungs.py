@@ -22,7 +22,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
@@ -266,7 +266,9 @@ def first_collective_difference(comm):
 
 def gradients_of_stage_0(options):
     steps = steps_of(options, 2)
-    return outcome(examined(trainer_maker(NumpyBackend), MODEL, steps), f"{steps} steps: each kernel, each gradient")
+    return outcome(
+        examined(trainer_maker(NumpyBackend), MODEL, steps), f"{counted(steps, 'step')}: each kernel, each gradient"
+    )
 
 
 def gradients_of_stage_2(options):
@@ -277,7 +279,7 @@ def gradients_of_stage_2(options):
     make = trainer_maker(CudaBackend, config, batch_size=4, micro_batches=1)
     GpuLauncher.compiles_ahead = False  # compile_ahead() calls a step that computes no results to compare
     try:
-        return outcome(examined(make, config, steps), f"{steps} steps: each kernel, each gradient")
+        return outcome(examined(make, config, steps), f"{counted(steps, 'step')}: each kernel, each gradient")
     finally:
         GpuLauncher.compiles_ahead = True
 

@@ -169,7 +169,8 @@ def pipeline_notes(given):
     """Notes about flags of the pipeline that have no effect because there is none."""
     values = {name: getattr(given, name) for name in ("pp_schedule", "chunks") if given.pp == 1}
     unused = [f"{flag(name)} {values[name]}" for name in values if values[name] != DEFAULTS[name]]
-    unused += ["--schedule-picture"] * (given.schedule_picture and given.pp == 1)
+    if given.schedule_picture and given.pp == 1:
+        unused.append("--schedule-picture")
     return [f"note: {each}: no effect, because --pp is 1" for each in unused]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,10 +11,21 @@ from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.parallel_trainer import ParallelTrainer
+from gpt2core.trainer import Step
+
+
+@dataclass(frozen=True)
+class FastStep(Step):
+    """The Step of a FastTrainer; its fields are those of one line of the log."""
+
+    loss_scale: float | None = None  # fp16: the factor of the loss after the step
+    skipped: int | None = None  # fp16: how many times the gradient of this step overflowed and was computed again
+    mfu: float | None = None  # model FLOPs / peak FLOPs of the device; None if the peak is not known
+    bytes_sent: int | None = None  # by this rank, in all groups; None if it sends nothing
 
 
 class FastTrainer(ParallelTrainer):
-    """The Trainer of the command line.
+    """The Trainer of the command line. Its steps return a FastStep.
 
     capture: whether the device may capture a step and replay it. loss_scale: a dict of keyword arguments of LossScale.
     Kernels are timed during the first step, and all ranks use rank 0's choices.
@@ -78,10 +90,9 @@ class FastTrainer(ParallelTrainer):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.stop_all()
         start, self.finished = max(step.began, self.finished), time.perf_counter()
-        scale = self.loss_scale.value
+        counted_step, scale = self.report(loss, norm, step.lr, self.finished - start), self.loss_scale.value
         skipped = None if scale is None else step.repeats
-        more = dict(loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None)
-        return self.report(loss, norm, step.lr, self.finished - start, **more)
+        return FastStep(**vars(counted_step), loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None)
 
     def read(self, step, signal):
         """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks. Sets stopped_by."""

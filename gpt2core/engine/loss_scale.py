@@ -23,7 +23,8 @@ class LossScale:
         self.backend, self.interval = backend, interval
         self.skipped = 0  # updates skipped since the start of training
         self.state = backend.asarray(np.array([factor, 0], np.float32)) if backend.scales_loss else None
-        # the gradient with which backward() of the loss begins: an array of shape () on the device
+        # the gradient with which backward() of the loss begins, an array of shape (): a view of `state`, which
+        # Backend.clip changes
         self.factor = backend.ones((), np.float64) if self.state is None else self.state[0:1].reshape(())
 
     @property

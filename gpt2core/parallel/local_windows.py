@@ -18,18 +18,13 @@ class LocalWindows(Windows):
     def __init__(self, tokens, seq_len, seed, rank, ranks):
         super().__init__(tokens, seq_len, "shuffled", seed)
         self.rank, self.ranks = rank, ranks
-        self.windows_per_part = math.ceil(self.windows_per_epoch / ranks)
+        self.windows_per_epoch = math.ceil(self.windows_per_epoch / ranks)  # of this rank
 
     def batch(self, position, count):
         """As Windows.batch. position: number of windows that all ranks read in earlier steps, plus rank * count."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
-    def _shuffled_start(self, window):
-        epoch, index = divmod(window, self.windows_per_part)
-        cached_epoch, starts = self._epoch
-        if cached_epoch != epoch:
-            order = np.random.default_rng((self.seed, epoch, self.rank)).permutation(self.windows_per_part)
-            offset = np.random.default_rng((self.seed, epoch)).integers(self.seq_len)
-            starts = (self.rank * self.windows_per_part + order) * self.seq_len + offset
-            self._epoch = (epoch, starts)
-        return int(starts[index])
+    def starts_of_epoch(self, epoch):
+        order = np.random.default_rng((self.seed, epoch, self.rank)).permutation(self.windows_per_epoch)
+        offset = np.random.default_rng((self.seed, epoch)).integers(self.seq_len)
+        return (self.rank * self.windows_per_epoch + order) * self.seq_len + offset

@@ -67,12 +67,8 @@ class ParallelTrainer(Trainer):
 
         owners = mesh.data if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-        shapes = tensor_parallel.shard_shapes(parameter_shapes(config), mesh.tensor.size)
-        arenas = [
-            Arena({name: shape for name, shape in shapes.items() if self.placement[name] == rank}, owners.size)
-            for rank in range(parallel.pp)
-        ]
-        self.arena = arena = arenas[mesh.pipeline.rank]
+        arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
+        self.arena = arena = arenas[mesh.replica.rank]
         self.layout = layout = layout_of(parallel.zero, arena, mesh.data, backend)
         self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
@@ -86,8 +82,7 @@ class ParallelTrainer(Trainer):
         if parallel.zero > 1:
             self.divide_units(count, dloss, optimizer)
         else:
-            of_ranks = [each for each in arenas for _ in range(parallel.tp)]
-            pages = ModelPages(of_ranks, shapes, mesh.replica, backend)
+            pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
             self.divide_arena(count, dloss, optimizer, owners, pages, copy)
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -148,9 +143,9 @@ class ParallelTrainer(Trainer):
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
-    def report(self, *arguments, **more):
+    def report(self, *arguments):
         self.updating = False
-        return super().report(*arguments, **more)
+        return super().report(*arguments)
 
     @property
     def batch_shape(self):
@@ -198,6 +193,15 @@ def own_rows(batch_size, micro_batches, group):
 def layout_of(zero, arena, group, backend):
     """The layout of the flat arrays that this rank of a data-parallel group stores."""
     return UnitShards(arena, group, backend) if zero > 1 else ArenaLayout(arena, backend)
+
+
+def arenas_of_replica(config, placement, tp, owners):
+    """The Arena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer. owners: see Arena."""
+    shapes, arenas = tensor_parallel.shard_shapes(parameter_shapes(config), tp), []
+    for rank in range(max(placement.values()) + 1):  # of the pipeline
+        arena = Arena({name: shape for name, shape in shapes.items() if placement[name] == rank}, owners)
+        arenas += [arena] * tp
+    return arenas
 
 
 def choose_bucket(parallel, mesh, gradients, backend):

@@ -58,6 +58,10 @@ class ShardedAdamW(AdamW):
         with self.backend.runtime.range("optimizer"):
             return self.backend.clip(self.page_sums(gradients), self.bound, **state)
 
+    def norm(self, flat):
+        """The global L2 norm of a flat buffer, a Python float."""
+        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
+
     def page_sums(self, flat):
         """The sums of squares of all pages of the model; only this rank's share of `flat` is read.
 

@@ -63,7 +63,8 @@ class TokenStep:
 
         A worker has at least MIN_ROWS rows; with fewer, bf16 products would be computed in fp32.
         """
-        runtime, (T, C), pools = self.backend.runtime, self.wpe.shape, self.backend.window_pools
+        runtime, pools = self.backend.runtime, self.backend.window_pools
+        T, C = self.block_size, self.wte.shape[1]
         what = f"window {T} x {C}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
         what += f"{self.backend.precision}, threads {runtime.threads}"
         if what not in pools:

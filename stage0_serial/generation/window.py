@@ -29,7 +29,7 @@ class Window:
 
     def __init__(self, steps, pool):
         self.steps, self.pool = steps, pool
-        T, C = steps[0].wpe.shape
+        T, C = steps[0].block_size, steps[0].wte.shape[1]
         self.x, self.y, self.qkv = (np.empty((T, width), steps[0].backend.dtype) for width in (C, C, 3 * C))
         self.rows, self.heads = (even_slices(n, pool.size) for n in (T, steps[0].n_head))  # of each worker
 

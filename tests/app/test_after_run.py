@@ -15,7 +15,7 @@ from gpt2core.app import inference_io, train_command
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.output import run_log
 from gpt2core.app.output.run_log import RunLog
-from gpt2core.trainer import Step
+from gpt2core.engine.fast_trainer import FastStep as Step
 
 NAME = os.fsdecode(b"t\xebxt $x_1$")  # not UTF-8; with the characters of a formula
 

@@ -19,8 +19,8 @@ from gpt2core.app.checkpoints import safetensors_file
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.app.output.run_log import RunLog
+from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import ConfigError
-from gpt2core.trainer import Step
 from tests.support.checkpoints import edit_json
 from tests.support.misuse_places import fill, snapshot
 

@@ -30,10 +30,10 @@ from gpt2core.app.output.run_lock import RunLock
 from gpt2core.app.output.run_log import RunLog, duration, rarely_changing_lines, read_log, step_line
 from gpt2core.app.output.terminal import WordWrap
 from gpt2core.app.train_command import train_command
+from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
-from gpt2core.trainer import Step
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.checkpoints import edit_json
 

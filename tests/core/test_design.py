@@ -24,7 +24,8 @@ STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__in
 CORE = sorted((ROOT / "gpt2core").rglob("*.py"))
 BRIDGE = sorted((ROOT / "torch_bridge").rglob("*.py"))
 EXERCISES = sorted((ROOT / "exercises").rglob("*.py"))
-CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py"))
+LESSON = "first.py"  # a file that the lesson of stage 2 tells a reader to save
+CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py") if file.name != LESSON)
 READMES = [path for path in (ROOT / "README.md", *(ROOT / stage / "README.md" for stage in STAGES)) if path.exists()]
 
 

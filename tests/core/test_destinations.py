@@ -187,8 +187,8 @@ def backwards(backend, rng, M=None):
         return backend.residual_layernorm_backward(ds[i], dy[i], w, aux)
 
     def head(i):
-        maxima, sums, _, aux = backend.unembed_cross_entropy_forward(x[i], wte, targets[i])
-        rows = np.asarray(1.3), x[i], wte, targets[i], 0.1, maxima, sums, aux
+        maxima, sums, _, aux = backend.unembed_cross_entropy_forward(x[i], wte, targets[i].reshape(-1))
+        rows = np.asarray(1.3), x[i], wte, targets[i].reshape(-1), 0.1, maxima, sums, aux
         return backend.unembed_cross_entropy_backward(*rows)
 
     return {

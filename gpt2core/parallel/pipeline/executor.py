@@ -32,8 +32,7 @@ class Executor:
         action is received while an action is computed; sends are waited for before the function returns, and those of
         F(m, c) before B(m, c).
         """
-        self.begin(batch, scale)
-        self.splits = any(kind == "W" for kind, _, _ in actions)
+        self.begin(batch, scale, splits=any(kind == "W" for kind, _, _ in actions))
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             self.expect(action)
             if following:
@@ -55,8 +54,8 @@ class Executor:
                 self.graphs.clear()
         return self.finish()
 
-    def begin(self, batch, scale):
-        self.batch, self.scale, self.losses = batch, scale, {}
+    def begin(self, batch, scale, splits=False):
+        self.batch, self.scale, self.splits, self.losses = batch, scale, splits, {}
         self.times, self.graphs, self.later = {}, {}, {}  # {(m, c): list}: graphs of the parts; functions for W
         self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
 

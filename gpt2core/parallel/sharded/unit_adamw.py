@@ -21,6 +21,10 @@ class UnitAdamW(AdamW):
         with self.backend.runtime.range("optimizer"):
             return super().clip(gradients)
 
+    def norm(self, flat):
+        """The global L2 norm of flat arrays of shards, a Python float. All ranks call this method."""
+        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
+
     def update(self, *arguments):
         with self.backend.runtime.range("optimizer"):
             super().update(*arguments)
