@@ -57,8 +57,7 @@ class Arena:
 
     def padding(self):
         """The slices of the buffer that belong to no array."""
-        edges = [0, *(edge for own in self.slices.values() for edge in (own.start, own.stop)), self.size]
-        return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]
+        return gaps(self.slices.values(), self.size)
 
     def pages(self, elements):
         """The slice of page numbers for `elements`, a slice that must consist of whole pages."""
@@ -70,6 +69,12 @@ class Arena:
         for name, shape in self.shapes.items():
             decays[self.pages(self.padded(name))] = len(shape) > 1
         return decays
+
+
+def gaps(slices, size):
+    """The slices of an array of `size` elements that lie between these slices, which are in order."""
+    edges = [0, *(edge for each in slices for edge in (each.start, each.stop)), size]
+    return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]
 
 
 def round_up(n, multiple):

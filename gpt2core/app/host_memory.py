@@ -3,6 +3,7 @@
 The library psutil is not used: it does not read the limits of control groups, which a container or a batch job has.
 """
 
+import collections
 import contextlib
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2core.architecture import parameter_count, parameter_shapes
+from gpt2core.arena import unit_of
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 
@@ -30,7 +32,7 @@ def check_host_memory(backends, config, world, replicas, limit=None):
         raise ConfigError(
             f"a model of {parameter_count(config.model):,} parameters needs at least {gib(needed)} on this host for "
             f"parameters, gradients and moments, but the host has {gib(limit)}: use a smaller model{threads}, or "
-            f"more hosts with --tp or --zero 1 ({backends[0].many_ranks})"
+            f"more hosts with --tp or --zero 3 ({backends[0].many_ranks})"
         )
 
 
@@ -38,11 +40,17 @@ def needed_memory(config, parallel, threads, local_ranks, replicas):
     """A lower bound of the bytes that training allocates on one host; activations are not counted.
 
     config: GPT2Config. parallel: ParallelConfig. threads: of each rank; each has a sum of gradients. local_ranks: the
-    ranks on this host. replicas: the number of data-parallel ranks, which divide the moments with --zero 1.
+    ranks on this host. replicas: the number of data-parallel ranks, which divide the moments with --zero 1, also the
+    gradients with 2, and also the parameters with 3. With 2 and 3, the shards of all four are in memory, and besides
+    them whole parameters of the model (2) or of one unit (3), and whole gradients of one unit.
     """
-    fp32 = np.dtype(np.float32).itemsize
-    copies = 1 + threads + 2 / (replicas if parallel.zero else 1)  # parameters, gradients, moments
-    return int(local_ranks * copies * fp32 * (smallest_part(config, parallel) // parallel.tp))
+    part = smallest_part(config, parallel) // parallel.tp
+    if parallel.zero < 2:
+        numbers = part * (1 + threads + 2 / (replicas if parallel.zero else 1))  # parameters, gradients, moments
+    else:
+        unit = largest_unit(config)
+        numbers = 4 * part / replicas + (part if parallel.zero == 2 else unit) + unit
+    return int(local_ranks * numbers * np.dtype(np.float32).itemsize)
 
 
 def smallest_part(config, parallel):
@@ -51,6 +59,14 @@ def smallest_part(config, parallel):
     for name, shape in parameter_shapes(config):
         counts[placement[name]] += math.prod(shape)
     return min(counts)
+
+
+def largest_unit(config):
+    """The largest number of parameters of a unit of the model."""
+    counts = collections.Counter()
+    for name, shape in parameter_shapes(config):
+        counts[unit_of(name)] += math.prod(shape)
+    return max(counts.values())
 
 
 def available_memory(cgroup=Path("/proc/self/cgroup"), mount=Path("/sys/fs/cgroup")):

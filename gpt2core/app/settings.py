@@ -16,7 +16,7 @@ from gpt2core.app.presets import BOOK, CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import ZERO, ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -262,12 +262,14 @@ class TrainSettings(Settings):
     )
     zero: int = setting(
         RANKS,
-        "1: each data-parallel rank stores only its part of the optimizer state (ZeRO-1). 0: each stores all of it. "
-        "Default: 1 with --transport nccl, --dp flat and --compress none; otherwise 0",
+        "what each data-parallel rank stores only its part of. 0: nothing. 1: the optimizer state (ZeRO-1). 2: also "
+        "the gradients. 3: also the parameters. 2 and 3 are for stage 1, with --threads 1, --tp 1, --pp 1, --dp flat, "
+        "--compress none and --zero-gather end. Default: 1 with --transport nccl, --dp flat and --compress none; "
+        "otherwise 0",
         None,
         AGAIN,
-        choices=(0, 1),
-        metavar="0|1",
+        choices=ZERO,
+        metavar="0|1|2|3",
     )
     zero_gather: str = setting(
         RANKS,

@@ -9,6 +9,8 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
+ZERO = 0, 1, 2, 3
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -18,7 +20,7 @@ class ParallelConfig:
     dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
-    zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its share of the arena (ZeRO-1)
+    zero: int = 0  # a rank stores only its share of: 1: the moments of AdamW, 2: gradients too, 3: parameters too
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
     pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline
@@ -32,9 +34,11 @@ class ParallelConfig:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
         for name in ("tp", "pp", "chunks"):
             require_size(name, getattr(self, name))
-        for name, words in (("pp_schedule", SCHEDULES), ("recompute", RECOMPUTE)):
-            if getattr(self, name) not in words:
-                raise ConfigError(f"`{name}={getattr(self, name)}` is unknown: choose from {', '.join(words)}")
+        for name, values in (("pp_schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", ZERO)):
+            if getattr(self, name) not in values:
+                raise ConfigError(
+                    f"`{name}={getattr(self, name)}` is unknown: choose from {', '.join(map(str, values))}"
+                )
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):

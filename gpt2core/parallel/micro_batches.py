@@ -131,9 +131,7 @@ class MicroBatches:
         A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty. The
         arrays of merged micro-batches are (merged, B, T).
         """
-        shape = (merged, -1, inputs.shape[1]) if merged > 1 else (-1, inputs.shape[1])
-        parts = even_slices(rows, self.count // merged)
-        batches = [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]
+        batches = passes_of(inputs, targets, rows, self.count, merged)
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
     def backward(self, batch, scale):
@@ -171,3 +169,10 @@ class MicroBatches:
 
         losses = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
         return [loss for worker in losses for loss in worker]
+
+
+def passes_of(inputs, targets, rows, count, merged=1):
+    """[(inputs, targets) of each pass] of one rank's `count` micro-batches: see MicroBatches.deal."""
+    shape = (merged, -1, inputs.shape[1]) if merged > 1 else (-1, inputs.shape[1])
+    parts = even_slices(rows, count // merged)
+    return [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]

@@ -16,9 +16,12 @@ from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
 from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
+from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
+from gpt2core.parallel.sharded.unit_adamw import UnitAdamW
+from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.sharded_adamw import ShardedAdamW
 from gpt2core.parallel.threads import WorkerPool, limit_blas
-from gpt2core.parallel.whole_parameters import fill
+from gpt2core.parallel.whole_parameters import ArenaLayout, fill
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.trainer import Trainer
 
@@ -34,8 +37,10 @@ class ParallelTrainer(Trainer):
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
-    arena: the layout of the flat arrays `parameters`, `gradients`, and `compute_parameters`, which kernels read: the
-    parameters, or a copy in compute_dtype. accumulator: computes the gradients of this rank's micro-batches.
+    arena: the layout of the parameters of this pipeline rank. layout: that of the flat arrays `parameters` and
+    `gradients`, and of `compute_parameters`, which kernels read: the parameters, or a copy in compute_dtype. It is the
+    arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
+    micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
     updating: whether an update has begun that is not counted in `steps`.
     """
@@ -58,43 +63,66 @@ class ParallelTrainer(Trainer):
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
         check_pipeline(config, parallel, backends, count, mesh.data.size)
+        check_sharded(parallel, backends)
 
-        owners = mesh.data if parallel.zero else Solo()  # the ranks that divide the arena
+        owners = mesh.data if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
-        self.parameters, self.gradients = (backend.zeros((arena.size,), backend.dtype) for _ in "pg")
+        self.layout = layout = layout_of(parallel.zero, arena, mesh.data, backend)
+        self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
             self.compute_parameters = copy = backend.zeros((arena.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
-        self.data_parallel = gradient_reduction(
-            parallel, arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
-        )
         check_gather(parallel.zero_gather, parallel.zero)
-        all_gather = None  # or the parameters are gathered during the next forward pass
-        if parallel.zero_gather == "forward":
-            all_gather = AsyncAllGather(arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
-        arrays = arena, self.compute_parameters, self.gradients
-        if parallel.pp > 1:
-            self.accumulator = PipelineMicroBatches(
-                config, *arrays, self.data_parallel, backend, count, mesh.pipeline, mesh.tensor, parallel, dloss
-            )
-        else:
-            self.accumulator = MicroBatches(
-                config, *arrays, self.data_parallel, self.pool, count, mesh.tensor,
-                (self.rows.stop - self.rows.start, seq_len), all_gather, dloss, parallel.recompute,
-            )  # fmt: skip
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
-        self.optimizer = ShardedAdamW(
-            arena, self.parameters, self.pool, owners=owners, compute_copy=copy, gathers=all_gather is None,
-            pages=ModelPages(arenas, list(self.placement), mesh.replica, backend), **optimizer,
-        )  # fmt: skip
+        if parallel.zero > 1:
+            self.divide_units(count, dloss, optimizer)
+        else:
+            pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
+            self.divide_arena(count, dloss, optimizer, owners, pages, copy)
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
+
+    def divide_arena(self, count, dloss, optimizer, owners, pages, copy):
+        """Make the objects of a step if this rank stores an arena: of all parameters, or of those of a pipeline rank.
+
+        count: this rank's micro-batches. owners: the ranks that divide the moments. pages, copy: see ShardedAdamW.
+        """
+        parallel, mesh, backend = self.parallel, self.mesh, self.backend
+        self.data_parallel = gradient_reduction(
+            parallel, self.arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
+        )
+        all_gather = None  # or the parameters are gathered during the next forward pass
+        if parallel.zero_gather == "forward":
+            all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
+        arrays = self.arena, self.compute_parameters, self.gradients
+        if parallel.pp > 1:
+            self.accumulator = PipelineMicroBatches(
+                self.config, *arrays, self.data_parallel, backend, count, mesh.pipeline, mesh.tensor, parallel, dloss
+            )
+        else:
+            self.accumulator = MicroBatches(
+                self.config, *arrays, self.data_parallel, self.pool, count, mesh.tensor, self.batch_shape, all_gather,
+                dloss, parallel.recompute,
+            )  # fmt: skip
+        self.optimizer = ShardedAdamW(
+            self.arena, self.parameters, self.pool, owners=owners, pages=pages, compute_copy=copy,
+            gathers=all_gather is None, **optimizer,
+        )  # fmt: skip
+
+    def divide_units(self, count, dloss, optimizer):
+        """Make the objects of a step if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
+        self.accumulator = ShardedMicroBatches(
+            self.config, self.layout, self.parameters, self.gradients, self.pool, count, self.batch_shape,
+            self.parallel.zero, dloss, self.parallel.recompute,
+        )  # fmt: skip
+        self.data_parallel = self.accumulator.sums
+        self.optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
 
     def step(self, batch, lr):
         self.check_interrupted()
@@ -118,6 +146,11 @@ class ParallelTrainer(Trainer):
     def report(self, *arguments):
         self.updating = False
         return super().report(*arguments)
+
+    @property
+    def batch_shape(self):
+        """(B, T) of this rank's part of the batch."""
+        return self.rows.stop - self.rows.start, self.seq_len
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
@@ -155,6 +188,11 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
+
+
+def layout_of(zero, arena, group, backend):
+    """The layout of the flat arrays that this rank of a data-parallel group stores."""
+    return UnitShards(arena, group, backend) if zero > 1 else ArenaLayout(arena, backend)
 
 
 def arenas_of_replica(config, placement, tp, owners):

@@ -14,15 +14,21 @@ from gpt2core.tensor import Tensor
 RECOMPUTE = ("none", "block")  # what backward computes again
 
 
+def nothing(name):
+    """The default of the hooks of a Part."""
+
+
 class Part:
     """Consecutive units, a slice of GPT2.units.
 
-    before(name) is called before the forward pass of a unit, and completed(name) in backward when all gradients of a
-    unit are computed. `name`: that of the unit, such as "h.0".
+    before(name) is called before the forward pass of a unit, also of one that is computed again. Before the backward
+    pass of a part, before_backward(name) is called for each of its units, the last one first. completed(name) is called
+    in backward when all gradients of a unit are computed. `name`: that of the unit, such as "h.0".
     """
 
-    def __init__(self, units, backend, before=lambda name: None, completed=lambda name: None):
+    def __init__(self, units, backend, before=nothing, before_backward=nothing, completed=nothing):
         self.units, self.backend, self.before, self.completed = units, backend, before, completed
+        self.before_backward = before_backward
 
     def forward(self, x, targets=None, scale=None):
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
@@ -50,6 +56,8 @@ class Graph:
 
     def backward(self, dy, later=None):
         """dy, the gradient of y -> the gradient of x; None for token ids. later: see Tensor.backward."""
+        for unit in reversed(self.part.units):
+            self.part.before_backward(unit.name)
         y, self.y = self.y, None  # the graph is freed while backward runs
         y.backward(dy, later=later)
         completed = functools.partial(self.part.completed, self.part.units[0].name)
@@ -91,18 +99,18 @@ class RecomputedGraph:
         return self.forward(*self.inputs).backward(dy, later)
 
 
-def parts_of(units, backend, recompute="none", **hooks):
-    """The parts of these consecutive units of a model. hooks: the arguments `before` and `completed` of Part.
+def parts_of(units, backend, recompute="none", separate=False, **hooks):
+    """The parts of these consecutive units of a model. hooks: the last three arguments of Part.
 
     recompute: "none": one part. "block": each block is a RecomputedPart, except the one before the head. Its
-    activations are needed right after its forward pass, so it is one part with the head.
+    activations are needed right after its forward pass, so it is one part with the head. separate: whether each unit is
+    a part of its own in any case.
     """
-    if recompute == "none":
-        return [Part(units, backend, **hooks)]
-    end = len(units) - 2 * isinstance(units[-1], Head)
-    kinds = [(Part if isinstance(unit, Embedding) else RecomputedPart, unit) for unit in units[:end]]
-    parts = [kind([unit], backend, **hooks) for kind, unit in kinds]
-    return parts + [Part(units[end:], backend, **hooks)] * (end < len(units))
+    recomputed = [] if recompute == "none" else units[: len(units) - 2 * isinstance(units[-1], Head)]
+    kinds = [(Part if isinstance(unit, Embedding) else RecomputedPart, [unit]) for unit in recomputed]
+    rest = units[len(recomputed) :]
+    kinds += [(Part, group) for group in ([[unit] for unit in rest] if separate else [rest]) if group]
+    return [kind(group, backend, **hooks) for kind, group in kinds]
 
 
 def boundary(array, backend, function):

@@ -15,18 +15,34 @@ from gpt2core.parallel import tensor_parallel
 from gpt2core.tensor import Tensor
 
 
+class ArenaLayout:
+    """The layout of flat arrays of the `size` of an Arena, all of which this rank stores. See also UnitShards."""
+
+    owner = 0  # equal on all ranks: they have the same elements
+
+    def __init__(self, arena, backend):
+        self.arena, self.size, self.backend = arena, arena.size, backend
+
+    def put(self, flat, name, array):
+        """Copy a parameter into `flat`, unless another rank of a pipeline stores it. array: on the host."""
+        if name in self.arena.slices:
+            flat[self.arena.slices[name]].reshape(array.shape)[...] = self.backend.asarray(array)
+
+    def whole(self, flat):
+        return flat
+
+
 def fill(trainer, flat, arrays):
     """Copy `arrays`, the root's (name, whole array) pairs in model order, to the shards in each rank's buffer `flat`.
 
     Other ranks pass None for `arrays`.
     """
-    backend, tensor, views = trainer.backend, trainer.mesh.tensor, trainer.arena.views(flat)
+    backend, tensor = trainer.backend, trainer.mesh.tensor
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
         array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
         array = trainer.world.broadcast(array, out=array)
-        if name in views:  # another rank of a pipeline may store it
-            views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
+        trainer.layout.put(flat, name, tensor_parallel.shard(name, array, tensor.rank, tensor.size))
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0):
@@ -44,7 +60,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
     trainer.pool.wait()  # for threads of an interrupted update
     fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):
-        flats = [backend.zeros((trainer.arena.size,), backend.dtype) for _ in "mv"]
+        flats = [backend.zeros((trainer.layout.size,), backend.dtype) for _ in "mv"]
         for index, flat in enumerate(flats):
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)
@@ -57,7 +73,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 
 def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
-    views, mesh, whole = trainer.arena.views(flat), trainer.mesh, {}
+    views, mesh, whole = trainer.arena.views(trainer.layout.whole(flat)), trainer.mesh, {}
     shapes = tensor_parallel.shard_shapes(parameter_shapes(trainer.config), mesh.tensor.size)
     for name, shape in shapes.items():
         array = views.get(name)
@@ -120,7 +136,8 @@ def verify(trainer):
     digest = hashlib.sha256()
     for flat in (trainer.parameters, trainer.compute_parameters):  # the copy too: ZeRO-1 gathers it at each step
         digest.update(trainer.backend.to_host(flat))
-    shard = trainer.mesh.tensor.rank, trainer.mesh.pipeline.rank  # equal on the ranks that hold the same parameters
+    mesh, owner = trainer.mesh, trainer.layout.owner
+    shard = mesh.tensor.rank, mesh.pipeline.rank, owner  # equal on the ranks that hold the same parameters
     digests = trainer.world.all_gather_object((shard, digest.hexdigest()))
     expected = {}  # shard -> (the first rank that holds it, its digest)
     for rank, (shard, found) in enumerate(digests):

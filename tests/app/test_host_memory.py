@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpt2core.app import host_memory
-from gpt2core.app.host_memory import available_memory, control_group_limits, needed_memory
+from gpt2core.app.host_memory import available_memory, control_group_limits, largest_unit, needed_memory
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_count
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -34,13 +34,21 @@ def test_zero_divides_the_moments_and_tensor_parallelism_divides_everything():
     assert needed_memory(TINY, ParallelConfig(tp=2), 1, 2, 1) == 4 * (FP32 // 2 * 2)
 
 
+def test_zero_2_and_3_divide_also_gradients_and_parameters_but_not_those_of_a_unit():
+    unit = 4 * largest_unit(TINY)
+    assert 0 < unit < FP32 / 2
+    assert needed_memory(TINY, ParallelConfig(zero=2), 1, 4, 4) == 4 * (FP32 + FP32 + unit)
+    assert needed_memory(TINY, ParallelConfig(zero=3), 1, 4, 4) == 4 * (FP32 + 2 * unit)
+    assert needed_memory(TINY, ParallelConfig(zero=3), 1, 1, 4) == FP32 + 2 * unit
+
+
 def test_a_host_with_too_little_memory_is_one_line(train, corpus, monkeypatch):
     flags = ("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--threads", 2)
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 18)
     result = train(*flags)
     assert result.code == 2 and result.out == "" and result.err.count("\n") == 1
     assert result.err.startswith("error: a model of ") and "but the host has 0.0 GiB" in result.err
-    assert "use a smaller model, fewer --threads, or more hosts with --tp or --zero 1 (stage 1)" in result.err
+    assert "use a smaller model, fewer --threads, or more hosts with --tp or --zero 3 (stage 1)" in result.err
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 24)
     assert train(*flags).code == 0
 

@@ -104,7 +104,7 @@ def test_settings_given_by_keyword_equal_those_of_a_command_line():
         (dict(shuffle=1), "`shuffle=1` must be true or false"),
         (dict(preset="huge"), f"`preset=huge` is unknown: choose from {', '.join(PRESETS)}"),
         (dict(precision="fp8"), "`precision=fp8` is unknown: choose from fp32, tf32, bf16, fp16"),
-        (dict(zero=2), "`zero=2` is unknown: choose from 0, 1"),
+        (dict(zero=4), "`zero=4` is unknown: choose from 0, 1, 2, 3"),
         (
             dict(resume="a", init_from="b"),
             "`resume` and `init_from` exclude each other: continue a run, or",

@@ -1,5 +1,7 @@
 """A model that is cut into parts, at any places, has the bits of the whole model."""
 
+import functools
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -7,6 +9,7 @@ from numpy.testing import assert_array_equal
 from gpt2core.architecture import GPT2Config
 from gpt2core.arena import unit_of
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.parallel import part as part_module
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import Tensor
@@ -14,6 +17,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 B, T = 3, 16
 LAYERS = 3
+HOOKS = "before", "before_backward", "completed"
 CUTS = [[*range(1, LAYERS + 2)], *([cut] for cut in range(1, LAYERS + 2)), [1, 3]]  # numbers of units that begin a part
 
 
@@ -138,3 +142,22 @@ def test_with_later_no_gradient_is_written_before_its_function_is_called(backend
     for function in later:
         function()
     assert all(tensor.grad is not None for tensor in model.parameters.values())
+
+
+@pytest.mark.parametrize("recompute, forward_again", [("none", []), ("block", ["h.1", "h.0"])])
+@pytest.mark.parametrize("separate", [False, True])
+def test_hooks_are_called_before_and_after_the_passes_of_a_unit(backend, recompute, forward_again, separate):
+    """With several units in a part, before_backward is called for all of them first."""
+    model, ids, targets = model_and_tokens(backend)
+    calls, dloss = [], backend.ones((), np.float64)
+    hooks = {name: functools.partial(lambda kind, unit: calls.append((kind, unit)), name) for name in HOOKS}
+    run_parts(part_module.parts_of(model.units, backend, recompute, separate, **hooks), ids, targets, dloss)
+    units = ["embedding", "h.0", "h.1", "h.2", "head"]
+    for kind in HOOKS:
+        want = [*units, *forward_again] if kind == "before" else units[::-1]
+        assert [unit for each, unit in calls if each == kind] == want
+    for unit in units:
+        assert calls.index(("before_backward", unit)) < calls.index(("completed", unit))
+        if separate and unit != "head":
+            after = units[units.index(unit) + 1]
+            assert calls.index(("completed", after)) < calls.index(("before_backward", unit))

@@ -103,6 +103,16 @@ def test_zero_gather_forward_gives_the_serial_bits(serial, ranks):
     assert curve(log) == curve(serial(*flags)) and "--zero 1, --zero-gather forward" in done.out
 
 
+@pytest.mark.fast("4-3")
+@pytest.mark.parametrize("number, zero", [(2, 2), (4, 3)])
+def test_zero_2_and_3_give_the_serial_bits(serial, ranks, train, number, zero, tmp_path):
+    flags, out = ("--preset", "nano", *RECIPE.split()), tmp_path / "run"
+    done, log = ranks(number, *flags, "--zero", zero, "--verify-every", 1, "--sample", 3, "--out", out)
+    assert curve(log) == curve(serial(*flags))
+    assert f"--zero {zero}" in done.out and "Continuation:" in done.out
+    assert load_checkpoint(out, with_optimizer=True).state["step"] == 4
+
+
 @pytest.mark.parametrize("dp, zero", [("flat", 0), ("bucket", 1)])
 def test_eight_ranks_of_tiny_give_the_serial_bits(serial, ranks, dp, zero):
     flags = ("--preset", "tiny", "--steps", 2, "--batch-size", 16)

@@ -7,6 +7,7 @@ from gpt2core.app.settings import TrainSettings
 
 ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1, pp=1)
 ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None, pp_schedule="1f1b")
+ASKED |= dict(schedule_picture=False)
 
 
 def chosen(size, asked, measures_buckets=True, prefers_zero=False):

@@ -33,14 +33,24 @@ def run_header(config, trainer, corpus):
     if trainer.bucket_size:
         lines.append(with_flags(str(trainer.bucket_size)))
     if config.zero:
-        without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
-        lines.append(
-            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {without_zero / 2**20:.2f} MiB "
-            f"without ZeRO-1"
-        )
+        lines.append(describe_zero(config.zero, trainer))
     if not config.out:
         lines.append("no --out: nothing will be saved")
     return "\n".join(lines)
+
+
+def describe_zero(zero, trainer):
+    """A line: what a rank has in memory of the arrays that ZeRO-1, 2 or 3 divides, and what it would have without."""
+    whole = trainer.arena.size * trainer.parameters.itemsize / 2**20  # MiB of all parameters
+    if zero == 1:  # the two moments
+        text = f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank"
+        return f"{text}; {2 * whole:.2f} MiB without ZeRO-1"
+    shards, parameters, gradients = (count / 2**20 for count in trainer.accumulator.memory())
+    return (
+        f"memory per rank: {shards:.2f} MiB for shards of parameters, gradients and optimizer state, up to "
+        f"{parameters:.2f} MiB for whole parameters and {gradients:.2f} MiB for whole gradients; {4 * whole:.2f} MiB "
+        f"without ZeRO-{zero}"
+    )
 
 
 def unused_threads(threads, config, trainer):

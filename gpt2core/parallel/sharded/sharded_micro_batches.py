@@ -1,0 +1,122 @@
+"""ZeRO-2 and ZeRO-3: a rank keeps its shards of gradients, and of parameters (Rajbhandari et al. 2020).
+
+Each unit of the model is a part of its own. The parameters of a unit are gathered while the unit before it is computed,
+and its gradients are sent while those of the next unit are computed. With ZeRO-3 the parameters of a unit are freed
+after its forward pass and again after its backward pass; with ZeRO-2 they stay until the update.
+"""
+
+import numpy as np
+
+from gpt2core.architecture import parameter_shapes
+from gpt2core.arena import unit_of
+from gpt2core.communicator import SOLO
+from gpt2core.errors import ConfigError
+from gpt2core.model import GPT2
+from gpt2core.parallel.merged_micro_batches import merged_micro_batches
+from gpt2core.parallel.micro_batches import passes_of
+from gpt2core.parallel.part import parts_of
+from gpt2core.parallel.sharded.unit_gradients import UnitGradients
+from gpt2core.parallel.sharded.unit_parameters import UnitParameters, without_memory
+from gpt2core.tensor import Tensor, no_grad
+
+
+class ShardedMicroBatches:
+    """This rank's `count` micro-batches, of which several may be merged in one pass; it has the bits of MicroBatches.
+
+    shards: a UnitShards. parameters, gradients: this rank's flat arrays of shards. pool: a WorkerPool of one thread.
+    shape: (B, T) of this rank's batch. zero: 2 or 3. dloss, recompute: see Worker.
+    """
+
+    group = SOLO
+
+    def __init__(self, config, shards, parameters, gradients, pool, count, shape, zero, dloss=None, recompute="none"):
+        self.shards, self.gradients, self.count, self.workers = shards, gradients, count, [self]
+        self.backend = backend = pool.backends[0]
+        self.units = list(shards.parts)
+        self.dloss = backend.ones((), np.float64) if dloss is None else dloss
+        # All ranks need the same number of passes, because they send after each of them.
+        self.merged = merged_micro_batches(config, shards.arena.shapes, pool, count, shape, shards.group)
+        self.passes = count // self.merged
+
+        self.tensors = {
+            name: Tensor(without_memory(shape, backend.dtype), backend, requires_grad=True)
+            for name, shape in parameter_shapes(config)
+        }
+        reads = {unit: [unit] for unit in self.units}
+        table = unit_of(config.head)  # the unit that has the matrix of the logits
+        reads["head"] = list(dict.fromkeys(["head", table]))
+        twice = [config.head] if config.tied and count > 1 else []
+        self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
+        self.sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
+        hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed)
+        self.model = GPT2(config, self.tensors, dloss=self.dloss)
+        self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
+        losses = backend.zeros((count,), np.float64)  # of each pass: its loss, then merged - 1 zeros
+        self.losses_of_step = [losses[i : i + 1].reshape(()) for i in range(count)]
+
+    def deal(self, inputs, targets, rows, merged=1):
+        """See MicroBatches.deal."""
+        return [passes_of(inputs, targets, rows, self.count, merged)]
+
+    def backward(self, batch, scale):
+        """See MicroBatches.backward; `gradients` receives this rank's shards of the sum over passes and ranks."""
+        self.sums.begin()
+        with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
+            for number, (ids, targets) in enumerate(batch[0]):
+                self.sums.begin_pass(number)
+                graphs, x, dx = [], ids, self.dloss
+                with self.backend.runtime.range("forward"):
+                    for part in self.parts:
+                        graphs.append(part.forward(x, targets, scale))
+                        x = graphs[-1].y.data
+                self.losses_of_step[number * self.merged][...] = x
+                with self.backend.runtime.range("backward"):
+                    while graphs:
+                        dx = graphs.pop().backward(dx)
+                self.backend.runtime.join()
+        return self.losses_of_step
+
+    def before_backward(self, unit):
+        self.parameters.need(unit)
+        self.sums.before_backward(unit)
+
+    def memory(self):
+        """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
+        units = [self.shards.whole_size(unit) for unit in self.units]
+        # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
+        few = (3 if self.model.config.tied else 2) * max(units)
+        stacked = (self.passes - 1).bit_length() * sum(units)  # 0: one pass
+        parameters = sum(units) if self.parameters.keeps else few
+        return tuple(self.gradients.itemsize * n for n in (4 * self.shards.size, parameters, stacked or few))
+
+    @no_grad()
+    def losses(self, inputs, targets, scale, rows):
+        """See MicroBatches.losses. Each unit is gathered once, and computes all micro-batches."""
+        passes = passes_of(inputs, targets, rows, self.count)
+        streams = [ids for ids, _ in passes]
+        with self.parameters.reading(self.units):
+            for part in self.parts:
+                for unit in part.units:
+                    self.parameters.need(unit.name)  # also if all micro-batches of this rank are empty
+                streams = [
+                    part.forward(x, targets, scale).y.data if len(x) else x
+                    for x, (_, targets) in zip(streams, passes, strict=True)
+                ]
+        return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, passes, strict=True)]
+
+
+def check_sharded(parallel, backends):
+    """Raise ConfigError if ZeRO-2 or ZeRO-3 and the other options do not fit together; otherwise do nothing.
+
+    backends: those of this rank, one per thread.
+    """
+    zero = parallel.zero
+    if zero < 2:
+        return
+    if backends[0].xp is not np:
+        raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
+    names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
+    options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", len(backends), 1)]
+    for name, value, only in options:
+        if value != only:
+            raise ConfigError(f"`zero={zero}` and `{name}={value}` exclude each other: use `{name}={only}` or `zero=1`")

@@ -1,0 +1,114 @@
+"""The layout of a rank's shards: each unit of the model is divided evenly over the ranks, for ZeRO-2 and ZeRO-3.
+
+ZeRO-1 divides the arena into one contiguous share for each rank. Here each unit is divided, so that an all-gather gives
+its parameters, and a reduce-scatter sums its gradients, while other units are computed. For 2 ranks:
+
+    arena    | embedding     | h.0           | head     |
+    rank 0   | embedding | h.0   | head |                          the first halves, one after another
+    rank 1   | embedding | h.0   | head |                          the second halves
+"""
+
+import numpy as np
+
+from gpt2core.arena import PAGE, gaps, round_up
+
+
+class UnitShards:
+    """The layout of a flat array of `size` elements: this rank's shard of each unit.
+
+    arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so a unit
+    may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has
+    elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the same
+    elements. size, decays() and padding(), which AdamW reads, are as those of an Arena.
+    """
+
+    def __init__(self, arena, group, backend):
+        self.arena, self.group, self.backend, self.owner = arena, group, backend, group.rank
+        self.parts, self.size = {}, 0
+        for unit in arena.units:
+            length = round_up(self.length(unit), PAGE * group.size) // group.size
+            self.parts[unit] = slice(self.size, self.size + length)
+            self.size += length
+        self.pieces = dict(self.own_pieces())
+        self.order = np.concatenate([self.pages_of(unit) for unit in arena.units])
+
+    def length(self, unit):
+        """The elements of a unit, without the padding for the number of ranks."""
+        whole = self.arena.unit_slice(unit)
+        return whole.stop - whole.start
+
+    def own_pieces(self):
+        """Yield the items of `pieces`."""
+        for unit, part in self.parts.items():
+            first = self.arena.unit_slice(unit).start + self.group.rank * (part.stop - part.start)
+            for name in self.arena.units[unit]:
+                array = self.arena.slices[name]
+                start, stop = max(array.start, first), min(array.stop, first + part.stop - part.start)
+                if start < stop:
+                    place = slice(part.start + start - first, part.start + stop - first)
+                    yield name, (place, slice(start - array.start, stop - array.start))
+
+    def pages_of(self, unit):
+        """The index of each page of a unit among the pages of rank 0, rank 1, ..."""
+        part = self.arena.pages(self.parts[unit])
+        rank, page = np.divmod(np.arange(self.length(unit) // PAGE), part.stop - part.start)
+        return rank * (self.size // PAGE) + part.start + page
+
+    # -- what AdamW reads ----------------------------------------------------------------------------------------------
+
+    def decays(self):
+        """See Arena.decays."""
+        decays, pages = self.arena.decays(), self.arena.pages
+        own = np.zeros(self.size // PAGE, np.int32)
+        for unit, part in self.parts.items():
+            count = (part.stop - part.start) // PAGE
+            found = decays[pages(self.arena.unit_slice(unit))][self.group.rank * count :][:count]
+            own[pages(part).start :][: len(found)] = found
+        return own
+
+    def padding(self):
+        """See Arena.padding."""
+        return gaps([place for place, _ in self.pieces.values()], self.size)
+
+    def join(self, sums):
+        """The page sums of the model as on one rank, from those of this rank's shards. All ranks call this method."""
+        joined = self.backend.zeros((self.arena.norm_pages,), sums.dtype)
+        joined[: len(self.order)] = self.group.all_gather(sums)[self.order]
+        return joined
+
+    # -- units and parameters in one piece -----------------------------------------------------------------------------
+
+    def whole_size(self, unit):
+        """The elements of the shards of all ranks of a unit."""
+        part = self.parts[unit]
+        return self.group.size * (part.stop - part.start)
+
+    def allocate(self, unit):
+        """An array for a whole unit, with zeros in its padding; an all-gather of the shards of all ranks fills it."""
+        array = self.backend.empty((self.whole_size(unit),), self.backend.dtype)
+        for gap in gaps(self.places(unit).values(), len(array)):
+            array[gap] = 0
+        return array
+
+    def places(self, unit):
+        """{name: the slice of this parameter} in the array of a whole unit."""
+        names, slices = self.arena.units[unit], self.arena.slices
+        first = slices[names[0]].start
+        return {name: slice(slices[name].start - first, slices[name].stop - first) for name in names}
+
+    def views(self, unit, array):
+        """{name: view in the shape of this parameter} of the array of a whole unit."""
+        return {name: array[place].reshape(self.arena.shapes[name]) for name, place in self.places(unit).items()}
+
+    def put(self, flat, name, array):
+        """Copy this rank's elements of a parameter into `flat`. array: the whole parameter, on the host."""
+        if name in self.pieces:
+            place, elements = self.pieces[name]
+            flat[place] = array.reshape(-1)[elements]
+
+    def whole(self, flat):
+        """The arena with the shards `flat` of all ranks. All ranks must call this method."""
+        result = self.backend.zeros((self.arena.size,), flat.dtype)
+        for unit, part in self.parts.items():
+            result[self.arena.unit_slice(unit)] = self.group.all_gather(flat[part])[: self.length(unit)]
+        return result

@@ -1,0 +1,315 @@
+"""ZeRO-2 and ZeRO-3 have the bits of one rank, and a rank stores what the layout says."""
+
+import functools
+import re
+import weakref
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from gpt2core.app.host_memory import needed_memory
+from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.arena import PAGE, Arena
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
+from gpt2core.errors import ConfigError, Diverged
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.merged_micro_batches import rows_are_independent
+from gpt2core.parallel.sharded.unit_gradients import UnitGradients
+from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import (
+    check_finite,
+    current_model,
+    load,
+    named_moments,
+    named_parameters,
+    parameter_hash,
+    verify,
+)
+from gpt2core.plain_backend import PlainBackend
+from gpt2core.training_loop import read_batch
+from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.collective_choice import chosen
+from tests.support.training import assert_same, make_trainer, train
+
+TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
+ONE_EACH = dict(micro_batches=4)  # one for each of four ranks
+
+
+def model(tied=False, layers=3):
+    return GPT2Config(vocab_size=36, block_size=16, n_layer=layers, n_head=2, n_embd=32, tied=tied)
+
+
+@functools.cache
+def serial(tied=False, **options):
+    return train(Solo(), ParallelConfig(), TOKENS, steps=2, config=model(tied), **options)
+
+
+def assert_serial_bits(ranks, tied=False, how=None, **options):
+    parallel = ParallelConfig(**how)
+    for got in run_ranks(ranks, lambda comm: train(comm, parallel, TOKENS, steps=2, config=model(tied), **options)):
+        assert_same(got, serial(tied, **options))
+
+
+# -- the serial bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_number_of_ranks_gives_the_serial_bits(ranks, zero, recompute, tied):
+    assert_serial_bits(ranks, tied, dict(zero=zero, recompute=recompute))
+
+
+@pytest.mark.parametrize("options", [
+    dict(ONE_EACH), dict(micro_batches=16), dict(clip=0.0), dict(backend=PlainBackend), dict(precision="fp64"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_options_give_the_serial_bits(tied, options):
+    assert_serial_bits(4, tied, dict(zero=3), **options)
+
+
+def test_merged_micro_batches_give_the_serial_bits(monkeypatch):
+    """Four micro-batches of a rank in one or two passes."""
+    rows, shapes = 32 // 8 * 16, {name: shape for name, shape in parameter_shapes(model()) if len(shape) == 2}
+    matrices = {shape for name, shape in shapes.items() if not name.endswith("wpe.weight")}
+    if not all(rows_are_independent(NumpyBackend(), rows, 4, *shape) for shape in matrices):
+        pytest.skip("with this BLAS, the bits of a row depend on the number of rows")
+    module = "gpt2core.parallel.sharded.sharded_micro_batches"
+    for merged in (2, 4):
+        monkeypatch.setattr(f"{module}.merged_micro_batches", lambda *arguments, merged=merged: merged)
+        assert_serial_bits(2, True, dict(zero=3, recompute="block"), batch_size=32)
+
+
+def test_three_ranks_differ_only_by_rounding():
+    sizes = dict(batch_size=12, micro_batches=12, precision="fp64")
+    want = train(Solo(), ParallelConfig(), TOKENS, **sizes)[0]
+    for zero in (2, 3):
+        for curve, *_ in run_ranks(3, lambda comm, zero=zero: train(comm, ParallelConfig(zero=zero), TOKENS, **sizes)):
+            np.testing.assert_allclose(curve, want, rtol=1e-11)
+
+
+def test_two_gradients_of_a_tied_table_in_one_sum_give_other_bits(monkeypatch):
+    """A control: the two gradients of a micro-batch are added first."""
+
+    class InOneSum(UnitGradients):
+        def __init__(self, *arguments):
+            super().__init__(*arguments[:-1])
+
+    monkeypatch.setattr("gpt2core.parallel.sharded.sharded_micro_batches.UnitGradients", InOneSum)
+    for got in run_ranks(2, lambda comm: train(comm, ParallelConfig(zero=3), TOKENS, steps=2, config=model(True))):
+        assert got[0] != serial(True)[0]
+        np.testing.assert_allclose(got[0], serial(True)[0], rtol=1e-4)  # float32: only rounding errors
+
+
+def test_a_step_that_was_interrupted_can_be_repeated():
+    def interrupted(comm):
+        trainer, windows = make_trainer(comm, ParallelConfig(zero=3), config=model()), Windows(TOKENS, 16)
+        part = trainer.accumulator.parts[2]
+        before, part.before_backward = part.before_backward, lambda name: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(read_batch(trainer, windows), 3e-3)
+        part.before_backward = before
+        return [trainer.step(read_batch(trainer, windows), 3e-3).loss for _ in range(2)]
+
+    for losses in run_ranks(2, interrupted):
+        assert losses == [loss for loss, _ in serial()[0]]
+
+
+# -- what a rank stores and sends --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_element_is_in_the_shards_of_one_rank(size, tied):
+    arena, backend = Arena(parameter_shapes(model(tied))), NumpyBackend()
+    arrays = {name: np.random.default_rng(1).standard_normal(shape) for name, shape in arena.shapes.items()}
+
+    def check(comm):
+        shards = UnitShards(arena, comm, backend)
+        flat = np.zeros(shards.size)
+        for name, array in arrays.items():
+            shards.put(flat, name, array)
+        for name, view in arena.views(shards.whole(flat)).items():
+            assert_array_equal(view, arrays[name])
+        assert_array_equal(shards.join(flat.reshape(-1, PAGE).sum(1))[: arena.size // PAGE],
+                           shards.whole(flat).reshape(-1, PAGE).sum(1))  # fmt: skip
+        assert_array_equal(shards.whole(np.repeat(shards.decays(), PAGE)), np.repeat(arena.decays(), PAGE))
+        padding = np.ones(shards.size, bool)
+        for place, _ in shards.pieces.values():
+            padding[place] = False
+        assert sum(gap.stop - gap.start for gap in shards.padding()) == padding.sum()
+        assert all(padding[gap].all() for gap in shards.padding())
+        for unit in arena.units:
+            array, part = shards.allocate(unit), shards.parts[unit]
+            assert len(array) == size * (part.stop - part.start)
+            for view in shards.views(unit, array).values():
+                view[...] = 0
+            assert not array.any()
+        return sum(elements.stop - elements.start for _, elements in shards.pieces.values())
+
+    assert sum(run_ranks(size, check)) == sum(array.size for array in arrays.values())
+
+
+@pytest.mark.parametrize("zero, tied, passes", [
+    (0, False, 1), (1, False, 1), (2, False, 1), (2, True, 1), (3, False, 1), (3, True, 1), (3, False, 4), (3, True, 2),
+])  # fmt: skip
+def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, passes):
+    """Sizes of flat arrays, in numbers of float32: those that stay, and the peak of those of units."""
+    live, peak = [0], [0]
+
+    def count(array):
+        live[0] += array.size
+        peak[0] = max(peak[0], live[0])
+        weakref.finalize(array, lambda size=array.size: live.__setitem__(0, live[0] - size))
+        return array
+
+    def main(comm):
+        config = model(tied, layers=6)
+        trainer = make_trainer(comm, ParallelConfig(zero=zero), config, micro_batches=4 * passes)
+        if zero > 1 and comm.is_root:
+            allocate = trainer.layout.allocate
+            trainer.layout.allocate = lambda unit: count(allocate(unit))
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
+        arrays = trainer.parameters, trainer.gradients, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq
+        return [array.size for array in arrays], trainer
+
+    for rank, (sizes, trainer) in enumerate(run_ranks(4, main)):
+        if zero < 2:
+            size = trainer.arena.size
+            assert sizes == [size] * 2 + [size // (4 if zero else 1)] * 2
+            continue
+        units = {unit: trainer.layout.whole_size(unit) for unit in trainer.arena.units}
+        whole, block = sum(units.values()), units["h.0"]
+        assert sizes == [whole / 4] * 4
+        shards, parameters, gradients = (count / 4 for count in trainer.accumulator.memory())
+        assert (passes > 1) == (trainer.accumulator.passes > 1)  # some micro-batches may be merged
+        passes = trainer.accumulator.passes
+        assert shards == sum(sizes) and parameters == (whole if zero == 2 else (3 if tied else 2) * block)
+        assert gradients == (whole * (passes - 1).bit_length() if passes > 1 else (3 if tied else 2) * block)
+        if rank == 0:
+            assert peak[0] <= parameters + gradients
+            assert tied or passes > 1 or peak[0] == parameters + gradients
+            needed = needed_memory(trainer.config, ParallelConfig(zero=zero), 1, 1, 4) / 4
+            assert passes > 1 or needed <= shards + peak[0]
+    del trainer
+    assert live[0] == 0
+
+
+def test_after_a_step_no_tensor_has_memory_and_the_next_unit_is_known():
+    def main(comm):
+        trainer = train(comm, ParallelConfig(zero=3), TOKENS, steps=1, config=model())[3]
+        tensors, parameters = trainer.accumulator.tensors, trainer.accumulator.parameters
+        assert all(np.isnan(tensor.data).all() and not any(tensor.data.strides) for tensor in tensors.values())
+        with parameters.reading(["embedding", "h.0"]), pytest.raises(ValueError, match="h.1 is read before embedding"):
+            parameters.need("h.1")
+        parameters.free(list(parameters.gathered))
+
+    run_ranks(2, main)
+
+
+def test_zero_3_gathers_a_second_time_before_backward_and_sends_as_many_gradients():
+    def sent(comm, zero):
+        trainer = make_trainer(comm, ParallelConfig(zero=zero), config=model(), **ONE_EACH)
+        units = {unit: 4 * (part.stop - part.start) for unit, part in trainer.layout.parts.items()}
+        return trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3).bytes_sent, units
+
+    (second, units), (third, _) = run_ranks(4, sent, 2)[0], run_ranks(4, sent, 3)[0]
+    once = 3 * sum(units.values())  # bytes of an all-gather or a reduce-scatter of float32: (p - 1) / p of 4 bytes each
+    losses, sums = 3 * 8 * 2, 3 * 4 * (sum(units.values()) // 4 // PAGE)  # of one micro-batch and a signal; page sums
+    assert second == 2 * once + losses + sums
+    assert third == second + once - 3 * (units["head"] + units["h.2"])  # backward begins before these are freed
+
+
+# -- evaluation, checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_validation_loss_and_the_model_to_generate_are_those_of_one_rank(tied):
+    windows = Windows(TOKENS[:500], 16)  # the last batch has empty micro-batches
+
+    def read(comm, **how):
+        trainer = train(comm, ParallelConfig(**how), TOKENS, steps=2, config=model(tied))[3]
+        return evaluate(trainer, windows), current_model(trainer).logits(TOKENS[None, :16]).numpy().tobytes()
+
+    want = read(Solo())
+    for how in (dict(zero=2), dict(zero=3, recompute="block")):
+        assert run_ranks(4, functools.partial(read, **how)) == [want] * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_continues_at_another_layout(tied):
+    layouts = [(2, 3), (1, 0), (4, 3), (2, 1), (2, 2), (1, 0), (2, 3)]
+    want, windows = make_trainer(Solo(), ParallelConfig(), config=model(tied)), Windows(TOKENS, 16)
+
+    def continued(comm, zero, saved):
+        trainer = make_trainer(comm, ParallelConfig(zero=zero), config=model(tied))
+        if saved:
+            parameters, moments, steps, position = saved
+            load(trainer, *((parameters, moments) if comm.is_root else (None, None)), steps, position)
+        report = trainer.step(read_batch(trainer, windows), 3e-3)
+        check_finite(trainer)
+        verify(trainer)
+        copies = ({name: np.array(array) for name, array in named_parameters(trainer).items()},
+                  {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()})  # fmt: skip
+        return report.loss, parameter_hash(trainer), (*copies, trainer.steps, trainer.position)
+
+    saved = None
+    for ranks, zero in layouts:
+        loss = want.step(read_batch(want, windows), 3e-3).loss
+        results = run_ranks(ranks, continued, zero, saved)
+        assert {result[:2] for result in results} == {(loss, parameter_hash(want))}
+        saved = results[0][2]
+    for name, pair in named_moments(want).items():
+        assert_array_equal(saved[1][name], pair)
+    assert saved[2:] == (want.steps, want.position)
+
+
+def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
+    def check(comm):
+        trainer = make_trainer(comm, ParallelConfig(zero=3), config=model())
+        if comm.rank == 1:
+            trainer.parameters[0] = np.inf
+        with pytest.raises(Diverged, match="the norm of the parameters is inf"):
+            check_finite(trainer)
+
+    run_ranks(2, check)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class OtherDevice(PlainBackend):
+    name, xp = "cuda", None
+
+
+@pytest.mark.parametrize("how, options, message", [
+    (dict(zero=3, tp=2), {}, "`zero=3` and `tp=2` exclude each other: use `tp=1` or `zero=1`"),
+    (dict(zero=2, pp=2), {}, "`zero=2` and `pp=2` exclude each other: use `pp=1` or `zero=1`"),
+    (dict(zero=3, dp="bucket"), {}, "`zero=3` and `dp=bucket` exclude each other: use `dp=flat` or `zero=1`"),
+    (dict(zero=3, compress="int8"), {}, "`zero=3` and `compress=int8` exclude each other: use `compress=none`"),
+    (dict(zero=2, zero_gather="forward"), {},
+     "`zero=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `zero=1`"),
+    (dict(zero=3), dict(threads=2), "`zero=3` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
+    (dict(zero=3), dict(backend=OtherDevice), "`zero=3`: cuda has only ZeRO-1: use stage 1, or `zero=1`"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused(how, options, message):
+    def refused(comm):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            make_trainer(comm, ParallelConfig(**how), **options)
+
+    run_ranks(4, refused)
+
+
+def test_an_unknown_zero_is_refused():
+    with pytest.raises(ConfigError, match="`zero=4` is unknown: choose from 0, 1, 2, 3"):
+        ParallelConfig(zero=4)
+
+
+def test_zero_3_on_one_rank_is_noted():
+    _, notes = chosen(1, dict(dp="flat", zero=3))
+    assert "note: --zero 3: no effect, because there is only one data-parallel rank" in notes
