@@ -52,5 +52,5 @@ def test_weight_gradients_of_zero_bubble_are_behind_by_the_number_of_the_rank():
 
 
 def test_interleaved_refuses_micro_batches_that_the_stages_do_not_divide():
-    with pytest.raises(ConfigError, match=re.escape("micro-batches, here 6, that are divisible by 4 stages")):
+    with pytest.raises(ConfigError, match=re.escape("micro-batches, here 6, that are divisible by 4 ranks")):
         interleaved(4, 6)

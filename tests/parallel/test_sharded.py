@@ -287,6 +287,12 @@ class OtherDevice(PlainBackend):
     name, xp = "cuda", None
 
 
+class HalfPrecision(PlainBackend):
+    def __init__(self, *options):
+        super().__init__(*options)
+        self.precision, self.compute_dtype = "fp16", np.dtype(np.float16)
+
+
 @pytest.mark.parametrize("how, options, message", [
     (dict(zero=3, tp=2), {}, "`zero=3` and `tp=2` exclude each other: use `tp=1` or `zero=1`"),
     (dict(zero=2, pp=2), {}, "`zero=2` and `pp=2` exclude each other: use `pp=1` or `zero=1`"),
@@ -295,6 +301,8 @@ class OtherDevice(PlainBackend):
     (dict(zero=2, zero_gather="forward"), {},
      "`zero=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `zero=1`"),
     (dict(zero=3), dict(threads=2), "`zero=3` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
+    (dict(zero=3), dict(backend=HalfPrecision),
+     "`zero=3` and `precision=fp16` exclude each other: use `precision=fp32` or `zero=1`"),
     (dict(zero=3), dict(backend=OtherDevice), "`zero=3`: cuda has only ZeRO-1: use stage 1, or `zero=1`"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(how, options, message):

@@ -34,7 +34,7 @@ def one_f_one_b(P, M, V=1):
 def interleaved(P, M, V=2):
     """1F1B with V chunks on each rank: the bubble is V times smaller (Narayanan et al. 2021). P must divide M."""
     if M % P:
-        raise ConfigError(f"the schedule interleaved needs micro-batches, here {M}, that are divisible by {P} stages")
+        raise ConfigError(f"the schedule interleaved needs micro-batches, here {M}, that are divisible by {P} ranks")
 
     def order(kind, r):
         """P micro-batches through chunk after chunk of rank r, then the next P micro-batches."""

@@ -115,6 +115,9 @@ def check_sharded(parallel, backends):
         return
     if backends[0].xp is not np:
         raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
+    if backends[0].compute_dtype != backends[0].dtype:  # kernels would need a second array of parameters
+        precision = f"`precision={backends[0].precision}`"
+        raise ConfigError(f"`zero={zero}` and {precision} exclude each other: use `precision=fp32` or `zero=1`")
     names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
     options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", len(backends), 1)]
     for name, value, only in options:
