@@ -135,13 +135,14 @@ class CudaBackend(FusedHead, Backend):
         self.products.multiply(out, a, b, **options)
         return out
 
-    def gradient(self, shape, compute, *operands, add=None, ready=None):
+    def gradient(self, shape, compute, *operands, add=None):
         """The float32 gradient of `shape` that compute(array) writes, as a function of its Destination.
 
         With a Destination the kernels run on the side stream, and the gradient is complete after runtime.join().
-        operands: the arrays that compute() reads. add(array), if given, adds the gradient, faster than by a new array.
-        ready: an event, after which the operands are complete; the default is the present one of the current stream.
+        operands: the arrays that compute() reads, for which all kernels are launched before this method is called.
+        add(array), if given, adds the gradient, faster than by a new array.
         """
+        ready = self.runtime.side.record()  # now, because autograd may launch other kernels before it calls gradient()
 
         def gradient(out):
             if out is None:
@@ -163,10 +164,10 @@ class CudaBackend(FusedHead, Backend):
         with self.runtime.on_side_stream(gradient):  # where other kernels read and write gradients
             super().put(gradient, out)
 
-    def weight_gradient(self, x, dy, ready=None):
-        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K). ready: see gradient()."""
+    def weight_gradient(self, x, dy):
+        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K)."""
         shape = x.shape[1], dy.shape[1]
-        return self.gradient(shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy, ready=ready)
+        return self.gradient(shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)
 
     def bias_gradient(self, dy):
         """The gradient (K) of a bias: the sum of the rows of dy (N, K)."""
@@ -181,10 +182,11 @@ class CudaBackend(FusedHead, Backend):
         autograd calls for in order, the first, the second, ...; therefore it is postponed.
         """
         written = {}  # {index of a gradient: the array of its Destination}, of the gradients that are not launched yet
+        ready = self.runtime.side.record()  # see gradient()
 
         def launch():
             arrays = [written.pop(i) for i in sorted(written)]
-            with self.runtime.on_side_stream(partials):
+            with self.runtime.on_side_stream(partials, ready=ready):
                 column_sums.add_partials(partials, *arrays)
 
         def gradient(i, out):
@@ -250,8 +252,8 @@ class CudaBackend(FusedHead, Backend):
     def mlp_backward(self, dy, x, w, w2, aux):
         if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
             (h, aux), operand = aux, self.products.operand(rows(dy))
-            dw2 = self.weight_gradient(rows(h), operand, ready=self.runtime.side.record())
-            dh = self.product(operand, w2, trans_b=True)  # at the same time as dw2
+            dw2 = self.weight_gradient(rows(h), operand)  # first: it need not wait for dh
+            dh = self.product(operand, w2, trans_b=True)
             return *self.linear_gelu_backward(dh, x, w, aux), dw2
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)

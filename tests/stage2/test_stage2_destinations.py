@@ -1,5 +1,6 @@
 """Any graph has the right gradients on the kernels of stage 2, in buffers, in new arrays and computed later."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -106,38 +107,49 @@ def test_only_a_contiguous_part_of_a_flat_buffer_is_extended_by_padding_rows():
 
 
 class Recorded(NoStream):
-    """A side stream that writes events and contexts to a list."""
+    """A side stream that keeps a list of the products, by shape, and of its own contexts, by the event they wait for.
 
-    def __init__(self, calls):
+    An event is the number of earlier products on both streams.
+    """
+
+    def __init__(self):
         super().__init__()
-        self.calls = calls
+        self.list, self.products = [], 0
+
+    def multiply(self, shape):
+        self.products += 1
+        self.list.append(shape)
 
     def record(self):
-        self.calls.append("event")
-        return len(self.calls)
+        return self.products
 
+    @contextlib.contextmanager
     def run(self, *operands, ready=None):
-        self.calls.append(("side", ready))
-        return super().run()
+        self.flush()
+        self.list.append(self.record() if ready is None else ready)
+        yield
 
 
-def test_the_second_weight_of_an_mlp_has_its_gradient_while_the_hidden_layer_s_is_computed(rng, monkeypatch):
-    """Its product comes first on the side stream, after an event that is older than the first product of backward."""
-    backend, calls = CudaBackend("fp32"), []
-    multiply = backend.products.multiply
-    backend.runtime.side = Recorded(calls)
+def test_a_gradient_on_the_side_stream_waits_for_no_kernel_that_is_launched_after_its_operands(rng, monkeypatch):
+    """Backward of an MLP and of the LayerNorm after it, whose sums have a postponed launch."""
+    backend, side = CudaBackend("fp32"), Recorded()
+    backend.runtime.side, multiply = side, backend.products.multiply
     monkeypatch.setattr(
-        backend.products, "multiply", lambda out, *a, **k: (calls.append(out.shape), multiply(out, *a, **k))
+        backend.products, "multiply", lambda out, *a, **k: (side.multiply(out.shape), multiply(out, *a, **k))
     )
-    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((24, 16), (16, 64), (64,), (64, 16))]
+    shapes = (24, 16), (16, 64), (64,), (64, 16), (16,), (16,), (16,)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     leaves = [Tensor(backend.asarray(array), backend, requires_grad=i > 0) for i, array in enumerate(arrays)]
     for leaf in leaves[1:]:
         leaf.buffer = backend.empty(leaf.shape, np.float32)
-    y = ops.mlp(*leaves)
-    calls.clear()
+    x, *mlp, a_bias, w, b = leaves
+    _, y = ops.residual_layernorm(x, ops.mlp(x, *mlp), a_bias, w, b)
+    side.list, side.products = [], 0
     y.backward(backend.asarray(rng.standard_normal((24, 16)).astype(np.float32)))
-    hidden, second = (24, 64), (64, 16)
-    assert calls[:4] == ["event", hidden, ("side", 1), second], calls
+    backend.runtime.join()
+    hidden, first, second = (24, 64), (16, 64), (64, 16)
+    # The sums of the LayerNorm and the gradient of the second weight wait for no product, the others only for `hidden`.
+    assert side.list == [hidden, 0, 0, second, 1, first, 1], side.list
 
 
 # -- the sums of a LayerNorm, which one launch writes ----------------------------------------------------------------
