@@ -2,6 +2,7 @@
 
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows; out: see gpt2core/backend.py
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -135,12 +136,13 @@ class CudaBackend(FusedHead, Backend):
         self.products.multiply(out, a, b, **options)
         return out
 
-    def gradient(self, shape, compute, *operands, add=None):
+    def gradient(self, shape, compute, *operands, add=None, side=True):
         """The float32 gradient of `shape` that compute(array) writes, as a function of its Destination.
 
         With a Destination the kernels run on the side stream, and the gradient is complete after runtime.join().
         operands: the arrays that compute() reads, for which all kernels are launched before this method is called.
-        add(array), if given, adds the gradient, faster than by a new array.
+        add(array), if given, adds the gradient, faster than by a new array. side=False: the main stream has no other
+        work, so it computes a gradient that is written to, not added.
         """
         ready = self.runtime.side.record()  # now, because autograd may launch other kernels before it calls gradient()
 
@@ -148,7 +150,8 @@ class CudaBackend(FusedHead, Backend):
             if out is None:
                 compute(array := self.floats(*shape))
                 return array
-            with self.runtime.on_side_stream(*operands, ready=ready):
+            on_side = side or out.accumulate  # where the gradients of other uses of the leaf were written
+            with self.runtime.on_side_stream(*operands, ready=ready) if on_side else contextlib.nullcontext():
                 if out.accumulate and add:
                     add(out.array)
                 elif out.accumulate:
@@ -353,8 +356,11 @@ class CudaBackend(FusedHead, Backend):
             chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], dy.shape[-1]))
             embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
 
-        dwte = self.gradient(wte.shape, compute, tokens, dy, add=functools.partial(compute, accumulate=True))
-        return dwte, self.gradient(wpe.shape, lambda dwpe: embedding.position_gradient(dwpe, dy, position), dy)
+        add = functools.partial(compute, accumulate=True)
+        dwte = self.gradient(wte.shape, compute, tokens, dy, add=add, side=False)
+        return dwte, self.gradient(
+            wpe.shape, lambda dwpe: embedding.position_gradient(dwpe, dy, position), dy, side=False
+        )
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 

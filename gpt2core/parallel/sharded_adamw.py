@@ -68,7 +68,8 @@ class ShardedAdamW(AdamW):
         The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
         the number of owners.
         """
-        own = self.backend.xp.concatenate(self.map_own(lambda backend, share: backend.page_sums(flat[share])))
+        sums = self.map_own(lambda backend, share: backend.page_sums(flat[share]))
+        own = sums[0] if len(sums) == 1 else self.backend.xp.concatenate(sums)  # without a copy
         return self.pages.join(self.owners.all_gather(own)[: self.arena.norm_pages])
 
     def update(self, gradients, factor, hyperparameters):

@@ -423,7 +423,9 @@ def run_on_gpu(skip_warp_specialized):
     if xp is np:
         raise ConfigError("TRITON_INTERPRET is set: compute-sanitizer needs a GPU; unset it")
     xp.cuda.set_allocator(None)  # no pool: every array is a separate allocation
-    if missing := call_all_launches(xp, ("float32", "float16", "bfloat16"), skip_warp_specialized):
+    arguments = xp, ("float32", "float16", "bfloat16"), skip_warp_specialized
+    triton_launch.compile_ahead(call_all_launches, *arguments)  # in threads; one after another takes 10 minutes
+    if missing := call_all_launches(*arguments):
         raise ConfigError(f"no launch of {', '.join(sorted(missing))}: add one to {Path(__file__).name}")
     xp.cuda.Device().synchronize()
 
