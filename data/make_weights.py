@@ -32,10 +32,10 @@ from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.parallel.tensor_parallel import load_model
-from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
+from gpt2core.threads import WorkerPool, limit_blas
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper

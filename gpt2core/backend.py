@@ -6,6 +6,8 @@
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import numpy as np
+
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
@@ -50,6 +52,11 @@ class Backend(ABC):
     compute_dtype: object  # of the activations and of the parameters that kernels read: a copy, unless it equals dtype
     xp: object  # the array module (numpy, cupy)
     runtime: Runtime  # what the device provides in addition to kernels
+
+    @property
+    def on_host(self):
+        """Whether the arrays are NumPy arrays, in the memory of the host."""
+        return self.xp is np
 
     @abstractmethod
     def empty(self, shape, dtype):
@@ -104,7 +111,7 @@ class Backend(ABC):
         return None
 
     def codec(self, kind):
-        """The Codec (parallel/codecs.py) of the name `kind` for this device. Raises ConfigError if there is none."""
+        """The Codec (codecs.py) of the name `kind` for this device. Raises ConfigError if there is none."""
         raise ConfigError(f"`compress={kind}`: this backend has no codecs")
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------

@@ -17,13 +17,12 @@ class GPT2:
     """A GPT-2 that computes with the given parameters.
 
     parameters: {Hugging Face name: Tensor}. group: the ranks that divide each layer; `parameters` are then this rank's
-    shards (parallel/tensor_parallel.py). dloss: see Head. units: the embedding, each block, and the head, in forward
-    order.
+    shards (parallel/tensor_parallel.py). units: the embedding, each block, and the head, in forward order.
     """
 
-    def __init__(self, config, parameters, group=SOLO, dloss=None):
+    def __init__(self, config, parameters, group=SOLO):
         self.config, self.parameters, self.group = config, parameters, group
-        self.units = [make_unit(name, config, parameters, group, dloss) for name in unit_names(config)]
+        self.units = [make_unit(name, config, parameters, group) for name in unit_names(config)]
         self.embedding, *self.blocks, self.output = self.units
 
     @property
@@ -70,12 +69,12 @@ def unit_names(config):
     return ["embedding", *(f"h.{layer}" for layer in range(config.n_layer)), "head"]
 
 
-def make_unit(name, config, parameters, group=SOLO, dloss=None):
+def make_unit(name, config, parameters, group=SOLO):
     """The unit `name`. parameters: {Hugging Face name: Tensor}, of which it reads only its own; see also GPT2."""
     if name == "embedding":
         return Embedding(parameters, group)
     if name == "head":
-        return Head(config, parameters, group, dloss)
+        return Head(config, parameters, group)
     return Block(config, parameters, group, int(name.removeprefix("h.")))
 
 
@@ -94,23 +93,19 @@ class Embedding:
 
 
 class Head:
-    """The last unit: the final LayerNorm, the logits, and their cross-entropy.
-
-    dloss: the array with which backward() of the loss will be called, or None if it is not known. If it is known, a
-    backend may compute gradients together with the logits.
-    """
+    """The last unit: the final LayerNorm, the logits, and their cross-entropy."""
 
     name = "head"
 
-    def __init__(self, config, parameters, group, dloss=None):
+    def __init__(self, config, parameters, group):
         self.ln_f = LayerNorm(parameters, "transformer.ln_f", config.layer_norm_epsilon)
         self.w = parameters[config.head]  # (V, C)
-        self.group, self.dloss = group, dloss
+        self.group = group
 
-    def __call__(self, x, targets, scale=None):
-        """The loss of a Stream: see GPT2.loss."""
+    def __call__(self, x, targets, scale=None, dloss=None):
+        """The loss of a Stream: see GPT2.loss, and for dloss ops.unembed_cross_entropy."""
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, self.dloss)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss)
 
 
 class Block:

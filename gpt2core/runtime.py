@@ -109,6 +109,9 @@ class Runtime:
     def check_training(self, config):
         """Raise ConfigError if this runtime is not meant to train a model of a GPT2Config."""
 
+    def check_generation(self, config, tokens):
+        """Raise ConfigError if this runtime is not meant to generate so many tokens with a model of a GPT2Config."""
+
     def notes(self, config):
         """A list of warnings to print before the model of this GPT2Config is run."""
         return []

@@ -9,8 +9,8 @@ import numpy as np
 import threadpoolctl
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.threads import limit_blas
 from gpt2core.runtime import Runtime
+from gpt2core.threads import limit_blas
 from gpt2core.tuned_choices import processor
 from stage0_serial.blas import mkl
 from stage0_serial.blas.bf16_products import Bf16Products

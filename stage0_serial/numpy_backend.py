@@ -8,9 +8,9 @@ import math
 import numpy as np
 
 from gpt2core.arena import PAGE, SEGMENTS
+from gpt2core.codecs import Codec
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.codecs import Codec
 from gpt2core.tensor import is_recording
 from gpt2core.tree_sum import tree_reduce, tree_sum
 from stage0_serial.buffer_pool import BufferPool

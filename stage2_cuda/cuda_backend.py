@@ -82,7 +82,7 @@ class CudaBackend(FusedHead, Backend):
         return self.xp.asarray(array, dtype)
 
     def to_host(self, array):
-        if isinstance(array, self.xp.ndarray) and self.xp is not np:
+        if isinstance(array, self.xp.ndarray) and not self.on_host:
             self.runtime.synchronize()
             array = array.get()
         host = np.asarray(array)

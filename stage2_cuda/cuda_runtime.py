@@ -6,7 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from gpt2core.architecture import parameter_count
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
@@ -16,7 +16,8 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
 
-# parameters: training a larger model in Triton's interpreter prints a warning; one with more than LIMIT is refused
+# parameters: training a larger model in Triton's interpreter prints a warning. One with more than LIMIT_INTERPRETED is
+# refused; to generate, the limit is for parameters times new tokens
 MAX_INTERPRETED, LIMIT_INTERPRETED = 1_000_000, 20_000_000
 
 
@@ -153,6 +154,14 @@ class InterpreterRuntime(SideStreamRuntime):
             raise ConfigError(
                 f"Triton's interpreter is far too slow to train a model of {count:,} parameters: use `preset=nano`, or "
                 f"a machine with a GPU"
+            )
+
+    def check_generation(self, config, tokens):
+        if (count := parameter_count(config)) > MAX_INTERPRETED and count * tokens > LIMIT_INTERPRETED:
+            raise ConfigError(
+                f"Triton's interpreter is far too slow to generate {counted(tokens, 'token')} with a model of "
+                f"{count:,} parameters: use `max_new_tokens=1`, `weights` of a model of preset nano, or a machine with "
+                f"a GPU"
             )
 
     def notes(self, config):

@@ -16,8 +16,8 @@ from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parse
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import adamw_scalars
-from gpt2core.parallel.threads import limit_blas
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 

@@ -23,7 +23,7 @@ def check_host_memory(backends, config, world, replicas, limit=None):
     backends: those of this rank, one per thread. config: a RunConfig. replicas: the number of data-parallel ranks.
     limit: the bytes that the ranks on this host may use together; None: available_memory().
     """
-    if backends[0].xp is not np:
+    if not backends[0].on_host:
         return
     limit = available_memory() if limit is None else limit
     needed = needed_memory(config.model, config.parallel, len(backends), world.local_size, replicas)

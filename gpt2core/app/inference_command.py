@@ -9,6 +9,7 @@ from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.continuations import write_batch, write_continuation, write_text
+from gpt2core.app.group_sampler import GroupSampler
 from gpt2core.app.one_process import check_many_ranks, check_one_process
 from gpt2core.app.presets import check_downloaded
 from gpt2core.app.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
@@ -19,10 +20,9 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.group_sampler import GroupSampler
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_model
-from gpt2core.parallel.threads import limit_blas
 from gpt2core.sampler import chooser
+from gpt2core.threads import limit_blas
 
 
 def inference_command(make_backend, world, args, cores):
@@ -46,21 +46,18 @@ def inference_command(make_backend, world, args, cores):
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
-    tensor_ranks = world.size if args.mode == "tensor" else 1  # number of ranks that divide each layer
+    group = world if args.mode == "tensor" else Solo()  # the ranks that divide each layer
     emit = print if world.is_root else print_nothing
-    with memory_errors(backend, config, parallel=ParallelConfig(tp=tensor_ranks)):
+    with memory_errors(backend, config, parallel=ParallelConfig(tp=group.size)):
+        all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
+        model = load_model(config, arrays, backend, group)
+        all_or_raise(world, lambda: backend.runtime.check_generation(config, args.max_new_tokens))
         if args.mode == "batch":
-            model = load_model(config, arrays, backend)
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
                 args.stop, args.stats, emit,
             )  # fmt: skip
             return 0
-        group = {"replicate": Solo(), "tensor": world}[args.mode]
-        all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
-        model = load_model(config, arrays, backend, group)
-        for note in backend.runtime.notes(config):
-            emit(note, file=sys.stderr)
         if args.interactive:
             continue_typed_prompts(world, model, tokenizer, args, emit)
             return 0

@@ -14,8 +14,8 @@ from typing import ClassVar
 from gpt2core.app.flag_parser import not_empty, stop_text
 from gpt2core.app.presets import BOOK, CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
+from gpt2core.codecs import CODECS
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ZERO, ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE

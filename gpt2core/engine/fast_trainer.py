@@ -129,15 +129,16 @@ class FastTrainer(ParallelTrainer):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
         losses, norm = self.update(batch, hyper)
-        self.updating = False  # result() counts the step
+        self.optimizer.updating = False  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 
     def clip(self):
         """AdamW.clip; also updates the loss scale, or sets `stop` after a norm that is not finite, on the device."""
+        state = {"stop": self.stop} if self.compiled.replays else {}
         if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
-            return super().clip(loss_scale=self.loss_scale.state, interval=self.loss_scale.interval)
-        return super().clip(stop=self.stop) if self.compiled.replays else super().clip()
+            state = {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
+        return self.optimizer.clip(self.gradients, **state)
 
     def load_tuned(self, tuned, final=False):
         """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""

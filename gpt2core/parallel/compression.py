@@ -4,9 +4,9 @@
 
 import numpy as np
 
+from gpt2core.codecs import GROUP
 from gpt2core.communicator import Handle
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.codecs import GROUP
 
 
 class Compressed:

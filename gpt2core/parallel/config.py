@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from gpt2core.errors import ConfigError, counted, require_size
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.part import RECOMPUTE
@@ -105,17 +103,6 @@ def plan_deterministic(batch_size, micro_batches, threads, ranks):
     return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
 
 
-def check_rounding(rounding, backend):
-    """Raise ConfigError for an unknown `rounding`, or if it is stochastic and this backend cannot round so."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ConfigError(f"`rounding={rounding}` is unknown: use nearest or stochastic")
-    if rounding == "stochastic" and not backend.rounds_stochastically:
-        raise ConfigError(
-            f"`rounding=stochastic` applies to the bf16 copy of the parameters, and `precision={backend.precision}` "
-            f"has no such copy in this stage: use `precision=bf16` in stage 2 or 3, or `rounding=nearest`"
-        )
-
-
 def check_pipeline(config, parallel, backends, count, replicas):
     """Raise ConfigError if these options do not fit together in a pipeline; without one, do nothing.
 
@@ -124,7 +111,7 @@ def check_pipeline(config, parallel, backends, count, replicas):
     pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
     if pp == 1:
         return
-    if backends[0].xp is not np:
+    if not backends[0].on_host:
         raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
     if chunks > 1 and name != "interleaved":
         raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")

@@ -94,7 +94,7 @@ def buckets_of(arena, packed, bucket_bytes, itemsize):
     return plan_buckets(sizes, least=bucket_bytes if packed else 0)
 
 
-def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):
+def make_data_parallel(parallel, arena, gradients, group, owners, backend, bucket_mb):
     """The DataParallel that sums the flat `gradients` over `group`, with the options of a ParallelConfig.
 
     group: the data-parallel ranks. owners: the ranks that divide the arena (ZeRO-1), or a group of one. bucket_mb: the

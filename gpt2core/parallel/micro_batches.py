@@ -8,7 +8,6 @@ start the sum over the ranks. If the numbers of workers and ranks are powers of 
 on them.
 """
 
-import functools
 import math
 import threading
 
@@ -17,11 +16,11 @@ import numpy as np
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
+from gpt2core.parallel.async_all_gather import NoGather
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
-from gpt2core.parallel.part import parts_of
-from gpt2core.parallel.tree_stack import gradient_sums
-from gpt2core.parallel.zero import NoGather
-from gpt2core.tensor import Destination, no_grad
+from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
+from gpt2core.parallel.tree_stack import GradientSums
+from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 
 SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
@@ -30,82 +29,77 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 class Worker:
     """One thread's model, with shared parameters, its own backend, and its gradients: the sum over `count` passes.
 
-    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. `sums`
-    has the flat buffers to which kernels write the gradient of a pass; in every second pass they add it. Each pass must
-    reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
-    forward pass of a unit, completed(unit) when its sum is complete. dloss: the array of shape () with which backward
-    begins; None: 1. recompute: see parts_of().
+    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. Kernels
+    write the gradient of a pass to the buffers of `sums`, a GradientSums; in every second pass they add it. Each pass
+    must reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before
+    the forward pass of a unit, completed(unit) when its sum is complete. dloss: the array of shape () with which
+    backward begins; None: 1. recompute: see parts_of().
     """
 
     def __init__(
         self, config, arena, parameters, gradients, backend, count, group, wait, completed, dloss=None, merged=1,
         recompute="none",
     ):  # fmt: skip
-        self.arena, self.backend, self.wait, self.completed = arena, backend, wait, completed
+        self.arena, self.backend, self.group, self.completed = arena, backend, group, completed
         self.dloss = backend.ones((), np.float64) if dloss is None else dloss
-
         self.gradients = gradients
-        self.sums, self.views, self.tensors = gradient_sums(arena, parameters, gradients, backend, count)
+        self.sums = GradientSums(arena, parameters, gradients, backend, count)
+        self.tensors = self.sums.tensors
         # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
         twice = [config.head] if config.tied and merged * count > 1 else []
         lead = (merged,) if merged > 1 else ()
         self.apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
         losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
-        self.model, self.group, self.recompute = GPT2(config, self.tensors, group, self.dloss), group, recompute
+        self.model = GPT2(config, self.tensors, group)
+        self.parts = parts_of(self.model.units, backend, recompute, before=wait, completed=self.add_unit)
 
     def run(self, batch, scale):
         """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
 
         A loss is `scale` times a sum over tokens.
         """
+        self.sums.begin()
         for number, (ids, targets) in enumerate(batch):
-            index, adds = self.sums.place(number)
-            for name, view in self.views[index].items():
-                tensor = self.tensors[name]
-                tensor.buffer = self.apart.get(name, view)
-                tensor.grad = view if adds and name not in self.apart else None
-            hooks = {"before": self.wait, "completed": functools.partial(self.add_unit, number)}
-            graphs, x, dx = [], ids, self.dloss
+            for unit in self.arena.units:
+                self.sums.point(unit)
+            for name, array in self.apart.items():
+                self.tensors[name].buffer, self.tensors[name].grad = array, None
             with self.backend.runtime.range("forward"):
-                for part in parts_of(self.model.units, self.backend, self.recompute, **hooks):
-                    graphs.append(part.forward(x, targets, scale))
-                    x = graphs[-1].y.data
-            self.losses[number * self.merged][...] = x
+                graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
+            self.losses[number * self.merged][...] = loss
             with self.backend.runtime.range("backward"):
-                while graphs:
-                    dx = graphs.pop().backward(dx)
-            del x
+                backward_pass(graphs, self.dloss)
+            del loss
             self.backend.runtime.join()  # frees all arrays of the pass: the next one can reuse their memory
         return self.losses
 
-    def add_unit(self, number, unit):
-        """Complete the sum of a unit's gradients over the passes so far, when backward has computed pass `number`."""
-        index, adds = self.sums.place(number)
+    def add_unit(self, unit):
+        """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
         for name in self.apart.keys() & set(self.arena.units[unit]):
             gradient = self.apart[name]
             if self.merged > 1:
                 gradient = tree_reduce(gradient, lambda a, b: self.backend.xp.add(a, b, out=a))
-            self.backend.put(gradient, Destination(self.views[index][name], accumulate=adds))
-        if self.sums.add_sums(number, self.arena.unit_slice(unit)):
+            self.backend.put(gradient, self.sums.destination(unit, name))
+        if self.sums.complete(unit):
             self.completed(unit)
 
 
 class MicroBatches:
     """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    parameters: the flat buffer that all workers read. reduction: the DataParallel that sums `gradients` over the ranks.
-    pool: the WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own,
-    because workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are
-    merged. all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it.
-    dloss, recompute: see Worker. on_complete is reduction.unit_completed. It is called during backward when this rank's
+    parameters: the flat buffer that all workers read. data_parallel: sums `gradients` over the ranks. pool: the
+    WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because
+    workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are merged.
+    all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss,
+    recompute: see Worker. on_complete is data_parallel.unit_completed. It is called during backward when this rank's
     gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every rank. Raises
     ConfigError unless pool.size divides `count`.
     """
 
     def __init__(
-        self, config, arena, parameters, gradients, reduction, pool, count, tensor_group, shape=None, all_gather=None,
-        dloss=None, recompute="none",
+        self, config, arena, parameters, gradients, data_parallel, pool, count, tensor_group, shape=None,
+        all_gather=None, dloss=None, recompute="none",
     ):  # fmt: skip
         if count % pool.size:
             raise ConfigError(
@@ -113,8 +107,8 @@ class MicroBatches:
                 f"use `threads={math.gcd(count, pool.size)}` or another `micro_batches`"
             )
         self.arena, self.pool, self.count, self.gradients = arena, pool, count, gradients
-        self.reduction, self.all_gather = reduction, all_gather or NoGather()
-        self.on_complete = reduction.unit_completed
+        self.data_parallel, self.all_gather = data_parallel, all_gather or NoGather()
+        self.on_complete = data_parallel.unit_completed
         self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.units, 0)
         self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
         passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
@@ -141,7 +135,7 @@ class MicroBatches:
         """
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.completed = dict.fromkeys(self.arena.units, 0)
-        self.reduction.begin()
+        self.data_parallel.begin()
         with self.all_gather:  # the previous update may still be sending parameters
             losses = self.pool.map(lambda worker, part: worker.run(part, scale), self.workers, batch)
         return [loss for worker in losses for loss in worker]
@@ -165,7 +159,7 @@ class MicroBatches:
         """The losses of the micro-batches from deal(), without gradients; 0 for an empty micro-batch."""
 
         def run(worker, part):
-            return [worker.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in part]
+            return [forward_pass(worker.parts, x, y, scale)[1].item() if len(x) else 0.0 for x, y in part]
 
         losses = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
         return [loss for worker in losses for loss in worker]

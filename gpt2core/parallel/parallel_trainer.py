@@ -7,9 +7,10 @@ from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, UserError, counted
 from gpt2core.model import initial_parameters
 from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.parallel.bucket_size import measured_bucket
-from gpt2core.parallel.config import ParallelConfig, check_pipeline, check_rounding
-from gpt2core.parallel.data_parallel import gradient_reduction
+from gpt2core.parallel.config import ParallelConfig, check_pipeline
+from gpt2core.parallel.data_parallel import make_data_parallel
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
@@ -19,10 +20,9 @@ from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
 from gpt2core.parallel.sharded.unit_adamw import UnitAdamW
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sharded_adamw import ShardedAdamW
-from gpt2core.parallel.threads import WorkerPool, limit_blas
+from gpt2core.parallel.sharded_adamw import ShardedAdamW, check_rounding
 from gpt2core.parallel.whole_parameters import ArenaLayout, fill
-from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
+from gpt2core.threads import WorkerPool, limit_blas
 from gpt2core.trainer import Trainer
 
 
@@ -42,7 +42,6 @@ class ParallelTrainer(Trainer):
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
     micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
-    updating: whether an update has begun that is not counted in `steps`.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ParallelTrainer(Trainer):
     ):  # fmt: skip
         self.set_sizes(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
-        self.updating = False
         self.pool, self.backend = WorkerPool(backends), backends[0]
         if self.backend.scales_loss and dloss is None:
             raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
@@ -94,7 +92,7 @@ class ParallelTrainer(Trainer):
         count: this rank's micro-batches. owners: the ranks that divide the moments. pages, copy: see ShardedAdamW.
         """
         parallel, mesh, backend = self.parallel, self.mesh, self.backend
-        self.data_parallel = gradient_reduction(
+        self.data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
         )
         all_gather = None  # or the parameters are gathered during the next forward pass
@@ -134,17 +132,11 @@ class ParallelTrainer(Trainer):
         self.data_parallel.finish()
         return losses
 
-    def clip(self, **state):
-        """AdamW.clip. state: further arguments of Backend.clip."""
-        norm_and_factor = self.optimizer.clip(self.gradients, **state)
-        self.updating = True  # until report(): a step that is interrupted after this point is not continued
-        return norm_and_factor
-
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
     def report(self, *arguments):
-        self.updating = False
+        self.optimizer.updating = False
         return super().report(*arguments)
 
     @property
@@ -154,7 +146,7 @@ class ParallelTrainer(Trainer):
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
-        if self.updating:
+        if self.optimizer.updating:
             raise UserError(
                 f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
                 f"{type(self).__name__}"

@@ -30,11 +30,11 @@ class Part:
         self.units, self.backend, self.before, self.completed = units, backend, before, completed
         self.before_backward = before_backward
 
-    def forward(self, x, targets=None, scale=None):
+    def forward(self, x, targets=None, scale=None, dloss=None):
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. targets, scale: see GPT2.loss; only a part whose last unit is the head reads them.
+        that enters. targets, scale, dloss: of the loss, see Head; only a part whose last unit is the head reads them.
         """
         graph = Graph(self)
         if not isinstance(self.units[0], Embedding):
@@ -43,7 +43,7 @@ class Part:
             self.before(unit.name)
             if unit is not self.units[0]:
                 x = x.mark(functools.partial(self.completed, unit.name))
-            x = unit(x, targets, scale) if isinstance(unit, Head) else unit(x)
+            x = unit(x, targets, scale, dloss) if isinstance(unit, Head) else unit(x)
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
 
@@ -111,6 +111,22 @@ def parts_of(units, backend, recompute="none", separate=False, **hooks):
     rest = units[len(recomputed) :]
     kinds += [(Part, group) for group in ([[unit] for unit in rest] if separate else [rest]) if group]
     return [kind(group, backend, **hooks) for kind, group in kinds]
+
+
+def forward_pass(parts, x, *loss):
+    """([the Graph of each of these consecutive parts], the array of the last one). Arguments: those of Part.forward."""
+    graphs = []
+    for part in parts:
+        graphs.append(part.forward(x, *loss))
+        x = graphs[-1].y.data
+    return graphs, x
+
+
+def backward_pass(graphs, dy, later=None):
+    """The gradient of the first graph's input, from that of the last graph's output; frees each graph after its use."""
+    while graphs:
+        dy = graphs.pop().backward(dy, later)
+    return dy
 
 
 def boundary(array, backend, function):

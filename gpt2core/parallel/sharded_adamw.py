@@ -6,6 +6,7 @@ import numpy as np
 
 from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.model_pages import ModelPages
 
@@ -13,6 +14,17 @@ from gpt2core.parallel.model_pages import ModelPages
 def rounding_key(seed, step):
     """(1) int64: the key of one step's random numbers for stochastic rounding."""
     return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
+
+
+def check_rounding(rounding, backend):
+    """Raise ConfigError for an unknown `rounding`, or if it is stochastic and this backend cannot round so."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"`rounding={rounding}` is unknown: use nearest or stochastic")
+    if rounding == "stochastic" and not backend.rounds_stochastically:
+        raise ConfigError(
+            f"`rounding=stochastic` applies to the bf16 copy of the parameters, and `precision={backend.precision}` "
+            f"has no such copy in this stage: use `precision=bf16` in stage 2 or 3, or `rounding=nearest`"
+        )
 
 
 class Hyperparameters(NamedTuple):
@@ -27,10 +39,11 @@ class ShardedAdamW(AdamW):
 
     pool: the WorkerPool whose threads divide the update. owners: by default a group of one. pages: the ModelPages of
     the model, or None if its parameters are not divided. compute_copy: a copy of `parameters` that kernels read, or
-    None if they read `parameters`.
-    rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and
-    the index in the arena. gathers: whether update() ends with an all-gather of the array that kernels read; otherwise
-    zero.AsyncAllGather gathers it during the next forward pass, or gather() before it.
+    None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
+    depend only on `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the
+    array that kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it.
+    updating: whether an update has begun that the trainer has not counted yet; then some parameters may be those before
+    the update, others those after it.
     """
 
     def __init__(
@@ -40,6 +53,7 @@ class ShardedAdamW(AdamW):
         self.pool, self.owners = pool, owners or Solo()
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
+        self.updating = False
         self.seed = seed if rounding == "stochastic" else None
         self.own = own = arena.share(self.owners.rank, self.owners.size)
         super().__init__(arena, parameters, pool.backends[0], size=own.stop - own.start, **options)
@@ -82,6 +96,7 @@ class ShardedAdamW(AdamW):
             *arrays, decays = self.arrays(share, gradients)
             backend.adamw_step(*arrays, hyperparameters.scalars, factor, decays, self.betas, copy)
 
+        self.updating = True
         with self.backend.runtime.range("optimizer"):
             self.map_own(update)
             self.clear_padding(self.parameters)

@@ -1,23 +1,45 @@
-"""The sum of the gradients of one worker's micro-batches in the canonical order, with few buffers."""
+"""The sum of the gradients of micro-batches in the canonical order, with few buffers."""
 
 from gpt2core.tensor import Destination, Tensor
 from gpt2core.tree_sum import additions
 
 
-def gradient_sums(arena, parameters, gradients, backend, count):
-    """What sums the gradients of `count` passes in the flat array `gradients`: (sums, views, tensors).
+class GradientSums:
+    """The sum of the gradients of `count` passes, in the flat array `gradients`; each unit is counted by itself.
 
-    sums: a TreeStack. views: for each of its buffers {name: view}, where the gradient of a pass is written or added.
-    tensors: {name: Tensor} of the flat array `parameters`.
+    A pass is forward and backward of one or more micro-batches. tensors: {name: Tensor} of the flat array `parameters`.
+    Call point(unit) before backward of a unit computes gradients, and complete(unit) after it.
     """
 
-    def add(a, b):
-        backend.put(b, Destination(a, accumulate=True))
+    def __init__(self, arena, parameters, gradients, backend, count):
+        def add(a, b):
+            backend.put(b, Destination(a, accumulate=True))
 
-    sums = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
-    arrays = arena.views(parameters)
-    tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in arrays.items()}
-    return sums, [arena.views(flat) for flat in sums.buffers], tensors
+        self.arena, arrays = arena, arena.views(parameters)
+        self.tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in arrays.items()}
+        self.stack = TreeStack(gradients, count, lambda: backend.zeros((arena.size,), backend.dtype), add)
+        self.views = [arena.views(flat) for flat in self.stack.buffers]
+
+    def begin(self):
+        """Called before the passes of a step."""
+        self.passes = dict.fromkeys(self.arena.units, 0)  # that have completed each unit
+
+    def destination(self, unit, name):
+        """Where the present pass puts the gradient of a parameter of this unit."""
+        index, adds = self.stack.place(self.passes[unit])
+        return Destination(self.views[index][name], adds)
+
+    def point(self, unit):
+        """Let the tensors of a unit receive their gradients of the present pass in destination()."""
+        for name in self.arena.units[unit]:
+            tensor, (array, adds) = self.tensors[name], self.destination(unit, name)
+            tensor.buffer, tensor.grad = array, array if adds else None
+
+    def complete(self, unit):
+        """Add the partial sums of a unit after a pass; return whether this was the last pass."""
+        number = self.passes[unit]
+        self.passes[unit] += 1
+        return self.stack.add_sums(number, self.arena.unit_slice(unit))
 
 
 class TreeStack:

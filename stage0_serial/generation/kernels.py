@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from gpt2core.parallel.threads import WorkerPool
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.threads import WorkerPool
 from stage0_serial.generation.batch_decoder import BatchDecoder
 from stage0_serial.generation.row_products import RowProducts
 from stage0_serial.generation.token_step import token_step

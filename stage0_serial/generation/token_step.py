@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.communicator import Solo
-from gpt2core.parallel.threads import WorkerPool
+from gpt2core.threads import WorkerPool
 from stage0_serial.blas.bf16_products import MIN_ROWS
 from stage0_serial.generation.timed_choice import fastest_way, stored_choice
 from stage0_serial.generation.window import Window

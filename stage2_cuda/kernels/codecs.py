@@ -1,6 +1,6 @@
 """The codecs of --compress (fp16, bf16, int8) for gradients, with one Triton kernel for each method of Codec.
 
-The results have the same bits as those of gpt2core/parallel/codecs.py, which also explains the codes and the residual
+The results have the same bits as those of gpt2core/codecs.py, which also explains the codes and the residual
 (error feedback). The NumPy functions there read and write memory once per operation, a dozen times for bf16. A kernel
 here reads each number once; it adds and updates the residual in the same pass. A bf16 number is the upper half of the
 bits of a float32; it is computed with integers, because Triton's interpreter computes bf16 wrongly.
@@ -12,7 +12,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from gpt2core.parallel.codecs import GROUP, Codec
+from gpt2core.codecs import GROUP, Codec
 from stage2_cuda.runtime.triton_launch import launch
 
 GROUPS_PER_PROGRAM = 8  # a group has GROUP = 256 elements; in int8 the elements of a group share one scale

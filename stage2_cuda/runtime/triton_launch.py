@@ -26,7 +26,7 @@ from stage2_cuda.runtime import faster_interpreter, triton_start
 from stage2_cuda.runtime.compile_threads import CompileThreads
 
 USE_INTERPRETER = (
-    "set the environment variable TRITON_INTERPRET=1 and use a model of --preset nano to run the same kernels on the "
+    "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on the "
     "CPU, slowly"
 )
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"

@@ -6,10 +6,10 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
+from gpt2core.codecs import CODECS, Codec
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
-from gpt2core.parallel.codecs import CODECS, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel

@@ -28,13 +28,12 @@ from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel import parallel_trainer as trainer_module
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
-from gpt2core.parallel.data_parallel import BUCKET_MB, gradient_reduction
+from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded_adamw import ShardedAdamW as AdamW
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.threads import WorkerPool
 from gpt2core.parallel.whole_parameters import (
     check_finite,
     current_model,
@@ -45,6 +44,7 @@ from gpt2core.parallel.whole_parameters import (
 )
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
+from gpt2core.threads import WorkerPool
 from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import additions, tree_reduce, tree_sum
 from stage0_serial import vocabulary
@@ -84,7 +84,7 @@ def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, 
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
     gradients, one = np.zeros_like(flat), (Solo(), Solo(), workers.backends[0])
-    reduction = gradient_reduction(ParallelConfig(), arena, gradients, *one, BUCKET_MB)
+    reduction = make_data_parallel(ParallelConfig(), arena, gradients, *one, BUCKET_MB)
     arguments = config, arena, flat, gradients, reduction, workers, count, group or Solo(), shape
     return MicroBatches(*arguments), arena.views(flat)
 
@@ -234,18 +234,21 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
     """Kernels write the gradient of a pass; in every second one they add it. A tied wte is added after its two uses."""
     rng, completed = np.random.default_rng(seed), []
     worker = worker_of(TIED, count, completed=completed.append)
-    assert len(worker.sums.buffers) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
+    assert len(worker.sums.stack.buffers) == max(
+        1, math.ceil(math.log2(count))
+    )  # a counter, not one array per gradient
     unit = unit_of(name)
     for _ in range(2):
         completed.clear()
         gradients = rng.standard_normal((count, *worker.arena.shapes[name])).astype(np.float32)
         gradients *= (10.0 ** rng.integers(-4, 5, (count, 1, 1))).astype(np.float32)  # another order gives another sum
-        for number, gradient in enumerate(gradients):
-            index, adds = worker.sums.place(number)
-            array, adds = (worker.apart[name], False) if name in worker.apart else (worker.views[index][name], adds)
+        worker.sums.begin()
+        for gradient in gradients:
+            array, adds = worker.sums.destination(unit, name)
+            array, adds = (worker.apart[name], False) if name in worker.apart else (array, adds)
             array[...] = array + gradient if adds else gradient
             assert not completed
-            worker.add_unit(number, unit)
+            worker.add_unit(unit)
         assert completed == [unit]
         assert_array_equal(worker.arena.views(worker.gradients)[name], tree_reduce(list(gradients), np.add))
 
@@ -260,7 +263,7 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
-        assert any(np.shares_memory(tensor.buffer, flat) for flat in worker.sums.buffers) != apart, name
+        assert any(np.shares_memory(tensor.buffer, flat) for flat in worker.sums.stack.buffers) != apart, name
 
 
 def test_a_worker_waits_for_each_unit_and_completes_it_once_after_its_last_micro_batch(rng):

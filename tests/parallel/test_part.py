@@ -25,13 +25,13 @@ def config(tied=True):
     return GPT2Config(vocab_size=37, block_size=T, n_layer=LAYERS, n_head=2, n_embd=32, tied=tied)
 
 
-def model_and_tokens(backend, tied=True, dloss=None):
+def model_and_tokens(backend, tied=True):
     """A model with large parameters, so that every gradient matters, and tokens that the backend has prepared."""
     sizes, rng = config(tied), np.random.default_rng(5)
     arrays = {name: (10 * array).astype(backend.compute_dtype) for name, array in initial_parameters(sizes, 1)}
     tensors = {name: Tensor(backend.asarray(array), backend, requires_grad=True) for name, array in arrays.items()}
     ids, targets = rng.integers(0, 37, (2, B, T))
-    return GPT2(sizes, tensors, dloss=dloss), backend.prepare_tokens(ids, 37), backend.prepare_tokens(targets)
+    return GPT2(sizes, tensors), backend.prepare_tokens(ids, 37), backend.prepare_tokens(targets)
 
 
 def gradients(model):
@@ -44,7 +44,7 @@ def run_parts(parts, ids, targets, dloss, later=None):
     """Forward and backward through consecutive parts -> the loss. With `later`, its functions are called at the end."""
     x, graphs, dy = ids, [], dloss
     for part in parts:
-        graphs.append(part.forward(x, targets, None) if part is parts[-1] else part.forward(x))
+        graphs.append(part.forward(x, targets, None, dloss) if part is parts[-1] else part.forward(x))
         x = graphs[-1].y.data
     value = x
     for graph in reversed(graphs):
@@ -75,7 +75,7 @@ def test_parts_have_the_bits_of_the_whole_model(backend, cuts, tied, deferred):
     want_loss = whole.loss(ids, targets)
     want_loss.backward()
     dloss = backend.ones((), np.float64)
-    model, *_ = model_and_tokens(backend, tied, dloss)
+    model, *_ = model_and_tokens(backend, tied)
     loss = run_parts(parts_of(model, cuts), ids, targets, dloss, [] if deferred else None)
     assert_array_equal(backend.to_host(loss), want_loss.numpy(), strict=True)
     want = gradients(whole)

@@ -11,6 +11,7 @@ from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.async_all_gather import AsyncAllGather
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.evaluation import evaluate
@@ -23,7 +24,6 @@ from gpt2core.parallel.whole_parameters import (
     parameter_hash,
     verify,
 )
-from gpt2core.parallel.zero import AsyncAllGather
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen

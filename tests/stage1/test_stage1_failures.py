@@ -133,15 +133,15 @@ def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
 
 def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
-        from gpt2core.parallel.micro_batches import Worker
-        original = Worker.add_unit
+        from gpt2core.parallel.tree_stack import GradientSums
+        original = GradientSums.complete
 
-        def add_unit(worker, number, unit):
-            if rank == 1 and unit == "h.0" and number == worker.sums.count - 1:
+        def complete(sums, unit):
+            if rank == 1 and unit == "h.0" and sums.passes[unit] == sums.stack.count - 1:
                 raise ZeroDivisionError("an injected fault")
-            original(worker, number, unit)
+            return original(sums, unit)
 
-        Worker.add_unit = add_unit
+        GradientSums.complete = complete
     """
     done = faulty(fault, *run, "--threads", 2, "--batch-size", 8, "--dp", "overlap", ranks=2)
     assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: an injected fault", code=1)

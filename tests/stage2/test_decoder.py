@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 from gpt2core import architecture
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import directory as checkpoint
+from gpt2core.app.group_sampler import GroupSampler
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.group_sampler import GroupSampler
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.sampler import Decoder, Greedy, Sampling, generate, generate_batch
 from gpt2core.text.only_tokens import OnlyTokens

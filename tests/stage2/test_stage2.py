@@ -384,6 +384,16 @@ def test_without_a_gpu_the_error_names_the_interpreter(train, corpus, tmp_path):
         assert "TRITON_INTERPRET=1" in done.stderr and done.stderr.count("\n") == 1
 
 
+@in_the_interpreter
+@pytest.mark.parametrize("interactive", [False, True])
+def test_generation_that_would_take_minutes_is_refused(command, interactive):
+    """With the shipped weights one token takes seconds, so that the default number of tokens would print nothing."""
+    flags = ["--interactive"] if interactive else ["--prompt", "the", "--max-new-tokens", 2]
+    result = command(cli.infer, *flags, backend=CudaBackend)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "too slow to generate" in result.err and "use --max-new-tokens 1, --weights of a model of" in result.err
+
+
 # -- make -------------------------------------------------------------------------------------------------------------
 
 SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: {} |"

@@ -425,7 +425,7 @@ def test_without_a_gpu_one_line_names_the_reason_and_the_interpreter(monkeypatch
         GpuLauncher()
     assert says in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith(
-        "set the environment variable TRITON_INTERPRET=1 and use a model of --preset nano to run the same kernels on "
+        "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on "
         "the CPU, slowly"
     )
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.codecs import CODECS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens

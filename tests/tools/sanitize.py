@@ -24,9 +24,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
+from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_scalars  # noqa: E402
-from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402

@@ -2,6 +2,7 @@
 
 import time
 
+from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import no_grad
 
 KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
@@ -68,12 +69,9 @@ class Executor:
 
     def forward(self, m, c):
         ids, targets = self.batch[m]
-        x, graphs = self.receive("F", m, c) if c else ids, []
+        x = self.receive("F", m, c) if c else ids
         with self.backend.runtime.range("forward"):
-            for part in self.chunks[c]:
-                graphs.append(part.forward(x, targets, self.scale))
-                x = graphs[-1].y.data
-        self.graphs[m, c] = graphs
+            self.graphs[m, c], x = forward_pass(self.chunks[c], x, targets, self.scale, self.dloss)
         self.peak = max(self.peak, len(self.graphs))
         if c == self.last:
             self.losses[m] = x

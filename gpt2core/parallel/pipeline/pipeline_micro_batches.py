@@ -4,8 +4,6 @@ PipelineMicroBatches has the methods of MicroBatches, and the same bits: kernels
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-import itertools
-
 import numpy as np
 
 from gpt2core.data import even_slices
@@ -15,47 +13,46 @@ from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
 from gpt2core.parallel.pipeline.tied_table import TiedTable
-from gpt2core.parallel.tree_stack import gradient_sums
-from gpt2core.tensor import Destination
+from gpt2core.parallel.tree_stack import GradientSums
 
 
 class PipelineMicroBatches:
     """The `count` micro-batches of one replica, of which this rank computes its own units.
 
-    arena, parameters, gradients: of the parameters that this rank stores (placement.py). reduction: the DataParallel
-    that sums `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and
-    those that divide each layer. parallel: ParallelConfig. dloss: see Worker. tensors: {name: Tensor} of the parameters
-    that this rank reads. schedule: that of all ranks.
+    arena, parameters, gradients: of the parameters that this rank stores (placement.py). data_parallel: sums
+    `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and those that
+    divide each layer. parallel: ParallelConfig. dloss: see Worker. tensors: {name: Tensor} of the parameters that this
+    rank reads: those of `sums`, and on the first rank of a tied model the table. schedule: that of all ranks.
     """
 
     merged = 1
 
     def __init__(
-        self, config, arena, parameters, gradients, reduction, backend, count, pipeline, group, parallel, dloss=None
+        self, config, arena, parameters, gradients, data_parallel, backend, count, pipeline, group, parallel, dloss=None
     ):  # fmt: skip
-        self.group, self.backend, self.reduction = group, backend, reduction
+        self.group, self.backend, self.data_parallel = group, backend, data_parallel
         self.arena, self.gradients = arena, gradients
-        self.count, self.workers, self.on_complete = count, [self], reduction.unit_completed
+        self.count, self.workers, self.on_complete = count, [self], data_parallel.unit_completed
         dloss = backend.ones((), np.float64) if dloss is None else dloss
 
-        self.sums, self.views, self.tensors = gradient_sums(arena, parameters, gradients, backend, count)
-        self.tied = None
+        self.sums = GradientSums(arena, parameters, gradients, backend, count)
+        self.tensors, self.tied = dict(self.sums.tensors), None
         if config.tied:
             self.tied = TiedTable(config, pipeline, group, self.tensors.get(config.head), backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
 
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
-        chunks = {c: self.parts(config, units, parallel.recompute, dloss) for c, units in self.units.items()}
+        chunks = {c: self.parts(config, units, parallel.recompute) for c, units in self.units.items()}
         self.executor = Executor(chunks, len(all_units), pipeline, backend, config.n_embd, dloss, self, config.tied)
         self.schedule = make_schedule(parallel, count, config.tied)
         self.actions = self.schedule[pipeline.rank]
         losses = backend.zeros((count,), np.float64)  # 0 on a rank without the head
         self.losses_of_step = [losses[m : m + 1].reshape(()) for m in range(count)]
 
-    def parts(self, config, names, recompute, dloss):
+    def parts(self, config, names, recompute):
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
-        units = [make_unit(name, config, self.tensors, self.group, dloss) for name in names]
+        units = [make_unit(name, config, self.tensors, self.group) for name in names]
         first = units[:1] if names[0] == "embedding" else []
         groups = [group for group in (first, units[len(first) :]) if group]
         hooks = {"completed": self.unit_completed}
@@ -67,10 +64,9 @@ class PipelineMicroBatches:
 
     def backward(self, batch, scale):
         """See MicroBatches.backward. The losses are 0 on a rank without the head."""
-        self.reduction.begin()
+        self.data_parallel.begin()
+        self.sums.begin()
         self.batch = batch[0]
-        numbers = [*self.units, "embedding"]
-        self.numbers = {each: itertools.count() for each in numbers}  # how many gradients of a chunk were computed
         self.refresh()
         for m, loss in self.executor.run(self.actions, self.batch, scale).items():
             self.losses_of_step[m][...] = loss
@@ -90,27 +86,20 @@ class PipelineMicroBatches:
 
     def begin(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
-        self.number = next(self.numbers[c])
-        index, adds = self.sums.place(self.number)
         for unit in self.units[c]:
-            for name in self.arena.units[unit]:
-                tensor = self.tensors[name]
-                tensor.buffer = self.views[index][name]
-                tensor.grad = tensor.buffer if adds else None
+            self.sums.point(unit)
         if self.tied and "head" in self.units[c]:
             self.tied.begin()
 
     def add_embedding(self, m, dy):
         """Add the gradient of a tied table for micro-batch m; dy: the gradient of the embedding's output."""
-        self.number, name = next(self.numbers["embedding"]), "transformer.wte.weight"
-        index, adds = self.sums.place(self.number)
         gradient = self.tied.add_embedding(self.batch[m][0], dy)
-        self.backend.put(gradient, Destination(self.views[index][name], accumulate=adds))
+        self.backend.put(gradient, self.sums.destination("embedding", "transformer.wte.weight"))
         self.unit_completed("embedding")
 
     def unit_completed(self, unit):
         """Complete the sum of a unit's gradients over the micro-batches so far."""
-        if self.sums.add_sums(self.number, self.arena.unit_slice(unit)):
+        if self.sums.complete(unit):
             self.on_complete(unit)
 
 

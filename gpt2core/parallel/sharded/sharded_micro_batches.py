@@ -14,7 +14,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.micro_batches import passes_of
-from gpt2core.parallel.part import parts_of
+from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import UnitParameters, without_memory
 from gpt2core.tensor import Tensor, no_grad
@@ -49,7 +49,7 @@ class ShardedMicroBatches:
         self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
         self.sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
         hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed)
-        self.model = GPT2(config, self.tensors, dloss=self.dloss)
+        self.model = GPT2(config, self.tensors)
         self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
         losses = backend.zeros((count,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses_of_step = [losses[i : i + 1].reshape(()) for i in range(count)]
@@ -64,15 +64,11 @@ class ShardedMicroBatches:
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
                 self.sums.begin_pass(number)
-                graphs, x, dx = [], ids, self.dloss
                 with self.backend.runtime.range("forward"):
-                    for part in self.parts:
-                        graphs.append(part.forward(x, targets, scale))
-                        x = graphs[-1].y.data
-                self.losses_of_step[number * self.merged][...] = x
+                    graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
+                self.losses_of_step[number * self.merged][...] = loss
                 with self.backend.runtime.range("backward"):
-                    while graphs:
-                        dx = graphs.pop().backward(dx)
+                    backward_pass(graphs, self.dloss)
                 self.backend.runtime.join()
         return self.losses_of_step
 
@@ -113,7 +109,7 @@ def check_sharded(parallel, backends):
     zero = parallel.zero
     if zero < 2:
         return
-    if backends[0].xp is not np:
+    if not backends[0].on_host:
         raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
     if backends[0].compute_dtype != backends[0].dtype:  # kernels would need a second array of parameters
         precision = f"`precision={backends[0].precision}`"

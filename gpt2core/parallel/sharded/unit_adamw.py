@@ -7,11 +7,12 @@ class UnitAdamW(AdamW):
     """AdamW of the parameters in this rank's shards; it has the methods of ShardedAdamW that other files call.
 
     shards: a UnitShards. parameters: the flat array of shards. rounding, seed: for a copy in 16 bits; not used, because
-    there is none. The other arguments are those of AdamW.
+    there is none. updating: see ShardedAdamW. The other arguments are those of AdamW.
     """
 
     def __init__(self, shards, parameters, backend, *, rounding="nearest", seed=0, **options):
         super().__init__(shards, parameters, backend, **options)
+        self.updating = False
 
     def page_sums(self, flat):
         """The page sums of the model, in the order of one rank: see AdamW.page_sums. All ranks call this method."""
@@ -26,6 +27,7 @@ class UnitAdamW(AdamW):
         return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
 
     def update(self, *arguments):
+        self.updating = True
         with self.backend.runtime.range("optimizer"):
             super().update(*arguments)
 
