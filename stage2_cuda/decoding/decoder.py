@@ -310,4 +310,4 @@ def supports(model, batch):
 
     The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
     """
-    return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH
+    return model.is_whole and batch <= batched.MAX_BATCH
