@@ -9,6 +9,7 @@ import time
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
+from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import naming_text, share_corpus, text_names
@@ -18,7 +19,7 @@ from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.resume import continue_flags, restore, resume_command, run_state
+from gpt2core.app.resume import restore, run_state
 from gpt2core.app.run_config import data_parallel_ranks
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_inputs import read_inputs

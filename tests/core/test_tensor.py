@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
-from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_grad
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, call, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -342,9 +342,9 @@ def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_f
     marked, passed = ops.mark((y, y * 2), report)
     beside = primitives.tanh(x @ w2)  # made after the mark: it is differentiated before the mark is reached
     z = (marked @ w3 + beside) @ shared + passed
-    later = [] if deferred else None
-    z.backward(rng.standard_normal((3, 3)), when=later.append)
-    for function in later or ():
+    later = []
+    z.backward(rng.standard_normal((3, 3)), when=later.append if deferred else call)
+    for function in later:
         function()
     (seen,) = reports
     assert seen["w1"] is None  # in front of the mark
