@@ -59,7 +59,8 @@ class Graph:
         for unit in reversed(self.part.units):
             self.part.before_backward(unit.name)
         y, self.y = self.y, None  # the graph is freed while backward runs
-        y.backward(dy, later=later)
+        if y.requires_grad:  # false for an embedding whose only table is a copy: see TiedTable
+            y.backward(dy, later=later)
         completed = functools.partial(self.part.completed, self.part.units[0].name)
         if later is None:
             completed()

@@ -227,6 +227,7 @@ ELSEWHERE = {
     "kernels.cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "kernels.cast.scale_kernel": "backward() with a gradient other than 1",
     "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
+    "kernels.rotary.rotary_kernel": "--positions rotary",
     "kernels.cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
     "decoding.cached_attention.cached_kernel": "layers divided over ranks: stage 3",
     "decoding.batched.linear_kernel": "generation of two or more sequences",
