@@ -26,8 +26,9 @@ TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 
 def token_step(model):
-    """A function to use instead of model.next_logits, or None if ranks share the layers of the model."""
-    return TokenStep(model, model.head.backend) if isinstance(model.group, Solo) else None
+    """A function to use instead of model.next_logits, or None if ranks share the layers or positions are rotary."""
+    supported = isinstance(model.group, Solo) and model.config.positions == "learned"
+    return TokenStep(model, model.head.backend) if supported else None
 
 
 class TokenStep:

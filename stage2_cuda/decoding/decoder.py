@@ -302,6 +302,9 @@ class PrefillCache:
 def supports(model, batch):
     """Whether GpuDecoder supports this model and batch size.
 
-    The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
+    The model must not be split over ranks, its positions must be learned, and the batch may have at most
+    batched.MAX_BATCH sequences.
     """
+    if model.config.positions != "learned":
+        return False
     return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH
