@@ -3,14 +3,17 @@
 # B batch, T time, C channels, H heads, D = C // H
 
 import functools
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
 from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError
+from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
@@ -186,3 +189,84 @@ def test_generated_tokens_are_the_most_probable_ones_of_the_whole_sequence(rng, 
         logits = rotary_logits(config, tensors, [want], config.block_size)[0, -1]
         assert logits[token] >= logits.max() - 1e-9  # one of equal logits
         want.append(token)
+
+
+# -- files: those of transformers' GPT-NeoX ----------------------------------------------------------------------------
+
+
+def gpt_neox(config):
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=config.vocab_size, max_position_embeddings=config.block_size, hidden_size=config.n_embd,
+            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, intermediate_size=4 * config.n_embd,
+            layer_norm_eps=config.layer_norm_epsilon, tie_word_embeddings=config.tied, hidden_act="gelu_new",
+            rotary_pct=1.0, use_parallel_residual=False, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def their_logits(model, ids):
+    with torch.no_grad():
+        return model.float().eval()(torch.tensor(ids)).logits.numpy()
+
+
+def our_logits(path, ids):
+    loaded = load_checkpoint(path)
+    with no_grad():
+        return model_of(loaded.config, loaded.parameters, NumpyBackend()).logits(ids).numpy()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_directory_of_ours_gives_transformers_our_logits(tmp_path, rng, tied, dtype):
+    transformers = pytest.importorskip("transformers")
+    config = GPT2Config(53, 24, 3, 2, 16, tied, positions="rotary")
+    parameters, ids = random_parameters(config, rng), batch(rng, config, 2, 24)[0]
+    save_checkpoint(tmp_path, 7, config=config, parameters=parameters, dtype=dtype)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == "GPTNeoXForCausalLM"
+    rounded = {name: array.astype(dtype).astype(np.float32) for name, array in parameters.items()}
+    with no_grad():
+        want = model_of(config, rounded, NumpyBackend()).logits(ids).numpy()
+    assert relative(their_logits(theirs, ids), want) <= 1e-4  # fp32 arithmetic on equal weights
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.config == config and list(loaded.parameters) == list(parameters)
+    for name, array in rounded.items():
+        np.testing.assert_array_equal(loaded.parameters[name], array, strict=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_directory_of_transformers_gives_us_its_logits(tmp_path, rng, tied):
+    config = GPT2Config(53, 24, 3, 2, 16, tied, positions="rotary")
+    theirs, ids = gpt_neox(config), batch(rng, config, 2, 24)[0]
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, mean=float(parameter.ndim == 1))
+    theirs.save_pretrained(tmp_path)
+    assert load_checkpoint(tmp_path).config == config
+    assert relative(our_logits(tmp_path, ids), their_logits(theirs, ids)) <= 1e-4
+
+
+@pytest.mark.parametrize("field, value, shown", [
+    ("hidden_act", "gelu", "hidden_act is 'gelu'"), ("use_parallel_residual", True, "use_parallel_residual is True"),
+    ("rotary_pct", 0.25, "rotary_pct is 0.25"), ("rotary_emb_base", 500000, "rotary_emb_base is 500000"),
+    ("intermediate_size", 7, "intermediate_size is 7, but only 64"), ("hidden_size", 18, "heads of 9 channels"),
+    ("rope_parameters", {"rope_type": "linear", "factor": 2.0}, "rope_scaling is 'linear'"),
+    ("rope_parameters", {"partial_rotary_factor": 0.5}, "rotary_pct is 0.5"), ("num_hidden_layers", 2, "layers.2."),
+    ("layer_norm_eps", 2, "layer_norm_eps is 2"), ("model_type", "llama", "only 'gpt2' or 'gpt_neox'"),
+])  # fmt: skip
+def test_a_gpt_neox_of_another_architecture_is_refused_by_name(tmp_path, rng, field, value, shown):
+    config = GPT2Config(53, 24, 3, 2, 16, positions="rotary")
+    save_checkpoint(tmp_path, 1, config=config, parameters=random_parameters(config, rng))
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {field: value}
+    if field == "hidden_size":
+        values["intermediate_size"] = 4 * value
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=re.escape(shown)):
+        load_checkpoint(tmp_path)
+    del values[field]
+    path.write_text(json.dumps(values))
+    if field in ("hidden_act", "use_parallel_residual", "rotary_pct", "intermediate_size", "num_hidden_layers"):
+        with pytest.raises(CheckpointError, match=field):  # its default is another architecture, or there is none
+            load_checkpoint(tmp_path)
