@@ -15,6 +15,7 @@ from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, 
 from gpt2core.communicator import Solo
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.sampler import KVCache, generate
@@ -189,6 +190,17 @@ def test_generated_tokens_are_the_most_probable_ones_of_the_whole_sequence(rng, 
         logits = rotary_logits(config, tensors, [want], config.block_size)[0, -1]
         assert logits[token] >= logits.max() - 1e-9  # one of equal logits
         want.append(token)
+
+
+def test_ranks_that_divide_the_layers_generate_the_serial_tokens(rng):
+    config = replace(SMALL, vocab_size=30)
+    parameters = random_parameters(config, rng, np.float64)
+
+    def tokens(comm):
+        return list(generate(load_model(config, parameters, NumpyBackend("fp64"), comm), [3, 1, 4], 20))
+
+    want = tokens(Solo())
+    assert run_ranks(2, tokens) == [want, want]
 
 
 # -- files: those of transformers' GPT-NeoX ----------------------------------------------------------------------------
