@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from gpt2core.app.presets import PRESETS
-from gpt2core.architecture import GPT2Config, parameter_shapes
-from gpt2core.arena import PAGE, SEGMENTS, Arena, unit_of
+from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
+from gpt2core.arena import PAGE, SEGMENTS, Arena
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer

@@ -7,8 +7,7 @@ after its forward pass and again after its backward pass; with ZeRO-2 they stay 
 
 import numpy as np
 
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import unit_of
+from gpt2core.architecture import parameter_shapes, unit_of
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
