@@ -26,6 +26,11 @@ class GPT2:
         self.embedding, *self.blocks, self.output = self.units
 
     @property
+    def is_whole(self):
+        """Whether this rank has the whole model, not shards of its layers."""
+        return self.group.size == 1
+
+    @property
     def head(self):
         """The matrix (V, C) of the logits: the logits of y (..., C) are y @ head.T."""
         return self.output.w

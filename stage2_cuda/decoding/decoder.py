@@ -311,6 +311,4 @@ def supports(model, batch):
     The model must not be split over ranks, its positions must be learned, and the batch may have at most
     batched.MAX_BATCH sequences.
     """
-    if model.config.positions != "learned":
-        return False
-    return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH
+    return model.is_whole and model.config.positions == "learned" and batch <= batched.MAX_BATCH
