@@ -96,13 +96,13 @@ SUBLAYERS = (  # of each layer
 class Plan(NamedTuple):
     """The forward pass of a GPT-2 as its arrays, in the order of their use:
 
-    x = wte[tokens] + wpe[positions]
+    x = wte[tokens] + wpe[positions], or with rotary positions wte[tokens]
     x = x + linear_out(operation(linear_in(norm(x)))) for each Sublayer of each layer
     logits = norm(x) @ head.T
     """
 
     wte: object  # (V, C)
-    wpe: object  # (block_size, C)
+    wpe: object  # (block_size, C), or None: attention rotates q and k
     layers: list  # of each layer: the list of its Sublayers
     norm: list  # [weight, bias], each (C)
     head: object  # (V, C)
@@ -130,7 +130,7 @@ def forward_plan(config, parameters, operations, decoder):
 
     return Plan(
         parameters["transformer.wte.weight"].data,
-        parameters["transformer.wpe.weight"].data,
+        parameters["transformer.wpe.weight"].data if config.positions == "learned" else None,
         [[sublayer(names, f"transformer.h.{layer}") for names in SUBLAYERS] for layer in range(config.n_layer)],
         module("transformer.ln_f"),
         parameters[config.head].data,

@@ -87,10 +87,12 @@ class PlainBackend(Backend):
     #    (a cos - b sin, b cos + a sin), angle = position 10000^(-2i / D);  backward rotates by the opposite angle
 
     def rotary_forward(self, qkv, n_head, position=0):
-        return rotate(qkv, n_head, position, 1)
+        cos, sin = rotation(position + np.arange(qkv.shape[-2]), qkv.shape[-1] // 3 // n_head, qkv.dtype)
+        return rotate(qkv, n_head, cos, sin)
 
     def rotary_backward(self, dy, n_head, position=0):
-        return rotate(dy, n_head, position, -1)
+        cos, sin = rotation(position + np.arange(dy.shape[-2]), dy.shape[-1] // 3 // n_head, dy.dtype)
+        return rotate(dy, n_head, cos, -sin)
 
     # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf above the diagonal, y = P v -------------
     #    dv = P' dy,  dP = dy v',  dS = P (dP - rowsum(P dP)),  dq = dS k / sqrt(D),  dk = dS' q / sqrt(D), because
@@ -198,11 +200,10 @@ def rotation(positions, D, dtype):
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
 
-def rotate(qkv, n_head, position, sign):
-    """qkv (..., T, 3C) with q and k of row t rotated by sign * the angles of position + t."""
-    T, pairs = qkv.shape[-2], qkv.reshape(*qkv.shape[:-1], 3, n_head, 2, -1)  # (..., T, 3, H, 2, D / 2)
-    cos, sin = rotation(position + np.arange(T), 2 * pairs.shape[-1], qkv.dtype)
-    cos, sin = cos[:, None, None], sign * sin[:, None, None]  # for q and k, and for each head
+def rotate(qkv, n_head, cos, sin):
+    """qkv (..., T, 3C) with q and k rotated by the angles with these cosines and sines (T, D / 2)."""
+    pairs = qkv.reshape(*qkv.shape[:-1], 3, n_head, 2, -1)  # (..., T, 3, H, 2, D / 2)
+    cos, sin = cos[:, None, None], sin[:, None, None]  # for q and k, and for each head
     y, (a, b) = pairs.copy(), np.moveaxis(pairs[..., :2, :, :, :], -2, 0)
     y[..., :2, :, 0, :], y[..., :2, :, 1, :] = a * cos - b * sin, b * cos + a * sin
     return y.reshape(qkv.shape)

@@ -8,7 +8,6 @@ import numpy as np
 
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
-from gpt2core.tensor import ShapeError
 
 
 class KVCache:
@@ -34,17 +33,22 @@ class KVCache:
     def attend(self, qkv, layer, n_head):
         """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all cached positions, (B, t, HD).
 
-        Raises ShapeError if t is above 1 and the positions do not fit the cache.
+        Raises ConfigError if t is above 1 and the positions do not fit the cache.
         """
-        keys, values, last, t = self.keys[layer], self.values[layer], self.block - 1, qkv.shape[1]
-        if t > 1 and self.length + t > self.block:
-            raise ShapeError(
+        if qkv.shape[1] > 1 and self.length + qkv.shape[1] > self.block:
+            raise ConfigError(
                 f"attention: qkv {qkv.shape} after {self.length} positions do not fit {self.block} positions"
             )
-        if self.length > last:  # the newest position is the last one; the order of the others does not matter
-            oldest = (self.length - self.block) % max(1, last)
+        place = self.place(layer)
+        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], place, n_head)
+
+    def place(self, layer):
+        """The index in the arrays of a layer where the next position is written; drops the oldest of a full cache."""
+        last = self.block - 1
+        if self.length > last:  # the newest position is at the last index; the order of the others does not matter
+            keys, values, oldest = self.keys[layer], self.values[layer], (self.length - self.block) % max(1, last)
             keys[..., oldest], values[:, :, oldest] = keys[..., last], values[:, :, last]
-        return self.backend.attention_cached(qkv, keys, values, min(self.length, last), n_head)
+        return min(self.length, last)
 
 
 class Decoder:

@@ -18,8 +18,9 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.sampler import KVCache, generate
-from gpt2core.tensor import ShapeError, no_grad
+from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
+from gpt2core.tensor import no_grad
+from stage0_serial.generation.token_step import token_step
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.torch_gpt2 import batch, model_of, random_parameters, relative, rotary_logits
 from tests.support.training import CONFIG, assert_same, train
@@ -175,7 +176,7 @@ def test_several_positions_beyond_a_full_cache_are_refused(rng):
     model = model_of(SMALL, random_parameters(SMALL, rng, np.float64), NumpyBackend("fp64"))
     cache = KVCache(SMALL, model.head.backend)
     cache.length = 11
-    with pytest.raises(ShapeError, match=r"\(1, 2, 24\) after 11 positions do not fit 12 positions"), no_grad():
+    with pytest.raises(ConfigError, match=r"\(1, 2, 24\) after 11 positions do not fit 12 positions"), no_grad():
         model.logits(np.zeros((1, 2), np.int64), cache)
 
 
@@ -190,6 +191,28 @@ def test_generated_tokens_are_the_most_probable_ones_of_the_whole_sequence(rng, 
         logits = rotary_logits(config, tensors, [want], config.block_size)[0, -1]
         assert logits[token] >= logits.max() - 1e-9  # one of equal logits
         want.append(token)
+
+
+@pytest.mark.parametrize("prompts", [(1, 1), (2, 11, 5), (12, 12, 20, 1), (11, 11)], ids=str)
+def test_several_sequences_get_the_tokens_that_each_gets_alone(rng, prompts):
+    """At one position of each sequence, at different ones, and past the end of the block."""
+    model = model_of(SMALL, random_parameters(SMALL, rng, np.float64), NumpyBackend("fp64"))
+    sequences = [rng.integers(0, SMALL.vocab_size, length).tolist() for length in prompts]
+    rules = [Greedy() for _ in sequences]
+    together = list(zip(*generate_batch(model, sequences, 25, rules), strict=True))
+    assert together == [tuple(generate(model, sequence, 25)) for sequence in sequences]
+
+
+@pytest.mark.parametrize("block", [1, 2, 12])
+def test_the_faster_decoder_has_the_logits_of_the_model(rng, block):
+    config = replace(SMALL, block_size=block)
+    model = model_of(config, random_parameters(config, rng, np.float64), NumpyBackend("fp64"))
+    step, ids = token_step(model), rng.integers(0, config.vocab_size, 2 * block + 3).tolist()
+    caches, at = [KVCache(config, model.head.backend) for _ in range(2)], 0
+    for length in [block] + [1] * (len(ids) - block):
+        piece = ids[at : at + length]
+        assert relative(step(piece, caches[0]), model.next_logits(piece, caches[1])) <= 1e-10
+        assert caches[0].length == caches[1].length == (at := at + length)
 
 
 def test_ranks_that_divide_the_layers_generate_the_serial_tokens(rng):
