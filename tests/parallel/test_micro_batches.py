@@ -221,7 +221,7 @@ def worker_of(config, count, **options):
     arena, backend = Arena(parameter_shapes(config)), NumpyBackend()
     hooks = options.pop("wait", lambda unit: None), options.pop("completed", lambda unit: None)
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
-    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, **options)
+    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, np.array(1.0), **options)
 
 
 @settings(max_examples=30, deadline=None)
