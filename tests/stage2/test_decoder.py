@@ -140,9 +140,9 @@ def test_rules_with_different_options_sample_on_the_host():
     assert list(generate_batch(ours, prompts, 3, mixed())) == list(generate_batch(stage0, prompts, 3, mixed()))
 
 
-@pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_device_never_chooses_an_id_without_a_token(rng, rule, B):
+@pytest.mark.parametrize("name, B", [*((name, 1) for name in RULES), ("top-k, top-p", 3)])
+def test_the_device_never_chooses_an_id_without_a_token(rng, name, B):
+    rule = RULES[name]
     (ours, stage0), decoders = models(UNTIED), {}
     prompts = [rng.integers(0, 29, int(length)).tolist() for length in rng.integers(1, 8, B)]
     for count in (5, 28):  # the decoder is reused with other ids
