@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gpt2core.errors import ConfigError
 
 MAX_PARAMETERS = 1 << 40  # a larger number is almost certainly a typo, and overflows in array libraries
+POSITIONS = "learned", "rotary"  # a vector for each position; a rotation of queries and keys (ops.rotary)
 MAX_LAYERS = 1000  # the deepest trained transformers have fewer; lists of millions of layers would take minutes
 
 
@@ -21,8 +22,8 @@ MAX_LAYERS = 1000  # the deepest trained transformers have fewer; lists of milli
 class GPT2Config:
     """The sizes of one GPT-2. Names follow nanoGPT. `tied`: the token embedding is also the matrix of the logits.
 
-    Raises ConfigError for a size below 1, more than MAX_LAYERS or MAX_PARAMETERS, an epsilon outside (0, 1), or
-    C % n_head != 0.
+    Raises ConfigError for a size below 1, more than MAX_LAYERS or MAX_PARAMETERS, an epsilon outside (0, 1), C % n_head
+    != 0, positions that are not one of POSITIONS, or rotary positions with an odd head size C // n_head.
     """
 
     vocab_size: int = 50257
@@ -32,6 +33,7 @@ class GPT2Config:
     n_embd: int = 768  # C
     tied: bool = True
     layer_norm_epsilon: float = 1e-5
+    positions: str = "learned"  # one of POSITIONS
 
     def __post_init__(self):
         for field in fields(self):
@@ -51,6 +53,13 @@ class GPT2Config:
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: every head needs the same width"
+            )
+        if self.positions not in POSITIONS:
+            raise ConfigError(f"positions is {self.positions!r}, but it must be one of {', '.join(POSITIONS)}")
+        if self.positions == "rotary" and (size := self.n_embd // self.n_head) % 2:
+            raise ConfigError(
+                f"n_embd {self.n_embd} and n_head {self.n_head} make heads of {size} channels, but rotary positions "
+                "rotate pairs of channels: choose an even head size"
             )
 
     @property
@@ -87,13 +96,13 @@ SUBLAYERS = (  # of each layer
 class Plan(NamedTuple):
     """The forward pass of a GPT-2 as its arrays, in the order of their use:
 
-    x = wte[tokens] + wpe[positions]
+    x = wte[tokens] + wpe[positions], or with rotary positions wte[tokens]
     x = x + linear_out(operation(linear_in(norm(x)))) for each Sublayer of each layer
     logits = norm(x) @ head.T
     """
 
     wte: object  # (V, C)
-    wpe: object  # (block_size, C)
+    wpe: object  # (block_size, C), or None: attention rotates q and k
     layers: list  # of each layer: the list of its Sublayers
     norm: list  # [weight, bias], each (C)
     head: object  # (V, C)
@@ -121,7 +130,7 @@ def forward_plan(config, parameters, operations, decoder):
 
     return Plan(
         parameters["transformer.wte.weight"].data,
-        parameters["transformer.wpe.weight"].data,
+        parameters["transformer.wpe.weight"].data if config.positions == "learned" else None,
         [[sublayer(names, f"transformer.h.{layer}") for names in SUBLAYERS] for layer in range(config.n_layer)],
         module("transformer.ln_f"),
         parameters[config.head].data,
@@ -148,7 +157,8 @@ def parameter_shapes(config):
     """
     C, V = config.n_embd, config.vocab_size
     yield "transformer.wte.weight", (V, C)
-    yield "transformer.wpe.weight", (config.block_size, C)
+    if config.positions == "learned":
+        yield "transformer.wpe.weight", (config.block_size, C)
     for layer in range(config.n_layer):
         for each in SUBLAYERS:
             shapes = (C,), (C, each.columns * C), (each.rows * C, C)
@@ -173,7 +183,7 @@ def flops_per_token(config, seq_len):
     These are 6 per parameter, forward and backward, and 12 * n_layer * n_embd * seq_len for attention. Embeddings that
     are only looked up are not counted; a tied token embedding is counted, because it is also the matrix of the logits.
     """
-    position_embedding = config.block_size * config.n_embd
+    position_embedding = config.block_size * config.n_embd * (config.positions == "learned")
     token_embedding = config.vocab_size * config.n_embd
     looked_up = position_embedding + (0 if config.tied else token_embedding)
     return 6 * (parameter_count(config) - looked_up) + 12 * config.n_layer * config.n_embd * seq_len

@@ -180,6 +180,18 @@ class Backend(ABC):
         return dx, self.bias_backward(dx), dw, db
 
     @abstractmethod
+    def rotary_forward(self, qkv, n_head, position=0):
+        """qkv (B, T, 3C): columns of q, k, v -> the same shape; q and k of row t are rotated by position + t.
+
+        D is even. Channel i < D / 2 of each head and channel i + D / 2 are a point (a, b) of the plane, rotated by the
+        angle (position + t) 10000^(-2i / D): (a cos - b sin, b cos + a sin) (Su et al. 2021; GPT-NeoX's channels).
+        """
+
+    @abstractmethod
+    def rotary_backward(self, dy, n_head, position=0):
+        """dy (B, T, 3C) -> dqkv (B, T, 3C): the rotation by the opposite angles, which is the transposed matrix."""
+
+    @abstractmethod
     def attention_forward(self, qkv, n_head):
         """qkv (B, T, 3C): columns of q, k, v -> y (B, T, C): for each head causal softmax(q k' / sqrt(D)) v; aux."""
 
@@ -204,7 +216,7 @@ class Backend(ABC):
 
     @abstractmethod
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
-        """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in a fixed order.
+        """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in a fixed order; dwpe is None if wpe is None.
 
         Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens.
         """

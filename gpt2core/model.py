@@ -68,20 +68,20 @@ class GPT2:
 def make_unit(name, config, parameters, group=SOLO):
     """The unit `name`. parameters: {Hugging Face name: Tensor}, of which it reads only its own; see also GPT2."""
     if name == "embedding":
-        return Embedding(parameters, group)
+        return Embedding(config, parameters, group)
     if name == "head":
         return Head(config, parameters, group)
     return Block(config, parameters, group, int(name.removeprefix("h.")))
 
 
 class Embedding:
-    """The first unit: the sum of a vector for each token and a vector for its position."""
+    """The first unit: a vector for each token, to which learned positions add a vector for its position."""
 
     name = "embedding"
 
-    def __init__(self, parameters, group):
-        self.wte, self.wpe = parameters["transformer.wte.weight"], parameters["transformer.wpe.weight"]
-        self.group = group
+    def __init__(self, config, parameters, group):
+        self.wte, self.group = parameters["transformer.wte.weight"], group
+        self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
 
     def __call__(self, ids, position=0):
         """ids (B, T), of which the first is at `position` -> the Stream (B, T, C)."""
@@ -109,6 +109,7 @@ class Block:
 
     def __init__(self, config, parameters, group, layer):
         self.layer, self.group, self.n_head = layer, group, config.n_head // group.size
+        self.rotary = config.positions == "rotary"
         self.name, eps = f"h.{layer}", config.layer_norm_epsilon
         prefix = f"transformer.{self.name}"
         self.ln_1, self.ln_2 = (LayerNorm(parameters, f"{prefix}.{norm}", eps) for norm in ("ln_1", "ln_2"))
@@ -125,6 +126,8 @@ class Block:
         """y (B, T, C) -> the Branch of attention."""
         w, bias = self.attention_out
         qkv = ops.linear(ops.copy_to_group(y, self.group), *self.qkv)  # (B, T, 3C / group.size)
+        if self.rotary:
+            qkv = ops.rotary(qkv, self.n_head, cache.length if cache else 0)
         a = ops.cached_attention(qkv, cache, self.layer, self.n_head) if cache else ops.attention(qkv, self.n_head)
         return Branch(ops.reduce_from_group(ops.linear(a, w), self.group), bias)
 

@@ -99,6 +99,19 @@ def attention(qkv, n_head):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, x, y, aux, n_head),))
 
 
+def rotary(qkv, n_head, position=0):
+    """qkv (B, T, 3C) -> the same with each q and k rotated by its position, position + t (Su et al. 2021).
+
+    The q of position m times the k of position n depends on m - n only, so attention learns relative positions.
+    """
+    if qkv.ndim not in (3, 4) or qkv.shape[-1] % (6 * n_head):
+        raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
+    require_one_micro_batch("rotary", qkv.backend, qkv.shape, 4)
+    backend = qkv.backend
+    y = backend.rotary_forward(qkv.data, n_head, position)
+    return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
+
+
 def cached_attention(qkv, cache, layer, n_head):
     """Attention of the new positions, qkv (B, t, 3C), to the cached ones and to each other -> (B, t, C); no gradient.
 
@@ -107,24 +120,31 @@ def cached_attention(qkv, cache, layer, n_head):
     return Tensor(cache.attend(qkv.data, layer, n_head), qkv.backend)
 
 
-def embedding(ids, wte, wpe, position=0, group=SOLO):
+def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
-    wte (V/p, C) has the rows of this rank's tokens; other tokens give 0, and the all-reduce adds the rows of all ranks.
+    wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
+    tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
-    if len(ids.shape) not in (2, 3) or not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
+    if len(ids.shape) not in (2, 3):
+        raise ShapeError(f"embedding: ids {ids.shape} are not (B, T)")
+    if wpe is not None:
+        require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
+    if wpe is not None and not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
     require_one_micro_batch("embedding", wte.backend, ids.shape, 3)
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
-    added_wpe = wpe.data if group.is_root else None  # on one rank only, or the sum would contain it p times
-    y = backend.embedding_forward(ids, wte.data, added_wpe, position, first)
+    parents = (wte,) if wpe is None else (wte, wpe)
+    added = wpe if group.is_root else None  # on one rank only, or the sum would contain it p times
+    y = backend.embedding_forward(ids, wte.data, None if added is None else added.data, position, first)
     y = group.all_reduce(y, out=y)
 
-    return Tensor.from_op(
-        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first)
-    )
+    def backward(dy):
+        positions = None if wpe is None else wpe.data
+        return backend.embedding_backward(dy, ids, wte.data, positions, position, first)[: len(parents)]
+
+    return Tensor.from_op(y, parents, backward)
 
 
 def unembed(x, w):

@@ -21,6 +21,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
 A = math.sqrt(2 / math.pi)
+BASE = 10000.0  # of the angles of rotary positions: the slowest pair of channels turns by about 1 / BASE a position
 
 
 class PlainBackend(Backend):
@@ -82,6 +83,17 @@ class PlainBackend(Backend):
         dx = r * (g - g.mean(-1, keepdims=True) - h * (g * h).mean(-1, keepdims=True))
         return dx, rows(dy * h).sum(0), rows(dy).sum(0)
 
+    # -- rotary positions: channels i and i + D / 2 of each q and k are a point of the plane, (a, b), which is rotated:
+    #    (a cos - b sin, b cos + a sin), angle = position 10000^(-2i / D);  backward rotates by the opposite angle
+
+    def rotary_forward(self, qkv, n_head, position=0):
+        cos, sin = rotation(position + np.arange(qkv.shape[-2]), qkv.shape[-1] // 3 // n_head, qkv.dtype)
+        return rotate(qkv, n_head, cos, sin)
+
+    def rotary_backward(self, dy, n_head, position=0):
+        cos, sin = rotation(position + np.arange(dy.shape[-2]), dy.shape[-1] // 3 // n_head, dy.dtype)
+        return rotate(dy, n_head, cos, -sin)
+
     # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf above the diagonal, y = P v -------------
     #    dv = P' dy,  dP = dy v',  dS = P (dP - rowsum(P dP)),  dq = dS k / sqrt(D),  dk = dS' q / sqrt(D), because
     #    dP_j/dS_i = P_j ((1 if i = j else 0) - P_i) in each row
@@ -107,8 +119,11 @@ class PlainBackend(Backend):
         return y if wpe is None else y + wpe[position : position + ids.shape[-1]]
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
-        (token, own), dwte, dwpe = local_tokens(ids, first, len(wte)), np.zeros_like(wte), np.zeros_like(wpe)
+        (token, own), dwte = local_tokens(ids, first, len(wte)), np.zeros_like(wte)
         np.add.at(dwte, token[own], dy[own])
+        if wpe is None:
+            return dwte, None
+        dwpe = np.zeros_like(wpe)
         dwpe[position : position + ids.shape[-1]] = dy.sum(0)
         return dwte, dwpe
 
@@ -177,6 +192,21 @@ class PlainBackend(Backend):
 def rows(x):
     """(..., C) as (N, C)."""
     return x.reshape(-1, x.shape[-1])
+
+
+def rotation(positions, D, dtype):
+    """The cosines and sines (T, D / 2) of the angles of `positions` (T), computed in float64 and rounded once."""
+    angles = np.outer(positions, BASE ** (-np.arange(0, D, 2) / D))
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def rotate(qkv, n_head, cos, sin):
+    """qkv (..., T, 3C) with q and k rotated by the angles with these cosines and sines (T, D / 2)."""
+    pairs = qkv.reshape(*qkv.shape[:-1], 3, n_head, 2, -1)  # (..., T, 3, H, 2, D / 2)
+    cos, sin = cos[:, None, None], sin[:, None, None]  # for q and k, and for each head
+    y, (a, b) = pairs.copy(), np.moveaxis(pairs[..., :2, :, :, :], -2, 0)
+    y[..., :2, :, 0, :], y[..., :2, :, 1, :] = a * cos - b * sin, b * cos + a * sin
+    return y.reshape(qkv.shape)
 
 
 def split_heads(qkv, n_head):

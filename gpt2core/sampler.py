@@ -11,14 +11,18 @@ from gpt2core.errors import ConfigError
 
 
 class KVCache:
-    """The keys (B, H, D, block) and values (B, H, block, D) of each layer, for the positions computed so far.
+    """The keys (B, H, D, block) and values (B, H, block, D) of each layer, for the last positions computed so far.
 
-    Under tensor parallelism, each rank caches only its own heads.
+    With rotary positions a full cache slides: a new position replaces the oldest one. This is the forward pass of all
+    tokens in which each position attends to itself and to the block - 1 positions before it. The keys and values of a
+    later layer depend on tokens that are no longer in the cache; so this is another function than the forward pass of
+    the last `block` tokens without the earlier ones. Under tensor parallelism, each rank caches only its own heads.
     """
 
     def __init__(self, config, backend, batch=1, group=SOLO):
         H, D = config.n_head // group.size, config.n_embd // config.n_head
-        self.backend, self.length = backend, 0  # length: cached positions
+        self.backend, self.block = backend, config.block_size
+        self.length = 0  # the positions computed so far; the next one is at position `length`
         self.keys = [
             backend.empty((batch, H, D, config.block_size), backend.compute_dtype) for _ in range(config.n_layer)
         ]
@@ -27,17 +31,34 @@ class KVCache:
         ]
 
     def attend(self, qkv, layer, n_head):
-        """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all positions, (B, t, HD)."""
-        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], self.length, n_head)
+        """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all cached positions, (B, t, HD).
+
+        Raises ConfigError if t is above 1 and the positions do not fit the cache.
+        """
+        if qkv.shape[1] > 1 and self.length + qkv.shape[1] > self.block:
+            raise ConfigError(
+                f"attention: qkv {qkv.shape} after {self.length} positions do not fit {self.block} positions"
+            )
+        place = self.place(layer)
+        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], place, n_head)
+
+    def place(self, layer):
+        """The index in the arrays of a layer where the next position is written; drops the oldest of a full cache."""
+        last = self.block - 1
+        if self.length > last:  # the newest position is at the last index; the order of the others does not matter
+            keys, values, oldest = self.keys[layer], self.values[layer], (self.length - self.block) % max(1, last)
+            keys[..., oldest], values[:, :, oldest] = keys[..., last], values[:, :, last]
+        return min(self.length, last)
 
 
 class Decoder:
     """Generates one token per step for each sequence of a batch, one sequence after another; the host samples.
 
     The model reads only the last block_size tokens. While the sequence fits in the block, a step computes one new
-    position and reads the others from the KV cache. After that the window slides: each token gets another learned
-    position, so the cached keys and values are no longer valid, and each step recomputes the whole window. All ranks of
-    a tensor group have the same logits, so equal rules sample the same token on every rank.
+    position and reads the others from the KV cache. After that the window slides: with learned positions each token
+    gets another position, so the cached keys and values are no longer valid, and each step recomputes the whole window;
+    with rotary positions the cache slides, and a step still computes one position. All ranks of a tensor group have the
+    same logits, so equal rules sample the same token on every rank.
     A backend may provide a faster decoder with the same methods (Backend.decoder), or only a faster next_logits.
     """
 
@@ -77,7 +98,8 @@ class CachedSequence:
 
     def step(self):
         """Sample the next token and return it."""
-        if self.cache.length + len(self.uncached) > self.model.config.block_size:
+        config = self.model.config
+        if config.positions == "learned" and self.cache.length + len(self.uncached) > config.block_size:
             self.clear_cache()
         return self.append(self.next_logits(self.uncached, self.cache))
 

@@ -48,6 +48,8 @@ class VocabularyKernels(PlainBackend):
             np.add.reduce(dy[part], axis=0, out=dwpe[position : position + T])
 
         dwte = self.weight_gradient(write, len(dy), wte.shape, wte.dtype, count, add)
+        if wpe is None:
+            return dwte, None
         return dwte, self.weight_gradient(write_positions, len(dy), wpe.shape, wpe.dtype, count)
 
     # -- unembedding and cross-entropy: dlogits = scale (softmax - onehot) ---------------------------------------------

@@ -20,7 +20,7 @@ from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
 from stage2_cuda.decoding.decoder import GpuDecoder, supports
 from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.gemm.products import Products
-from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
+from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rotary, rounding
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.kernels.segment_sum import segment_sum
@@ -308,6 +308,18 @@ class CudaBackend(FusedHead, Backend):
         dw, db, da_bias = self.sums_of_partials(partials)
         return dx.reshape(dy.shape), da_bias, dw, db
 
+    # -- rotary positions --------------------------------------------------------------------------------------------
+
+    def rotary_forward(self, qkv, n_head, position=0):
+        y = self.like(qkv)
+        rotary.rotary(y, qkv, n_head, position, 1)
+        return y
+
+    def rotary_backward(self, dy, n_head, position=0):
+        dqkv, dy = self.like(dy), self.xp.ascontiguousarray(dy)
+        rotary.rotary(dqkv, dy, n_head, position, -1)
+        return dqkv
+
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def attention_forward(self, qkv, n_head):
@@ -358,6 +370,8 @@ class CudaBackend(FusedHead, Backend):
 
         add = functools.partial(compute, accumulate=True)
         dwte = self.gradient(wte.shape, compute, tokens, dy, add=add, side=False)
+        if wpe is None:
+            return dwte, None
         return dwte, self.gradient(
             wpe.shape, lambda dwpe: embedding.position_gradient(dwpe, dy, position), dy, side=False
         )

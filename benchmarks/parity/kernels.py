@@ -72,6 +72,7 @@ def call_layers(backend, rng, B, T, H, D, V):
     _, _, aux = backend.residual_layernorm_forward(x, activation(C), bias, w, b, 1e-5)
     compute(backend.residual_layernorm_backward(activation(C), dy, w, aux))
     qkv = activation(3 * C)
+    backend.rotary_backward(backend.rotary_forward(qkv, H, 5), H, 5)
     y, aux = backend.attention_forward(qkv, H)
     backend.attention_backward(dy, qkv, y, aux, H)
     backend.add(x, dy)

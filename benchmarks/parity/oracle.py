@@ -180,6 +180,24 @@ def attention_gradient(dy, qkv, H):
     return np.concatenate([merged(part) for part in gradients], -1)
 
 
+def turned(qkv, H, position, sign):
+    """qkv (B, T, 3C), with each q and k times exp(sign i angle), as complex numbers: see Backend.rotary_forward."""
+    x = np.stack([heads(part, H) for part in np.split(qkv, 3, -1)])  # (3, B, H, T, D)
+    T, half = x.shape[3], x.shape[4] // 2
+    angles = np.outer(position + np.arange(T), 10000.0 ** (-np.arange(half) / half))  # (T, D / 2)
+    z = (x[:2, ..., :half] + 1j * x[:2, ..., half:]) * np.exp(sign * 1j * angles)
+    x[:2] = np.concatenate([z.real, z.imag], -1)
+    return np.concatenate([merged(part) for part in x], -1)
+
+
+def rotary_forward(i):
+    return of(y=turned(i.qkv, i.n_head, i.position, 1))
+
+
+def rotary_backward(i):
+    return of(dqkv=turned(i.dy, i.n_head, i.position, -1))
+
+
 def attention_forward(i):
     s = scores(i.qkv, i.n_head)[3]
     top = s.max(-1)
@@ -204,10 +222,13 @@ def embedding_forward(i):
 
 def embedding_backward(i):
     i.ids, i.dy = i.ids.reshape(-1, i.ids.shape[-1]), i.dy.reshape(-1, *i.dy.shape[-2:])
-    dwte, dwpe = np.zeros_like(i.wte), np.zeros_like(i.wpe)
+    dwte = np.zeros_like(i.wte)
     local = i.ids.astype(int).ravel() - i.first
     own = (local >= 0) & (local < len(dwte))
     np.add.at(dwte, local[own], rows(i.dy)[own])
+    if i.wpe is None:
+        return {"dwte": (dwte, norm(i.dy))}
+    dwpe = np.zeros_like(i.wpe)
     dwpe[i.position : i.position + i.dy.shape[1]] = i.dy.sum(0)
     return {"dwte": (dwte, norm(i.dy)), "dwpe": (dwpe, norm(i.dy))}
 

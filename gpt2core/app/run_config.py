@@ -17,7 +17,8 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
 DEFAULTS = defaults_of(TrainSettings)
-SIZES = [name for name in names_of(TrainSettings, group=MODEL) if name != "preset"]  # fields of GPT2Config
+MODEL_FIELDS = [name for name in names_of(TrainSettings, group=MODEL) if name != "preset"]  # of GPT2Config
+SIZES = [name for name in MODEL_FIELDS if name != "positions"]
 INPUTS = names_of(TrainSettings, compared=True)  # files
 SCHEDULE = ("schedule", "lr", "min_lr", "warmup", "steps")  # the fields of Schedule, in its order
 
@@ -187,7 +188,7 @@ def data_parallel_ranks(world, tp, pp):
 
 
 def check_sizes(sizes):
-    """Raise ConfigError unless n_head divides n_embd; sizes: {name: value} of SIZES."""
+    """Raise ConfigError unless n_head divides n_embd, into even heads for rotary positions; sizes: of MODEL_FIELDS."""
     heads, width = sizes["n_head"], sizes["n_embd"]
     if width % heads:
         near = max(heads, round(width / heads) * heads)
@@ -195,6 +196,11 @@ def check_sizes(sizes):
         raise ConfigError(
             f"--n-head {heads} does not divide --n-embd {width}, and every head needs the same width: use --n-embd "
             f"{near}, or --n-head {max(n for n in divisors if n <= heads)}"
+        )
+    if sizes["positions"] == "rotary" and width // heads % 2:
+        raise ConfigError(
+            f"--positions rotary rotates pairs of channels, but --n-embd {width} and --n-head {heads} make heads of "
+            f"{width // heads}: use --n-embd {width + heads}, or --positions learned"
         )
 
 
@@ -217,12 +223,12 @@ def model_config(settings, checkpoint_config, vocab_size):
     """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size settings.
 
     settings: TrainSettings. checkpoint_config: None for random weights. vocab_size: the number of tokens of the
-    tokenizer, and of the model with random weights. Raises ConfigError if a size differs from the checkpoint.
+    tokenizer, and of the model with random weights. Raises ConfigError if a setting differs from the checkpoint.
     """
-    given = {name: value for name in SIZES if (value := getattr(settings, name)) is not None}
+    given = {name: value for name in MODEL_FIELDS if (value := getattr(settings, name)) is not None}
     if checkpoint_config is None:
         preset = PRESETS[settings.preset]
-        check_sizes({name: getattr(preset, name) for name in SIZES} | given)
+        check_sizes({name: getattr(preset, name) for name in MODEL_FIELDS} | given)
         return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
         saved = getattr(checkpoint_config, name)

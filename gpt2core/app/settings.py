@@ -14,6 +14,7 @@ from typing import ClassVar
 from gpt2core.app.flag_parser import not_empty, stop_text
 from gpt2core.app.presets import BOOK, CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
+from gpt2core.architecture import POSITIONS
 from gpt2core.codecs import CODECS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ZERO, ParallelConfig
@@ -64,6 +65,13 @@ class TrainSettings(Settings):
         MODEL, "channels: the width of the model, a multiple of --n-head (default: the preset's)", at_least=1
     )
     block_size: int = setting(MODEL, "longest context of the model, in tokens (default: the preset's)", at_least=1)
+    positions: str = setting(
+        MODEL,
+        "learned: a vector for each position, as in GPT-2. rotary: queries and keys are rotated by their position, and "
+        "the checkpoint is a GPT-NeoX of Hugging Face (default: learned, or the checkpoint's)",
+        choices=POSITIONS,
+        metavar="|".join(POSITIONS),
+    )
 
     steps: int = setting(
         RECIPE, "total number of optimizer steps, including the steps before a --resume", 50, SAVED, at_least=0

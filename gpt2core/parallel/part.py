@@ -59,7 +59,8 @@ class Graph:
         for unit in reversed(self.part.units):
             self.part.before_backward(unit.name)
         y, self.y = self.y, None  # the graph is freed while backward runs
-        y.backward(dy, when=when)
+        if y.requires_grad:  # false for an embedding whose only table is a copy: see TiedTable
+            y.backward(dy, when=when)
         when(functools.partial(self.part.completed, self.part.units[0].name))
         return self.dx
 

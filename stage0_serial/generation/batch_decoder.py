@@ -31,11 +31,12 @@ class BatchDecoder(Decoder):
             sequence.cache.values = [values[part] for values in self.batch_cache.values]
 
     def step(self):
-        block, logits = self.model.config.block_size, {}  # {number of a sequence: its logits}
+        config, logits = self.model.config, {}  # {number of a sequence: its logits}
+        block, slides = config.block_size, config.positions == "rotary"
         together = {
             number: each
             for number, each in enumerate(self.sequences)
-            if len(each.uncached) < block and each.cache.length < block
+            if len(each.uncached) < block and (slides or each.cache.length < block)
         }
         if len(together) > 1:
             uncached = [each.uncached for each in together.values()]

@@ -15,6 +15,7 @@ import functools
 import numpy as np
 
 from gpt2core.architecture import forward_plan
+from gpt2core.plain_backend import rotate, rotation
 from gpt2core.threads import WorkerPool
 from stage0_serial.blas.bf16_products import MIN_ROWS
 from stage0_serial.generation.timed_choice import fastest_way, stored_choice
@@ -43,13 +44,14 @@ class TokenStep:
         self.model, self.backend, self.eps, self.n_head = model, backend, config.layer_norm_epsilon, config.n_head
         self.block_size = config.block_size
         plan = forward_plan(config, model.parameters, self.operations, "NumPy's decoder")
+        # wpe: None with rotary positions, whose cache slides instead of a window
         self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
         weights = [w for layer in self.layers for each in layer for w in (each.linear_in[0], each.linear_out[0])]
         widths = {w.shape[1] for w in (*weights, self.head)}
         self.outputs = {width: np.empty((1, width), backend.dtype) for width in widths}
 
     def __call__(self, ids, cache):
-        if len(ids) == self.block_size > 1:
+        if self.wpe is not None and len(ids) == self.block_size > 1:
             cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
             self.window = self.window or self.new_window(ids)
             return self.window.logits(ids).copy()
@@ -98,15 +100,19 @@ class TokenStep:
         ]
         positions, ids = np.transpose(pairs)
         together = batch_cache and len(ids) == len(caches) and similar_lengths(positions + 1)
+        turn = rotation(positions, self.wte.shape[1] // self.n_head, self.wte.dtype) if self.wpe is None else None
         last = np.array(ends) - 1 if len(ids) > len(ends) else None  # only the last positions' logits are needed
 
         def attention(y, linear, layer):
             qkv = self.qkv(y, linear)
+            if self.wpe is None:
+                qkv = rotate(qkv, self.n_head, *turn)
+            places = [cache.place(layer) for cache in caches]
             if together:
-                return self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], positions)
+                return self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], places)
             results = [
-                self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
-                for rows, cache in zip(parts, caches, strict=True)
+                self.attention(qkv[rows], cache.keys[layer], cache.values[layer], place)
+                for rows, cache, place in zip(parts, caches, places, strict=True)
             ]
             return results[0] if len(results) == 1 else np.concatenate(results)
 
@@ -120,7 +126,8 @@ class TokenStep:
 
     def embedding(self, ids, positions):
         """The residual of N tokens at N positions."""
-        return self.wte[ids] + self.wpe[positions], None, None
+        x = self.wte[ids]
+        return x if self.wpe is None else x + self.wpe[positions], None, None
 
     def layer(self, residual, layer, operations, rows=None):
         """The residual after layer number `layer`.
@@ -174,10 +181,11 @@ class TokenStep:
         return self.weighted_sum(q, keys[0, :, :, : position + 1], values[0, :, : position + 1])
 
     def attention_of_batch(self, qkv, keys, values, positions):
-        """qkv (n, 3C) at positions (n), one of each sequence -> (n, C); stores k and v.
+        """qkv (n, 3C) at the indices `positions` (n) of the caches, one of each sequence -> (n, C); stores k and v.
 
         keys (n, H, D, block), values (n, H, block, D): finite also after the position of their sequence.
         """
+        positions = np.asarray(positions)
         n, T = len(qkv), positions.max() + 1
         q, k, v = qkv.reshape(n, 3, self.n_head, -1).transpose(1, 0, 2, 3)  # each (n, H, D)
         keys[range(n), :, :, positions], values[range(n), :, positions] = k, v

@@ -308,6 +308,7 @@ class PrefillCache:
 def supports(model, batch):
     """Whether GpuDecoder supports this model and batch size.
 
-    The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
+    The model must not be split over ranks, its positions must be learned, and the batch may have at most
+    batched.MAX_BATCH sequences.
     """
-    return model.is_whole and batch <= batched.MAX_BATCH
+    return model.is_whole and model.config.positions == "learned" and batch <= batched.MAX_BATCH

@@ -113,6 +113,22 @@ def test_training_runs_from_its_directory_and_from_the_root(cwd, script):
     assert "step     1 | loss" in done.stdout and "Continuation:" in done.stdout
 
 
+def test_rotary_positions_are_trained_resumed_and_continued_past_the_block(tmp_path):
+    script, flags = "stage0_serial/train_gpt2.py", ("--preset", "nano", "--positions", "rotary", "--sample", 20)
+    whole, half = (("--out", tmp_path / name, "--log", tmp_path / f"{name}.jsonl") for name in ("whole", "half"))
+    assert "36,480 parameters" in python(script, *flags, "--steps", 6, *whole).stdout  # without 16 x 32 of positions
+    assert python(script, *flags, "--steps", 3, *half).returncode == 0
+    done = python(script, "--resume", tmp_path / "half", "--steps", 6, *half)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_same_checkpoint(tmp_path / "half", tmp_path / "whole")
+    assert curve(tmp_path / "half.jsonl") == curve(tmp_path / "whole.jsonl")
+    done = python(script, "--resume", tmp_path / "half", "--positions", "learned")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: --positions learned is not the checkpoint's rotary; omit the flag"
+    text = python("stage0_serial/inference.py", "--weights", tmp_path / "half", "--max-new-tokens", 40)
+    assert (text.returncode, text.stderr) == (0, "") and "Continuation:" in text.stdout
+
+
 def test_ctrl_c_while_modules_are_loaded_is_quiet(tmp_path):
     (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     done = python("-m", "stage0_serial.train_gpt2", env=os.environ | {"PYTHONPATH": str(tmp_path)})

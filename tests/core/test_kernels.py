@@ -20,6 +20,7 @@ from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial import numpy_backend, vocabulary
 from stage0_serial.buffer_pool import ALIGNMENT, SMALL, BufferPool, size_class
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support import torch_gpt2
 from tests.support.gradients import arrays
 
 torch = pytest.importorskip("torch")
@@ -187,13 +188,6 @@ def test_residual_layernorm(backend, rng, shape):
     check(backend, [got[0], *got[2:]], [dx, dw, db])
 
 
-def torch_attention(qkv, H):
-    B, T, C = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    q, k, v = (part.reshape(B, T, H, C // H).transpose(1, 2) for part in qkv.split(C, 2))
-    s = (q @ k.transpose(2, 3) / (C // H) ** 0.5).masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf)
-    return (s.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)
-
-
 ATTENTION = [(1, 1, 1, 8), (3, 2, 2, 4), (2, 7, 2, 4), (1, 63, 3, 8), (2, 64, 1, 8), (2, 65, 3, 5), (1, 130, 2, 16),
              (1, 193, 1, 1), (2, 128, 4, 8)]  # fmt: skip
 
@@ -201,12 +195,40 @@ ATTENTION = [(1, 1, 1, 8), (3, 2, 2, 4), (2, 7, 2, 4), (1, 63, 3, 8), (2, 64, 1,
 @pytest.mark.parametrize("B, T, H, D", ATTENTION)
 def test_attention(backend, rng, B, T, H, D):
     qkv, dy = normal(rng, backend, B, T, 3 * H * D), normal(rng, backend, B, T, H * D)
-    want, gradients = oracle(lambda qkv: torch_attention(qkv, H), (qkv,), dy)
+    want, gradients = oracle(lambda qkv: torch_gpt2.attention(qkv, H), (qkv,), dy)
     y, aux = backend.attention_forward(qkv, H)
     check(backend, [y], want)
     got = backend.attention_backward(dy, qkv, y, aux, H)
     check(backend, [got], gradients)
     assert_array_equal(backend.attention_backward(dy, qkv, y, aux, H), got)
+
+
+@pytest.mark.parametrize(
+    "B, T, H, D, position", [(1, 1, 1, 2, 0), (2, 7, 3, 4, 0), (2, 65, 2, 16, 1000), (1, 3, 2, 6, 7)]
+)
+def test_rotary(backend, rng, B, T, H, D, position):
+    qkv, dy = (normal(rng, backend, B, T, 3 * H * D) for _ in range(2))
+    want, gradients = oracle(lambda qkv: torch_gpt2.rotary(qkv, H, position), (qkv,), dy)
+    y = backend.rotary_forward(qkv, H, position)
+    check(backend, [y], want)
+    check(backend, repeatable(lambda dy: [backend.rotary_backward(dy, H, position)], dy), gradients)
+    assert_array_equal(y[..., 2 * H * D :], qkv[..., 2 * H * D :])  # v
+    for t in range(T):  # a row does not depend on the other rows: cached and recomputed keys have equal bits
+        assert_array_equal(backend.rotary_forward(qkv[:, t : t + 1], H, position + t), y[:, t : t + 1])
+    near(backend.rotary_backward(y, H, position), qkv)  # the opposite rotation
+
+
+def test_scores_of_rotated_queries_and_keys_depend_on_the_difference_of_positions_only(backend, rng):
+    H, D, shift = 2, 8, 321
+    q, k = normal(rng, backend, 1, 9, H * D), normal(rng, backend, 1, 9, H * D)
+    qkv = np.concatenate([q, k, k], -1)
+
+    def scores(position):
+        y = backend.rotary_forward(qkv, H, position).reshape(9, 3, H, D)
+        return np.einsum("mhd,nhd->hmn", y[:, 0], y[:, 1], dtype=np.float64)
+
+    near(scores(shift).astype(backend.dtype), scores(0).astype(backend.dtype))
+    assert np.linalg.norm(scores(0) - np.einsum("mhd,nhd->hmn", *(x.reshape(9, H, D) for x in (q, k)))) > 1
 
 
 @pytest.mark.parametrize("now", [0, 1, 62, 63, 64, 100])
@@ -394,7 +416,7 @@ def test_extreme_attention_scores_do_not_overflow(backend, rng):
         y, aux = backend.attention_forward(qkv, 2)
         dqkv = backend.attention_backward(dy, qkv, y, aux, 2)
     assert np.isfinite(y).all() and np.isfinite(dqkv).all()
-    want, gradients = oracle(lambda x: torch_attention(x, 2), (qkv,), dy)
+    want, gradients = oracle(lambda x: torch_gpt2.attention(x, 2), (qkv,), dy)
     # a score of 1e4 is known to 1e-3 in fp32 and to 1e-11 in fp64, and so is its exponential
     for got, reference in ((y, want[0]), (dqkv, gradients[0])):
         near(got, reference, 0.1 if backend.dtype == np.float32 else 1e-8)
@@ -443,6 +465,7 @@ def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
         "layernorm": (C, lambda dy: backend.layernorm_backward(dy, w, aux_norm)),
         "residual_layernorm": (C, lambda dy: backend.residual_layernorm_backward(dy, dy, w, aux_residual)),
         "attention": (C, lambda dy: (backend.attention_backward(dy, qkv, y_attention, aux_attention, H),)),
+        "rotary": (3 * C, lambda dy: (backend.rotary_backward(dy, H, 5),)),
         "embedding": (C, lambda dy: backend.embedding_backward(dy, ids, head, wpe)),
         "unembed": (V, lambda dy: backend.unembed_backward(dy, x, head)),
     }
@@ -462,6 +485,7 @@ def test_strided_inputs_give_the_same_result(backend, rng):
     copy = np.ascontiguousarray
     for got, want in (
         (backend.attention_forward(qkv, 2)[0], backend.attention_forward(copy(qkv), 2)[0]),
+        (backend.rotary_forward(qkv, 2), backend.rotary_forward(copy(qkv), 2)),
         (backend.gelu_forward(x), backend.gelu_forward(copy(x))),
         (backend.layernorm_forward(x, w, b, 1e-5)[0], backend.layernorm_forward(copy(x), w, b, 1e-5)[0]),
         (backend.linear_forward(x, wide), backend.linear_forward(copy(x), copy(wide))),
@@ -479,6 +503,17 @@ def composed_attention(qkv, H):
     s = q @ k.transpose(0, 1, 3, 2) * (C // H) ** -0.5  # (B, H, T, T)
     p = primitives.softmax(primitives.where(np.tril(np.ones((T, T), bool)), s, -np.inf))
     return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, C)
+
+
+def composed_rotary(qkv, H, position):
+    B, T, C3 = qkv.shape
+    halves = qkv.reshape(B, T, 3, H, 2, -1)
+    a, b = halves[:, :, :2, :, 0], halves[:, :, :2, :, 1]  # (B, T, 2, H, D / 2)
+    D = 2 * a.shape[-1]
+    angles = (position + np.arange(T))[:, None] * 10000.0 ** (-2 * np.arange(D // 2) / D)
+    cos, sin = (f(angles)[:, None, None].astype(qkv.data.dtype) for f in (np.cos, np.sin))
+    turned = primitives.concatenate([a * cos - b * sin, b * cos + a * sin], -1).reshape(B, T, 2 * C3 // 3)
+    return primitives.concatenate([turned, qkv[:, :, 2 * C3 // 3 :]], -1)
 
 
 def composed_gelu(x):
@@ -503,6 +538,7 @@ def composed_cross_entropy(logits, targets):
 TARGETS = np.array([[3, 0, 11, 3, 7], [5, 5, 1, 0, 2]])
 FUSED = {  # name: (fused, composed, shapes of the operands)
     "attention": (lambda x: ops.attention(x, 3), lambda x: composed_attention(x, 3), (2, 67, 36)),
+    "rotary": (lambda x: ops.rotary(x, 3, 4), lambda x: composed_rotary(x, 3, 4), (2, 5, 36)),
     "gelu": (ops.gelu, composed_gelu, (5, 24)),
     "layernorm": (ops.layernorm, composed_layernorm, (2, 5, 24), (24,), (24,)),
     "residual_layernorm": (
@@ -525,6 +561,7 @@ FUSED = {  # name: (fused, composed, shapes of the operands)
     "mlp": (ops.mlp, lambda x, w, b, w2: composed_gelu(x @ w + b) @ w2, (2, 5, 8), (8, 12), (12,), (12, 8)),
     "linear": (ops.linear, lambda x, w, b: x @ w + b, (2, 5, 8), (8, 12), (12,)),
     "linear without bias": (ops.linear, lambda x, w: x @ w, (2, 5, 8), (8, 12)),
+    "embedding without positions": (lambda wte: ops.embedding(TARGETS, wte), lambda wte: wte[TARGETS], (12, 8)),
     "embedding": (
         lambda wte, wpe: ops.embedding(TARGETS, wte, wpe, 2), lambda wte, wpe: wte[TARGETS] + wpe[2:7], (12, 8), (9, 8)
     ),

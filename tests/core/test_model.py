@@ -15,33 +15,14 @@ from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, initial_parameters
+from gpt2core.model import initial_parameters
 from gpt2core.next_logits import last_logits
 from gpt2core.sampler import KVCache
-from gpt2core.tensor import ShapeError, Tensor, no_grad
+from gpt2core.tensor import ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.torch_gpt2 import batch, model_of, random_parameters, relative
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-
-
-def relative(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def random_parameters(config, rng, dtype=np.float32):
-    """Weights that matter: with deviation 0.02 the blocks are nearly the identity and many gradients nearly zero."""
-    parameters = {}
-    for name, shape in parameter_shapes(config):
-        deviation = 0.5 / math.sqrt(shape[0]) if len(shape) == 2 and "wte" not in name and "head" not in name else 0.3
-        value = rng.standard_normal(shape) * deviation
-        parameters[name] = (value + (len(shape) == 1 and name.endswith("weight"))).astype(dtype)
-    return parameters
-
-
-def model_of(config, parameters, backend, **options):
-    return GPT2(config, {name: Tensor(array, backend, True) for name, array in parameters.items()}, **options)
 
 
 def hugging_face(config, parameters):
@@ -59,10 +40,6 @@ def hugging_face(config, parameters):
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     return theirs
-
-
-def batch(rng, config, B, T):
-    return rng.integers(0, config.vocab_size, (2, B, T))
 
 
 # -- logits, loss, gradients ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason=
 
 # The second has a head size that is no power of two, an odd vocabulary, and fewer positions than a tile has rows.
 UNTIED, TIED = GPT2Config(64, 16, 2, 2, 32, tied=False), GPT2Config(37, 12, 2, 2, 48, tied=True)
+ROTARY = replace(TIED, positions="rotary")
 BATCH = 6
 ADAMW = dict(clip=0.5, weight_decay=0.1)
 
@@ -98,11 +100,11 @@ def assert_near(got, want, tolerance, name):
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
-STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
+STEPS = [(UNTIED, 1), (TIED, 2), (ROTARY, 1), pytest.param(PRESETS["paper"], 1, marks=gpu)]
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "paper"])
+@pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "rotary", "paper"])
 def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_batches):
     # fp32 in both, sums in another order; no comparison of the update: Adam amplifies rounding errors
     ours, stage0 = (trainer_of(backend(), config, micro_batches) for backend in (CudaBackend, NumpyBackend))
@@ -149,6 +151,12 @@ def test_fp16_gradients_are_close_to_fp32_and_an_overflow_changes_no_bit():
     step, expected = (trainer.step(read_batch(trainer, windows_of(TIED)), 1e-3) for trainer in (ours, stage0))
     assert (step.loss_scale, step.skipped, ours.steps) == (2.0**15, 0, 2)
     assert step.loss == pytest.approx(expected.loss, rel=1e-2)
+
+
+def test_generated_tokens_of_a_rotary_model_are_stage_0_s_past_the_end_of_the_block():
+    ours, stage0 = (trainer_of(backend(), ROTARY) for backend in (CudaBackend, NumpyBackend))
+    tokens = [list(generate(current_model(trainer), [1, 2, 3], 16)) for trainer in (ours, stage0)]
+    assert tokens[0] == tokens[1]
 
 
 def test_the_validation_loss_is_stage_0_s():
@@ -227,6 +235,7 @@ ELSEWHERE = {
     "kernels.cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "kernels.cast.scale_kernel": "backward() with a gradient other than 1",
     "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
+    "kernels.rotary.rotary_kernel": "--positions rotary",
     "kernels.cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
     "decoding.cached_attention.cached_kernel": "layers divided over ranks: stage 3",
     "decoding.batched.linear_kernel": "generation of two or more sequences",

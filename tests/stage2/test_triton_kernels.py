@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gpt2core.arena import PAGE  # noqa: E402
 from gpt2core.optimizer import adamw_scalars  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
-from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
+from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rotary  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
 from tests.support.gradients import arrays  # noqa: E402
 
@@ -209,6 +209,24 @@ def test_gelu_of_extreme_numbers_is_the_identity_or_zero():
     np.testing.assert_allclose(y, np.maximum(h, 0), atol=1e-20)
     bound = 1e-7 if interpreted() else 4e-7  # the GPU's exp2 and rsqrt are approximate
     np.testing.assert_allclose(dh, [[0, 0, 0, 0.5, 0.5, 1, 1, 1]], rtol=bound, atol=1e-20)
+
+
+# -- rotary positions ----------------------------------------------------------------------------------------
+
+ROTARY = [(1, 1, 1, 2, 0), (2, 7, 3, 10, 5), (1, 33, 2, 64, 0), (3, 5, 2, 8, 123456)]
+ROTARY += [pytest.param(*shape, marks=gpu) for shape in [(16, 1024, 12, 64, 0), (3, 1023, 2, 256, 7)]]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("batch, time, heads, size, position", ROTARY)
+def test_rotary_forward_and_backward_equal_float64(rng, oracle, dtype, batch, time, heads, size, position):
+    shape = batch, time, 3 * heads * size
+    (qkv, qkv64), (dy, dy64) = (normal(rng, dtype, *shape) for _ in "qd")
+    (y,) = run(rotary.rotary, [(shape, dtype)], qkv, heads, position, 1)
+    (dqkv,) = run(rotary.rotary, [(shape, dtype)], dy, heads, position, -1)
+    near(y, oracle.rotary_forward(qkv64, heads, position))
+    near(dqkv, oracle.rotary_backward(dy64, heads, position))
+    assert_array_equal(y[..., 2 * heads * size :], host(qkv)[..., 2 * heads * size :])  # v is copied
 
 
 @rows

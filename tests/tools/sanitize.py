@@ -46,6 +46,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     gelu,
     layernorm,
     losses,
+    rotary,
     rounding,
 )
 from stage2_cuda.kernels.segment_sum import segment_sum  # noqa: E402
@@ -108,6 +109,13 @@ def launch_gelu(a):
     partials = a.f(*gelu.gelu_partials_shape(n, K))
     gelu.bias_gelu_backward(y, partials, dy, h, bias)
     column_sums.add_partials(partials, a.f(K))
+
+
+def launch_rotary(a):
+    for B, T, H, D in ((2, 37, 3, 10), (1, 5, 2, 64)):  # a head size that is not a power of two
+        qkv, y = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D)
+        rotary.rotary(y, qkv, H, 3, 1)
+        rotary.rotary(y, qkv, H, 3, -1)
 
 
 def launch_column_sums(a):

@@ -1,7 +1,7 @@
 """Read, check and write the files of one checkpoint, the directory `step`: configuration, weights, moments and state.
 
-`transformers.GPT2LMHeadModel.from_pretrained` opens the directory, because the tensors have the names of Hugging Face's
-GPT-2, and its weight matrices the shape (inputs, outputs).
+`transformers.AutoModelForCausalLM.from_pretrained` opens the directory, because the tensors have the names and shapes
+of Hugging Face's GPT-2 or, with rotary positions, of its GPT-NeoX (tensor_names.py).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import numpy as np
 from gpt2core.app.checkpoints.config_json import config_from_json, config_to_json
 from gpt2core.app.checkpoints.digests import sha256, split_digests, with_digests
 from gpt2core.app.checkpoints.safetensors_file import read_safetensors, write_safetensors
+from gpt2core.app.checkpoints.tensor_names import from_stored, stored_name, stored_shapes, to_stored, with_prefix
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import CheckpointError, counted
 from gpt2core.text.input_file import read_file
@@ -27,7 +28,8 @@ OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 LARGEST_JSON = 1 << 26  # bytes of config.json, state.json or an index of shards
 FILES = (CONFIG, MODEL, TOKENIZER, OPTIMIZER, STATE)
 MOMENTS = ("exp_avg.", "exp_avg_sq.")  # name prefixes: PyTorch's names for Adam's first and second moment
-MASK = re.compile(r"(^|\.)attn\.(bias|masked_bias)$")  # causal masks of any dtype, saved by older transformers versions
+# causal masks of any dtype, and the frequencies of rotary positions, saved by older versions of transformers
+MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def write_step(directory, *, config, parameters, tokenizer=None, moments=None, s
         if moments is not None:
             first, second = ({MOMENTS[i] + name: pair[i] for name, pair in moments.items()} for i in (0, 1))
             writing = pool.submit(write_safetensors, directory / OPTIMIZER, first | second)
-        digests = {MODEL: write_safetensors(directory / MODEL, parameters, dtype)}
+        digests = {MODEL: write_safetensors(directory / MODEL, to_stored(config, parameters), dtype)}
     if moments is not None:
         digests[OPTIMIZER] = writing.result()
     digests[CONFIG] = write_json(directory / CONFIG, config_to_json(config, dtype))
@@ -73,13 +75,14 @@ def read_step(step, with_optimizer, accept_edited=False):
     config = config_from_json(read_json(step / CONFIG, digests), step / CONFIG)
     with ThreadPoolExecutor(1) as pool:  # this thread and that of the pool each read and hash one file
         reading = pool.submit(read_moments, step / OPTIMIZER, digests) if with_optimizer else None
-        path, parameters = read_parameters(step, config, digests)
-        if config.n_layer > len(parameters):  # checked before parameter_shapes(), which makes names for each layer
+        path, stored = read_parameters(step, config, digests)
+        if config.n_layer > len(stored):  # checked before parameter_shapes(), which makes names for each layer
             raise CheckpointError(
-                f"{path}: {len(parameters)} tensors cannot be {counted(config.n_layer, 'layer')} of {CONFIG}"
+                f"{path}: {len(stored)} tensors cannot be {counted(config.n_layer, 'layer')} of {CONFIG}"
             )
         shapes = dict(parameter_shapes(config))
-        check_tensors(path, parameters, shapes)
+        check_tensors(path, stored, stored_shapes(config))
+        parameters = from_stored(config, stored)
     moments = moments_of(step / OPTIMIZER, reading.result(), shapes) if with_optimizer else None
     state = edited = None
     if with_optimizer or os.path.exists(step / STATE):
@@ -130,20 +133,24 @@ def fsync(path):
 
 
 def read_parameters(step, config, digests):
-    """(path for error messages, {name: array}). Adds a missing prefix `transformer.`; omits lm_head if config.tied."""
+    """(path for error messages, {stored name: array}).
+
+    Adds a missing prefix `transformer.` or `gpt_neox.`; omits the matrix of the logits if config.tied.
+    """
     path, tensors = read_model(step, digests)
     parameters = {}
     for stored, array in tensors.items():
-        name = f"transformer.{stored}" if stored.startswith(("h.", "wte.", "wpe.", "ln_f.")) else stored
+        name = with_prefix(config, stored)
         if name in parameters:
             raise CheckpointError(f"{path}: {name} is stored twice, with and without the prefix: remove one of them")
         parameters[name] = array
-    if config.tied and "lm_head.weight" in parameters:
-        head, embedding = parameters.pop("lm_head.weight"), parameters.get("transformer.wte.weight")
-        if embedding is not None and not np.array_equal(head, embedding):
+    head, table = (stored_name(config, name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    if config.tied and head in parameters:
+        matrix, embedding = parameters.pop(head), parameters.get(table)
+        if embedding is not None and not np.array_equal(matrix, embedding):
             raise CheckpointError(
-                f"{path}: lm_head.weight differs from transformer.wte.weight, but {CONFIG} has "
-                "tie_word_embeddings true: set it to false to use both, or remove lm_head.weight"
+                f"{path}: {head} differs from {table}, but {CONFIG} has "
+                f"tie_word_embeddings true: set it to false to use both, or remove {head}"
             )
     return path, parameters
 

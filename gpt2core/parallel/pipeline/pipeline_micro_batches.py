@@ -79,7 +79,8 @@ class PipelineMicroBatches(Accumulator):
     def begin(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
         for unit in self.units[c]:
-            self.sums.point(unit)
+            if unit in self.arena.units:  # the embedding is not, if it is a tied table without learned positions
+                self.sums.point(unit)
         if self.tied and "head" in self.units[c]:
             self.tied.begin()
 
@@ -91,7 +92,7 @@ class PipelineMicroBatches(Accumulator):
 
     def unit_completed(self, unit):
         """Complete the sum of a unit's gradients over the micro-batches so far."""
-        if self.sums.complete(unit):
+        if unit in self.arena.units and self.sums.complete(unit):
             self.on_complete(unit)
 
 

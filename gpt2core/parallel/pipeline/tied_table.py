@@ -8,8 +8,6 @@ table, and the last rank adds the rows of dy to the gradient of the head, which 
 
 # B batch, T time, C channels, V vocabulary, p ranks of the tensor group
 
-import numpy as np
-
 from gpt2core.parallel.pipeline.executor import TABLE
 from gpt2core.tensor import Tensor
 
@@ -28,8 +26,6 @@ class TiedTable:
         if self.first:
             self.tensor = Tensor(backend.zeros((rows, C), backend.compute_dtype), backend)
         self.first_token = group.rank * rows
-        zero = backend.compute_dtype.type(0)
-        self.positions = np.broadcast_to(zero, (config.block_size, C))  # of wpe, only the shape is read
         self.waiting = []  # gradients of the head, oldest micro-batch first
 
     def refresh(self):
@@ -51,6 +47,6 @@ class TiedTable:
     def add_embedding(self, ids, dy):
         """The gradient of the table for the oldest micro-batch that waits; ids (B, T), dy (B, T, C) are its own."""
         self.tensor.buffer = self.tensor.grad = self.waiting.pop(0)
-        rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, self.positions, 0, self.first_token)
+        rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, None, 0, self.first_token)
         self.tensor.receive(rows)
         return self.tensor.grad
