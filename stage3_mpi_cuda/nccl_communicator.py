@@ -134,6 +134,11 @@ class NcclCommunicator(Communicator):
         if self._device_communicator:
             self._device_communicator.use_collectives(name)
 
+    def sent(self, call, size, rank):
+        if call.on_host or triton_launch.interpreted():
+            return self.mpi_group.sent(call, size, rank)
+        return TRANSPORTS[self.transport].sent_on_device(self.mpi_group, call, size, rank)
+
     def _communicator_for(self, x):
         """The communicator that transfers x: mpi_group for a NumPy array, that of the transport for a CuPy array."""
         if not hasattr(x, "__cuda_array_interface__"):
