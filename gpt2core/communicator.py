@@ -82,6 +82,10 @@ class Communicator:
         if name is not None:
             raise ConfigError(f"`transport={name}`: only stage 3 (one GPU for each rank) has transports; omit the flag")
 
+    def plan_transport(self, name):
+        """use_transport() for a plan of training, which needs no device: the best transport if each rank has one."""
+        return self.use_transport(name)
+
     def sent(self, call, size, rank):
         """The bytes by which bytes_sent of rank `rank` of a group of `size` ranks grows in a call.
 

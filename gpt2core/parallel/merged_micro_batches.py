@@ -23,7 +23,7 @@ def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
     backend, (B, T), merged = pool.backends[0], shape, 1
     if backend.merges_micro_batches and B % count == 0:
         rows, per_worker = B // count * T, count // pool.size  # rows of a micro-batch, micro-batches of a worker
-        per_token = config.n_layer * (18 * config.n_embd + config.n_head * T)  # numbers that forward keeps for backward
+        per_token = config.n_layer * kept_numbers(config, T)
         limit = ACTIVATIONS / (pool.size * rows * per_token * np.dtype(backend.dtype).itemsize)
         while per_worker % (2 * merged) == 0 and 2 * merged <= limit:
             merged *= 2
@@ -31,6 +31,11 @@ def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
         while merged > 1 and not all(rows_are_independent(backend, rows, merged, *size) for size in matrices):
             merged //= 2
     return min(tensor_group.all_gather_object(merged))
+
+
+def kept_numbers(config, seq_len):
+    """The numbers for each token that forward of a block keeps for backward on the host."""
+    return 18 * config.n_embd + config.n_head * seq_len
 
 
 def rows_are_independent(backend, rows, parts, C, K):

@@ -20,6 +20,8 @@ CORE = Path(gpt2core.__file__).parent
 # Strings in gpt2core/app that are equal to the name of a setting, but are another name.
 OTHER_NAMES = {
     ("data", "app/presets.py"),  # a directory of the repository
+    ("data", "app/planning/layout.py"),  # a group of the Mesh
+    ("data", "app/planning/traffic.py"),  # a group of the Mesh
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
 }

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import even_slices
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.pipeline.placement import units_of_chunks
 
 FP32 = 4  # bytes
 
@@ -68,3 +69,17 @@ class Layout:
         """The Place of a rank of the world."""
         tp = self.parallel.tp
         return Place(rank // tp % self.replicas, rank % tp, rank // (tp * self.replicas))
+
+
+def own_chunks(layout, pipeline):
+    """[the names of the units of each chunk] of a rank of the pipeline."""
+    parallel = layout.parallel
+    return units_of_chunks(layout.config, parallel.pp * parallel.chunks)[pipeline :: parallel.pp]
+
+
+def recomputed(layout, units):
+    """The blocks of a chunk that backward computes again: see parts_of()."""
+    if layout.parallel.recompute == "none":
+        return []
+    kept = units[:-2] if units[-1] == "head" else units
+    return [unit for unit in kept if unit != "embedding"]

@@ -9,14 +9,14 @@ data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the no
 import math
 from typing import NamedTuple
 
-from gpt2core.app.planning.layout import FP32
+from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import PAGE, Arena, round_up, unit_of
 from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
-from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
+from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
 LOSS = 8  # bytes of a loss, which is float64
@@ -66,20 +66,6 @@ def traffic(layout, place):
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
-
-
-def own_chunks(layout, pipeline):
-    """[the names of the units of each chunk] of a rank of the pipeline."""
-    parallel = layout.parallel
-    return units_of_chunks(layout.config, parallel.pp * parallel.chunks)[pipeline :: parallel.pp]
-
-
-def recomputed(layout, units):
-    """The blocks of a chunk that backward computes again: see parts_of()."""
-    if layout.parallel.recompute == "none":
-        return []
-    kept = units[:-2] if units[-1] == "head" else units
-    return [unit for unit in kept if unit != "embedding"]
 
 
 def tensor_calls(layout, place):
