@@ -112,9 +112,9 @@ def memory_lines(terms, rank):
 
 def traffic_lines(layout, sent, places):
     """A table of what the rank that sends most sends in a step, by purpose and collective."""
-    if layout.ranks == 1:
-        return
     calls = [traffic(layout, place) for place in places]
+    if not any(calls):
+        return
     totals = [bytes_sent(layout, *each, sent) for each in zip(places, calls, strict=True)]
     most = max(range(layout.ranks), key=totals.__getitem__)
     yield f"sent by rank 0 in a step: {totals[0]:,} bytes; rank {most} sends most: {totals[most]:,} bytes"
