@@ -86,6 +86,13 @@ def pass_terms(layout, machine):
 
 def pipeline_terms(layout, machine):
     """The computation of the rank that computes most, and what the schedule adds: waits and messages."""
+    timeline = pipeline_timeline(layout, machine)
+    busy = max(timeline.busy)
+    return {"computation": busy, "bubble and messages of the pipeline": timeline.seconds - busy}
+
+
+def pipeline_timeline(layout, machine):
+    """The simulated Timeline of the passes of a pipeline, without the sums inside layers."""
     parallel, config = layout.parallel, layout.config
     rows = max(layout.passes())
     chunks = {}
@@ -100,9 +107,7 @@ def pipeline_terms(layout, machine):
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
     schedule = make_schedule(parallel, layout.count, config.tied)
-    timeline = simulate(schedule, seconds, link.alpha + link.beta * bytes_of_message)
-    busy = max(timeline.busy)
-    return {"computation": busy, "bubble and messages of the pipeline": timeline.seconds - busy}
+    return simulate(schedule, seconds, link.alpha + link.beta * bytes_of_message)
 
 
 def update_seconds(layout, machine):
