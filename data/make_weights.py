@@ -31,6 +31,7 @@ from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
+from gpt2core.next_logits import last_logits
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
@@ -59,7 +60,7 @@ def continues_correctly(model, tokens, start):
     """
     windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
     with no_grad():
-        most_likely = model.logits(windows, last_only=True).numpy()[:, 0].argmax(-1)
+        most_likely = last_logits(model, windows).numpy()[:, 0].argmax(-1)
     return bool((most_likely == tokens[start + PROMPT : start + PROMPT + NEW]).all())
 
 

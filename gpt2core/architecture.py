@@ -128,6 +128,19 @@ def forward_plan(config, parameters, operations, decoder):
     )
 
 
+def unit_names(config):
+    """The names of the units in forward order: "embedding", "h.0", "h.1", ..., "head"."""
+    return ["embedding", *(f"h.{layer}" for layer in range(config.n_layer)), "head"]
+
+
+def unit_of(name):
+    """The unit of a parameter: "embedding", "h.0", "h.1", ..., or "head" (GPT2.units)."""
+    module = name.removeprefix("transformer.")
+    if module.startswith("h."):
+        return ".".join(module.split(".")[:2])
+    return "embedding" if module.startswith(("wte", "wpe")) else "head"
+
+
 def parameter_shapes(config):
     """Yield (Hugging Face's name, shape) of each parameter, in forward order. Weights are (in, out), as in GPT-2.
 

@@ -4,16 +4,10 @@ import math
 
 import numpy as np
 
+from gpt2core.architecture import unit_of
+
 PAGE = 1024  # elements; each parameter starts at a multiple of PAGE, so no page has elements of two parameters
 SEGMENTS = 64  # equal slices of the buffer; each of 1, 2, 4, ... or 64 owners (ranks or threads) has whole segments
-
-
-def unit_of(name):
-    """The unit of a parameter: "embedding", "h.0", "h.1", ..., or "head" (GPT2.units)."""
-    module = name.removeprefix("transformer.")
-    if module.startswith("h."):
-        return ".".join(module.split(".")[:2])
-    return "embedding" if module.startswith(("wte", "wpe")) else "head"
 
 
 class Arena:
@@ -21,7 +15,7 @@ class Arena:
 
     owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
     numbers, such as 3, there are more segments, so that all owners have equal shares. Between two arrays there may be
-    elements of padding. They are zero and stay zero, because their gradient is zero (see also AdamW.clear_padding).
+    elements of padding. They are zero and stay zero, because their gradient is zero (see also optimizer.clear_padding).
     """
 
     def __init__(self, shapes, owners=1):

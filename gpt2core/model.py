@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from gpt2core import ops, primitives
-from gpt2core.architecture import parameter_shapes
+from gpt2core import ops
+from gpt2core.architecture import parameter_shapes, unit_names
 from gpt2core.communicator import SOLO
-from gpt2core.stream import LAST, Branch, Stream
-from gpt2core.tensor import no_grad
+from gpt2core.next_logits import next_logits
+from gpt2core.stream import Branch, Stream
 
 
 class GPT2:
@@ -26,47 +26,43 @@ class GPT2:
         self.embedding, *self.blocks, self.output = self.units
 
     @property
+    def is_whole(self):
+        """Whether this rank has the whole model, not shards of its layers."""
+        return self.group.size == 1
+
+    @property
     def head(self):
         """The matrix (V, C) of the logits: the logits of y (..., C) are y @ head.T."""
         return self.output.w
 
-    def trunk(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) for the last position only.
+    def stream(self, ids, cache=None):
+        """ids (B, T) -> the residual Stream (B, T, C) after the last block.
 
         ids: integers, or the result of prepare_tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
         """
         x = self.embedding(ids, cache.length if cache else 0)
-        for block in self.blocks[:-1]:
+        for block in self.blocks:
             x = block(x, cache)
-        last = self.blocks[-1]
-        return self.output.ln_f(last.last_position(x, cache) if last_only else last(x, cache))
+        return x
 
-    def logits(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> logits (B, T, V), or (B, 1, V) for the last position only."""
-        y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
-        return ops.gather_from_group(ops.unembed(y, self.head), self.group)
+    def logits(self, ids, cache=None):
+        """ids (B, T) -> logits (B, T, V)."""
+        return self.unembed(self.output.ln_f(self.stream(ids, cache)))
 
-    @no_grad()
     def next_logits(self, ids, cache):
-        """The logits (V) of the token after `ids`, a list of tokens that follow the cached ones; caches `ids` too."""
-        logits = self.logits(np.asarray(ids, np.int64)[None], cache, last_only=True)
-        cache.length += len(ids)
-        return logits.numpy()[0, -1]
+        """The logits (V) of the token after `ids`: see next_logits.py."""
+        return next_logits(self, ids, cache)
+
+    def unembed(self, y):
+        """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""
+        return ops.gather_from_group(ops.unembed(ops.copy_to_group(y, self.group), self.head), self.group)
 
     def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
         ParallelTrainer calls the units one by one, with the same result (parallel/part.py).
         """
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.output(x, targets, scale)
-
-
-def unit_names(config):
-    """The names of the units in forward order: "embedding", "h.0", "h.1", ..., "head"."""
-    return ["embedding", *(f"h.{layer}" for layer in range(config.n_layer)), "head"]
+        return self.output(self.stream(ids), targets, scale)
 
 
 def make_unit(name, config, parameters, group=SOLO):
@@ -123,12 +119,6 @@ class Block:
 
     def __call__(self, x, cache=None):
         x = x + self.attention(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
-
-    def last_position(self, x, cache=None):
-        """The same for the last position only, to generate: attention reads all positions, the rest only the last."""
-        a = self.attention(self.ln_1(x), cache)
-        x = x.last_position() + Branch(primitives.getitem(a.output, LAST), a.bias)
         return x + self.mlp(self.ln_2(x))
 
     def attention(self, y, cache=None):

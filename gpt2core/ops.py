@@ -10,7 +10,7 @@ from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording
 # (M, B, T, ...) for M of them, if the backend merges micro-batches. A group of p ranks divides the vocabulary: the
 # tokens of rank r are [r V/p, (r+1) V/p). Rank r holds their rows of an embedding (V, C) and computes their logits.
 # The graph keeps only the arrays that a backward kernel reads. It reads the data of a weight when it runs; gradients of
-# weights that are functions need only its shape, so a weight may be freed after backward(later=...).
+# weights that are functions need only its shape, so a weight may be freed after backward(when=...).
 
 
 def linear(x, w, b=None):
@@ -214,7 +214,7 @@ def mark(tensors, function):
     """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
 
     Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
-    run then. With backward(later=...), the call is in that list, after the gradients of these operations.
+    run then. With backward(when=...), `when` gets this call too, after the gradients of these operations.
     """
     return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients, function)
 

@@ -59,13 +59,13 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    The subclass ShardedAdamW (parallel/sharded_adamw.py) divides the update over threads and ranks; size: the number of
-    parameters that are updated here, by default all.
+    The subclasses in parallel/ divide the update over threads and ranks; `own` is the slice of the flat arrays that is
+    updated here.
     """
 
-    def __init__(
-        self, arena, parameters, backend, *, size=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
-    ):  # fmt: skip
+    own = slice(None)  # all
+
+    def __init__(self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
                 raise ConfigError(f"`{name}={value}` must be in [0, 1)")
@@ -74,11 +74,8 @@ class AdamW:
                 raise ConfigError(f"`{name}={value}` must be finite and not negative")
         self.arena, self.parameters, self.backend = arena, parameters, backend
         self.betas, self.eps, self.weight_decay, self.bound = (beta1, beta2), eps, weight_decay, clip
-        self.exp_avg, self.exp_avg_sq = (  # m and v
-            backend.zeros((size or arena.size,), parameters.dtype) for _ in range(2)
-        )
-        self.decays = backend.asarray(arena.decays())
-        self.padding = [] if eps else arena.padding()
+        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters[self.own].shape, parameters.dtype) for _ in "mv")
+        self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
     def hyperparameters(self, step, lr):
         """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
@@ -89,22 +86,16 @@ class AdamW:
 
         If the norm is not finite, the factor is NaN, and update() changes nothing.
         """
-        return self.backend.clip(self.page_sums(gradients), self.bound)
-
-    def page_sums(self, flat):
-        """The sum of squares of each page of the arena, which Backend.clip adds in a fixed order.
-
-        Without the last pages, which are padding for the number of owners: the order depends on the number of pages.
-        """
-        return self.backend.page_sums(flat)[: self.arena.norm_pages]
+        return self.backend.clip(self.backend.page_sums(gradients), self.bound)
 
     def update(self, gradients, factor, hyperparameters):
         """Update the parameters from flat `gradients` * factor; arguments: results of clip() and hyperparameters()."""
         p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
         self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)
-        self.clear_padding(p)
+        clear_padding(self, p)
 
-    def clear_padding(self, flat):
-        """Set the padding of the arena to 0 again if eps is 0, because the formula is 0 / 0 there."""
-        for part in self.padding:
-            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
+
+def clear_padding(optimizer, flat):
+    """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
+    for part in () if optimizer.eps else optimizer.arena.padding():
+        flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype

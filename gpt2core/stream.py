@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gpt2core import ops, primitives
+from gpt2core import ops
 from gpt2core.tensor import Tensor
 
 
@@ -46,16 +46,9 @@ class Stream:
             self.branch = None
         return y
 
-    def last_position(self):
-        """The stream at the last position, (B, 1, C)."""
-        return Stream(primitives.getitem(self.tensor(), LAST))
-
     def mark(self, function):
         """The same stream; backward calls function() when everything after this point is done (ops.mark)."""
         if self.branch is None:
             return Stream(*ops.mark((self.x,), function))
         x, output = ops.mark((self.x, self.branch.output), function)
         return Stream(x, Branch(output, self.branch.bias))
-
-
-LAST = (slice(None), slice(-1, None))

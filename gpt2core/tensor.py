@@ -33,6 +33,10 @@ def is_recording():
     return _recording.get()
 
 
+def call(function):
+    function()
+
+
 class Destination(NamedTuple):
     """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
 
@@ -58,7 +62,7 @@ class Node:
         self.backward, self.report = backward, report
         self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
 
-    def run(self, retain, later):
+    def run(self, retain, when):
         """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
         dys, self.dys = self.dys, [None] * len(self.dys)
         if any(dy is not None for dy in dys):
@@ -66,9 +70,9 @@ class Node:
             pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
             # Leaves first: a device can compute their gradients while it computes those that the next node needs.
             for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
-                pass_on(gradient, parent, later)
+                pass_on(gradient, parent, when)
             if self.report:
-                self.report() if later is None else later.append(self.report)
+                when(self.report)
         if not retain:
             self.parents, self.backward = (), None
 
@@ -173,16 +177,16 @@ class Tensor:
         else:
             self.grad = gradient.copy()  # another tensor may get the same array: see primitives.add()
 
-    def backward(self, gradient=None, retain_graph=False, later=None):
+    def backward(self, gradient=None, retain_graph=False, when=call):
         """Compute the gradients of all leaves of the graph that require gradients.
 
         gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
-        freed during the pass unless `retain_graph`. later: a list, or None. If it is a list, the gradients of the
-        leaves that are functions are not computed, and no leaf receives its gradient: functions without arguments are
-        appended to the list, and calling them in order completes the pass. The contents of gradients in a `buffer` are
-        complete after backend.runtime.join(). Arrays of the graph must not be changed before backward(). Raises
-        AutogradError for a graph that was freed or never recorded, or if `gradient` is missing for several elements;
-        ShapeError if a gradient has another shape than its tensor.
+        freed during the pass unless `retain_graph`. when(function) is called for each leaf that receives a gradient: by
+        default it calls the function, which computes the gradient, if that is a function, and adds it to the leaf. With
+        when=list.append of a list, calling the functions of the list in order completes the pass. The contents of
+        gradients in a `buffer` are complete after backend.runtime.join(). Arrays of the graph must not be changed
+        before backward(). Raises AutogradError for a graph that was freed or never recorded, or if `gradient` is
+        missing for several elements; ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -196,9 +200,9 @@ class Tensor:
         if not hasattr(gradient, "shape"):
             raise ShapeError(f"backward() of shape {self.shape} needs an array of this shape, not {gradient!r:.60}")
         nodes = reachable(self)
-        pass_on(gradient, self.receiver(), later)
+        pass_on(gradient, self.receiver(), when)
         while nodes:
-            nodes.pop().run(retain_graph, later)  # the newest: all operations that use its outputs have run
+            nodes.pop().run(retain_graph, when)  # the newest: all operations that use its outputs have run
 
 
 def reachable(root):
@@ -219,12 +223,10 @@ def reachable(root):
     return sorted(found, key=lambda node: node.order)
 
 
-def pass_on(gradient, receiver, later):
-    """Add a gradient to a receiver; if that is a leaf and `later` is a list, append the function that does it."""
-    if receiver.node is None and later is not None:
-        later.append(functools.partial(receiver.receive, gradient))
-    else:
-        receiver.receive(gradient)
+def pass_on(gradient, receiver, when):
+    """Add a gradient to a receiver. If that is a leaf, `when` decides when the function is called that does it."""
+    add = functools.partial(receiver.receive, gradient)
+    when(add) if receiver.node is None else add()
 
 
 def check_shape(gradient, shape):

@@ -32,37 +32,15 @@ class Step:
     seconds: float
 
 
-class Trainer:
-    """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
+class TrainingStep:
+    """A training step without its arrays. A subclass makes them: the flat `gradients`, an `optimizer`, the slice `rows`
+    of the global batch that it reads, and the methods compute_gradients(batch) and prepare(inputs, targets).
 
-    The subclass parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are
-    the same if their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. config:
-    GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` equal parts, one
-    after another. optimizer: a dict of keyword arguments of AdamW. seed: of the initial parameters. Raises ConfigError
-    for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
+    config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` equal
+    parts, one after another. Raises ConfigError for sizes that do not fit.
     """
 
-    def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
-        self.set_sizes(config, batch_size, seq_len, micro_batches)
-        if micro_batches > batch_size:
-            raise ConfigError(
-                f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
-            )
-        if backend.compute_dtype != backend.dtype:
-            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use FastTrainer")
-        backend.check_model(config)
-        self.backend, self.rows = backend, slice(0, batch_size)
-        self.arena = Arena(parameter_shapes(config))
-        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in "pg")
-        views = self.arena.views(self.parameters)
-        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
-        for name, array in initial_parameters(config, seed):
-            views[name][...] = backend.asarray(array, backend.dtype)
-        self.model = GPT2(config, self.tensors)
-        self.optimizer = AdamW(self.arena, self.parameters, backend, **optimizer or {})
-
-    def set_sizes(self, config, batch_size, seq_len, micro_batches):
-        """Keep the sizes; no step is made yet. Raises ConfigError."""
+    def __init__(self, config, batch_size, seq_len, micro_batches):
         sizes = dict(batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
         for name, size in sizes.items():
             require_size(name, size)
@@ -92,8 +70,66 @@ class Trainer:
         """
         losses = self.compute_gradients(batch)
         norm, factor = self.clip()
-        self.optimizer.update(self.gradients, factor, hyperparameters)
+        self.apply(factor, hyperparameters)
         return losses, norm
+
+    def clip(self):
+        """(the norm of the gradient, the factor that clips it): see AdamW.clip."""
+        return self.optimizer.clip(self.gradients)
+
+    def apply(self, factor, hyperparameters):
+        """Update the parameters from self.gradients * factor: see AdamW.update."""
+        self.optimizer.update(self.gradients, factor, hyperparameters)
+
+    def total_loss(self, losses):
+        """The loss of the batch, from those of its micro-batches (Python numbers)."""
+        return tree_sum(losses)
+
+    def report(self, loss, norm, lr, seconds):
+        """Count a step whose update is complete, and return its Step.
+
+        Raises Diverged if the loss or the gradient norm is not finite.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise diverged(self.steps, loss, norm, lr, self.optimizer.eps)
+        self.steps, self.position = self.steps + 1, self.position + self.batch_size
+        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
+
+    def checked(self, tokens):
+        tokens, shape = np.asarray(tokens), (self.rows.stop - self.rows.start, self.seq_len)
+        if tokens.shape != shape:
+            raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
+        require_tokens("batch", tokens, self.config.vocab_size)
+        return tokens
+
+
+class Trainer(TrainingStep):
+    """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
+
+    parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are the same if
+    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict of keyword
+    arguments of AdamW. seed: of the initial parameters. The other arguments are those of TrainingStep. Raises
+    ConfigError for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
+    """
+
+    def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
+        super().__init__(config, batch_size, seq_len, micro_batches)
+        if micro_batches > batch_size:
+            raise ConfigError(
+                f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
+            )
+        if backend.compute_dtype != backend.dtype:
+            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use FastTrainer")
+        backend.check_model(config)
+        self.backend, self.rows = backend, slice(0, batch_size)
+        self.arena = Arena(parameter_shapes(config))
+        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in "pg")
+        views = self.arena.views(self.parameters)
+        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
+        for name, array in initial_parameters(config, seed):
+            views[name][...] = backend.asarray(array, backend.dtype)
+        self.model = GPT2(config, self.tensors)
+        self.optimizer = AdamW(self.arena, self.parameters, backend, **optimizer or {})
 
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.
@@ -116,24 +152,6 @@ class Trainer:
         self.gradients[...] = tree_reduce((gradient_of(*each) for each in batch), operator.iadd)
         return losses
 
-    def clip(self):
-        """(the norm of the gradient, the factor that clips it): see AdamW.clip."""
-        return self.optimizer.clip(self.gradients)
-
-    def total_loss(self, losses):
-        """The loss of the batch, from those of its micro-batches (Python numbers)."""
-        return tree_sum(losses)
-
-    def report(self, loss, norm, lr, seconds):
-        """Count a step whose update is complete, and return its Step.
-
-        Raises Diverged if the loss or the gradient norm is not finite.
-        """
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise diverged(self.steps, loss, norm, lr, self.optimizer.eps)
-        self.steps, self.position = self.steps + 1, self.position + self.batch_size
-        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
-
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].
 
@@ -144,10 +162,3 @@ class Trainer:
         prepare, parts = self.backend.prepare_tokens, even_slices(self.batch_size, self.micro_batches)
         # with the size of the vocabulary, ids are prepared for the gradient of the embedding too
         return [(prepare(inputs[part], self.config.vocab_size), prepare(targets[part])) for part in parts]
-
-    def checked(self, tokens):
-        tokens, shape = np.asarray(tokens), (self.rows.stop - self.rows.start, self.seq_len)
-        if tokens.shape != shape:
-            raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
-        require_tokens("batch", tokens, self.config.vocab_size)
-        return tokens

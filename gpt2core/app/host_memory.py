@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.architecture import parameter_count, parameter_shapes
-from gpt2core.arena import unit_of
+from gpt2core.architecture import parameter_count, parameter_shapes, unit_of
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 

@@ -42,7 +42,7 @@ def inference_command(make_backend, world, args, cores):
     all_or_raise(world, lambda: world.use_transport(args.transport))
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
     all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
-    inputs = on_root(world, lambda: read_inputs(args, checkpoint))
+    inputs = on_root(world, lambda: read_request(args, checkpoint))
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
@@ -130,7 +130,7 @@ def group_sampling_rule(world, args, seed):
     return rule if world.one_process else GroupSampler(rule, world)
 
 
-def read_inputs(args, checkpoint):
+def read_request(args, checkpoint):
     """(GPT2Config, Tokenizer, list of prompts as token ids) of the flags and a Checkpoint; only the root calls it.
 
     The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.

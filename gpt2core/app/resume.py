@@ -1,13 +1,15 @@
 """Create the content of state.json, which has the progress and the flags of a run, and continue a run from it."""
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import gpt2core
 from gpt2core.app.fingerprints import token_fingerprint
 from gpt2core.app.presets import SHIPPED
-from gpt2core.app.setting_fields import SAVED, flag, has_type, names_of
+from gpt2core.app.setting_fields import AGAIN, SAVED, defaults_of, flag, has_type, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
@@ -189,3 +191,26 @@ def load_tuned(trainer, progress):
         )
     trainer.load_tuned(runtime.tuned | tuned)
     return []
+
+
+def resume_command(args, processes=None):
+    """The command line that continues this run from its --out directory, as text.
+
+    args: the TrainSettings of this run. processes: the number for `mpirun -n`; None: the command has no mpirun.
+    """
+    module = sys.modules["__main__"].__spec__
+    words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
+    words += ["--resume", args.out, "--out", args.out]
+    for name in names_of(TrainSettings, kept=AGAIN):
+        value = getattr(args, name)
+        if value not in (None, defaults_of(TrainSettings)[name]):
+            words += [flag(name if value else f"no_{name}")] if isinstance(value, bool) else [flag(name), value]
+    if processes:
+        mpirun = Path(words[0]).with_name("mpirun")
+        words = [mpirun if mpirun.exists() else "mpirun", "-n", processes, *words]
+    return shlex.join(map(str, words))
+
+
+def continue_flags(out):
+    """The flags that continue the run in the directory `out`."""
+    return f"--resume {out} --out {out}"

@@ -113,12 +113,6 @@ def schedule_notes(config, saved, progress):
     return [f"note: {', '.join(changed)} from here on{effect * (rates[0] != rates[1])}"]
 
 
-def nothing_left(config, steps):
-    """The line that a resumed run prints if its checkpoint, after `steps` steps, has the total of a RunConfig."""
-    done = f"nothing was left to train after {counted(steps, 'step')}"
-    return f"{done}: --steps is {config.steps} in total; give a larger --steps"
-
-
 def resolve_rank_flags(settings, world):
     """(TrainSettings in which also the group RANKS has its final values, notes to print).
 

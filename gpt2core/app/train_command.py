@@ -6,11 +6,9 @@ raised it, the other ranks would wait for this rank forever.
 
 import contextlib
 import time
-from dataclasses import replace
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
-from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import naming_text, share_corpus, text_names
@@ -20,11 +18,10 @@ from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.resume import restore, run_state
+from gpt2core.app.resume import continue_flags, restore, resume_command, run_state
 from gpt2core.app.run_config import data_parallel_ranks
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_inputs import read_inputs
-from gpt2core.architecture import flops_per_token
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.engine.run import LogLost, run
@@ -211,7 +208,7 @@ class Outputs:
             note = f"note: there is no trace: {error}"
         if last and self.config.schedule_picture and self.config.pp > 1:
             lines += pictures(trainer.accumulator, trainer.mesh.pipeline, training_width())
-        log(with_utilisation(trainer, step), validation_loss, fields)
+        log(step, validation_loss, fields)
         # If the first step is captured as a CUDA graph, its time is not that of later steps.
         if step.step == self.first_step and not trainer.backend.runtime.uses_graphs:
             lines = [*time_left(step.seconds, self.config.steps - self.first_step - 1), *lines]
@@ -219,18 +216,6 @@ class Outputs:
             log.print(line)
         if note:
             log.print_error(note)
-
-
-def with_utilisation(trainer, step):
-    """The Step with its field `mfu`, the model-FLOPs utilisation: FLOPs/s of the step / peak FLOPs/s of all devices.
-
-    If the peak of the device is not known, the Step is returned unchanged.
-    """
-    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
-    if not peak:
-        return step
-    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
-    return replace(step, mfu=flops / (peak * trainer.world.size))
 
 
 def raise_if_damaged(source, trainer, first_step):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core.architecture import flops_per_token
 from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
@@ -92,7 +93,17 @@ class FastTrainer(ParallelTrainer):
         start, self.finished = max(step.began, self.finished), time.perf_counter()
         counted_step, scale = self.report(loss, norm, step.lr, self.finished - start), self.loss_scale.value
         skipped = None if scale is None else step.repeats
-        return FastStep(**vars(counted_step), loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None)
+        return FastStep(
+            **vars(counted_step), loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None,
+            mfu=self.utilisation(counted_step.tokens_per_second),
+        )  # fmt: skip
+
+    def utilisation(self, tokens_per_second):
+        """The model-FLOPs utilisation: the model's FLOPs/s / peak FLOPs/s of all devices; None if that is not known."""
+        peak = self.backend.runtime.peak_flops(self.backend.precision)
+        return (
+            tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size) if peak else None
+        )
 
     def read(self, step, signal):
         """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks. Sets stopped_by."""
@@ -129,7 +140,7 @@ class FastTrainer(ParallelTrainer):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
         losses, norm = self.update(batch, hyper)
-        self.optimizer.updating = False  # result() counts the step
+        self.updating = False  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 

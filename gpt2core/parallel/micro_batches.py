@@ -11,11 +11,10 @@ on them.
 import math
 import threading
 
-import numpy as np
-
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
+from gpt2core.parallel.accumulator import Accumulator, loss_arrays
 from gpt2core.parallel.async_all_gather import NoGather
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
@@ -32,25 +31,24 @@ class Worker:
     A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. Kernels
     write the gradient of a pass to the buffers of `sums`, a GradientSums; in every second pass they add it. Each pass
     must reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before
-    the forward pass of a unit, completed(unit) when its sum is complete. dloss: the array of shape () with which
-    backward begins; None: 1. recompute: see parts_of().
+    the forward pass of a unit, completed(unit) when its sum is complete. dloss: see Accumulator. recompute: see
+    parts_of().
     """
 
     def __init__(
-        self, config, arena, parameters, gradients, backend, count, group, wait, completed, dloss=None, merged=1,
+        self, config, arena, parameters, gradients, backend, count, group, wait, completed, dloss, merged=1,
         recompute="none",
     ):  # fmt: skip
         self.arena, self.backend, self.group, self.completed = arena, backend, group, completed
-        self.dloss = backend.ones((), np.float64) if dloss is None else dloss
-        self.gradients = gradients
+        self.dloss, self.gradients = dloss, gradients
         self.sums = GradientSums(arena, parameters, gradients, backend, count)
         self.tensors = self.sums.tensors
         # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
         twice = [config.head] if config.tied and merged * count > 1 else []
         lead = (merged,) if merged > 1 else ()
         self.apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
-        losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
-        self.losses, self.merged = [losses[i : i + 1].reshape(()) for i in range(count * merged)], merged
+        # of each pass: its loss, then merged - 1 zeros
+        self.losses, self.merged = loss_arrays(backend, count * merged), merged
         self.model = GPT2(config, self.tensors, group)
         self.parts = parts_of(self.model.units, backend, recompute, before=wait, completed=self.add_unit)
 
@@ -85,16 +83,16 @@ class Worker:
             self.completed(unit)
 
 
-class MicroBatches:
+class MicroBatches(Accumulator):
     """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
     parameters: the flat buffer that all workers read. data_parallel: sums `gradients` over the ranks. pool: the
     WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because
     workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are merged.
-    all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss,
-    recompute: see Worker. on_complete is data_parallel.unit_completed. It is called during backward when this rank's
-    gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every rank. Raises
-    ConfigError unless pool.size divides `count`.
+    all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss: see
+    Accumulator; recompute: see Worker. on_complete is data_parallel.unit_completed. It is called during backward when
+    this rank's gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every
+    rank. Raises ConfigError unless pool.size divides `count`.
     """
 
     def __init__(
@@ -106,33 +104,25 @@ class MicroBatches:
                 f"{count} micro-batches per rank are not divisible by {pool.size} threads: "
                 f"use `threads={math.gcd(count, pool.size)}` or another `micro_batches`"
             )
-        self.arena, self.pool, self.count, self.gradients = arena, pool, count, gradients
+        super().__init__(pool.backends[0], count, dloss)
+        self.arena, self.pool, self.gradients = arena, pool, gradients
         self.data_parallel, self.all_gather = data_parallel, all_gather or NoGather()
         self.on_complete = data_parallel.unit_completed
         self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.units, 0)
         self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
         passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
         sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
-        options = dict(dloss=dloss, merged=self.merged, recompute=recompute)
+        options = dict(dloss=self.dloss, merged=self.merged, recompute=recompute)
         self.workers = [
             Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), *hooks, **options)
             for backend, flat in zip(pool.backends, sums, strict=True)
         ]
 
     def deal(self, inputs, targets, rows, merged=1):
-        """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].
-
-        A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty. The
-        arrays of merged micro-batches are (merged, B, T).
-        """
         batches = passes_of(inputs, targets, rows, self.count, merged)
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
     def backward(self, batch, scale):
-        """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
-
-        Writes the flat sum of all gradients, times dloss, to `gradients`; read it after DataParallel.finish().
-        """
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.completed = dict.fromkeys(self.arena.units, 0)
         self.data_parallel.begin()
@@ -156,8 +146,6 @@ class MicroBatches:
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
-        """The losses of the micro-batches from deal(), without gradients; 0 for an empty micro-batch."""
-
         def run(worker, part):
             return [forward_pass(worker.parts, x, y, scale)[1].item() if len(x) else 0.0 for x, y in part]
 

@@ -23,11 +23,11 @@ from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.sharded_adamw import ShardedAdamW, check_rounding
 from gpt2core.parallel.whole_parameters import ArenaLayout, fill
 from gpt2core.threads import WorkerPool, limit_blas
-from gpt2core.trainer import Trainer
+from gpt2core.trainer import TrainingStep
 
 
-class ParallelTrainer(Trainer):
-    """A Trainer whose model and optimizer are divided; the workers of its accumulator have the tensors.
+class ParallelTrainer(TrainingStep):
+    """A training step whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
     the cores. batch_size, seq_len, micro_batches: of the global batch. world: the Communicator of all ranks. parallel:
@@ -42,13 +42,15 @@ class ParallelTrainer(Trainer):
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
     micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
+    updating: whether an update has begun that is not counted in `steps`.
     """
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
         seed=0, dloss=None,
     ):  # fmt: skip
-        self.set_sizes(config, batch_size, seq_len, micro_batches)
+        super().__init__(config, batch_size, seq_len, micro_batches)
+        self.updating = False
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
         self.pool, self.backend = WorkerPool(backends), backends[0]
         if self.backend.scales_loss and dloss is None:
@@ -132,11 +134,15 @@ class ParallelTrainer(Trainer):
         self.data_parallel.finish()
         return losses
 
+    def apply(self, *arguments):
+        self.updating = True  # until report(): a step that is interrupted after this point is not continued
+        super().apply(*arguments)
+
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
     def report(self, *arguments):
-        self.optimizer.updating = False
+        self.updating = False
         return super().report(*arguments)
 
     @property
@@ -146,7 +152,7 @@ class ParallelTrainer(Trainer):
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
-        if self.optimizer.updating:
+        if self.updating:
             raise UserError(
                 f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
                 f"{type(self).__name__}"

@@ -9,7 +9,7 @@ import functools
 
 from gpt2core.model import Embedding, Head
 from gpt2core.stream import Stream
-from gpt2core.tensor import Tensor
+from gpt2core.tensor import Tensor, call
 
 RECOMPUTE = ("none", "block")  # what backward computes again
 
@@ -54,17 +54,13 @@ class Graph:
     def __init__(self, part):
         self.part, self.y, self.dx = part, None, None
 
-    def backward(self, dy, later=None):
-        """dy, the gradient of y -> the gradient of x; None for token ids. later: see Tensor.backward."""
+    def backward(self, dy, when=call):
+        """dy, the gradient of y -> the gradient of x; None for token ids. when: see Tensor.backward."""
         for unit in reversed(self.part.units):
             self.part.before_backward(unit.name)
         y, self.y = self.y, None  # the graph is freed while backward runs
-        y.backward(dy, later=later)
-        completed = functools.partial(self.part.completed, self.part.units[0].name)
-        if later is None:
-            completed()
-        else:
-            later.append(completed)
+        y.backward(dy, when=when)
+        when(functools.partial(self.part.completed, self.part.units[0].name))
         return self.dx
 
     def keep_gradient(self, dx):
@@ -92,11 +88,11 @@ class RecomputedGraph:
         graph = forward(*inputs)
         self.y, graph.y = graph.y.detach(), None  # otherwise the graph refers to itself, and is not freed here
 
-    def backward(self, dy, later=None):
+    def backward(self, dy, when=call):
         """See Graph.backward."""
         self.y = None
         self.join()
-        return self.forward(*self.inputs).backward(dy, later)
+        return self.forward(*self.inputs).backward(dy, when)
 
 
 def parts_of(units, backend, recompute="none", separate=False, **hooks):
@@ -122,10 +118,10 @@ def forward_pass(parts, x, *loss):
     return graphs, x
 
 
-def backward_pass(graphs, dy, later=None):
+def backward_pass(graphs, dy):
     """The gradient of the first graph's input, from that of the last graph's output; frees each graph after its use."""
     while graphs:
-        dy = graphs.pop().backward(dy, later)
+        dy = graphs.pop().backward(dy)
     return dy
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import AdamW
+from gpt2core.optimizer import AdamW, clear_padding
 from gpt2core.parallel.model_pages import ModelPages
 
 
@@ -34,7 +34,47 @@ class Hyperparameters(NamedTuple):
     key: np.ndarray | None  # (1) int64, from rounding_key(), or None
 
 
-class ShardedAdamW(AdamW):
+class DividedAdamW(AdamW):
+    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered.
+
+    A subclass has page_sums(flat): the sums of squares of all pages of the model, in the order of one rank, from the
+    part of a flat array that this rank has. All ranks call this method, and those that call it.
+    """
+
+    def clip(self, gradients, **state):
+        """AdamW.clip. state: further arguments of Backend.clip."""
+        with self.backend.runtime.range("optimizer"):
+            return self.backend.clip(self.page_sums(gradients), self.bound, **state)
+
+    def norm(self, flat):
+        """The global L2 norm of a flat array, a Python float."""
+        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
+
+    def gather(self):
+        """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
+
+    def gather_parameters(self):
+        """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
+        self.gather()
+
+    def refresh_copy(self, steps):
+        """Round the parameters to the copy that kernels read, as update number `steps` did: after loading."""
+
+    @property
+    def nbytes(self):
+        """Bytes of the optimizer state that this rank holds."""
+        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+    def moments(self):
+        """(first, second): the flat moments that a checkpoint of this layout has."""
+        return self.exp_avg, self.exp_avg_sq
+
+    def load_moments(self, first, second):
+        """Load this rank's moments from those of moments()."""
+        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
+
+
+class ShardedAdamW(DividedAdamW):
     """AdamW whose arena is divided over `owners`: each has only the moments of its own share (Rajbhandari et al. 2020).
 
     pool: the WorkerPool whose threads divide the update. owners: by default a group of one. pages: the ModelPages of
@@ -42,8 +82,6 @@ class ShardedAdamW(AdamW):
     None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
     depend only on `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the
     array that kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it.
-    updating: whether an update has begun that the trainer has not counted yet; then some parameters may be those before
-    the update, others those after it.
     """
 
     def __init__(
@@ -53,10 +91,9 @@ class ShardedAdamW(AdamW):
         self.pool, self.owners = pool, owners or Solo()
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
-        self.updating = False
         self.seed = seed if rounding == "stochastic" else None
-        self.own = own = arena.share(self.owners.rank, self.owners.size)
-        super().__init__(arena, parameters, pool.backends[0], size=own.stop - own.start, **options)
+        self.own = arena.share(self.owners.rank, self.owners.size)
+        super().__init__(arena, parameters, pool.backends[0], **options)
         self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
 
     def hyperparameters(self, step, lr):
@@ -67,17 +104,8 @@ class ShardedAdamW(AdamW):
         """[function(backend, share) of each worker]; the slices `share` divide this rank's share of the arena."""
         return self.pool.map_shares(function, self.arena, self.owners.rank, self.owners.size)
 
-    def clip(self, gradients, **state):
-        """AdamW.clip. state: further arguments of Backend.clip."""
-        with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.bound, **state)
-
-    def norm(self, flat):
-        """The global L2 norm of a flat buffer, a Python float."""
-        return self.backend.to_host(self.backend.clip(self.page_sums(flat), 0.0)[0]).item()
-
     def page_sums(self, flat):
-        """The sums of squares of all pages of the model; only this rank's share of `flat` is read.
+        """The sums of squares of all pages of the model, without the last ones, which are padding for the owners.
 
         The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
         the number of owners.
@@ -96,11 +124,10 @@ class ShardedAdamW(AdamW):
             *arrays, decays = self.arrays(share, gradients)
             backend.adamw_step(*arrays, hyperparameters.scalars, factor, decays, self.betas, copy)
 
-        self.updating = True
         with self.backend.runtime.range("optimizer"):
             self.map_own(update)
-            self.clear_padding(self.parameters)
-            self.clear_padding(self.compute_parameters)
+            clear_padding(self, self.parameters)
+            clear_padding(self, self.compute_parameters)
             if self.gathers:
                 self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
@@ -111,31 +138,19 @@ class ShardedAdamW(AdamW):
         return p, m, v, g, self.decays[self.arena.pages(share)]
 
     def gather(self):
-        """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
         if not self.gathers:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather_parameters(self):
-        """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
-        self.gather()
+        super().gather_parameters()
         if self.compute_copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Round the parameters to compute_copy as update number `steps` did; call it after a checkpoint is loaded."""
         if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             self.backend.cast(self.parameters, self.compute_copy, key)
 
-    @property
-    def nbytes(self):
-        """Bytes of the optimizer state that this rank holds."""
-        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
-
     def moments(self):
         """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""
-        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
-
-    def load_moments(self, first, second):
-        """Load this rank's share of the moments; first, second: flat moments of the whole arena."""
-        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
+        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in super().moments())

@@ -15,7 +15,6 @@ import functools
 import numpy as np
 
 from gpt2core.architecture import forward_plan
-from gpt2core.communicator import Solo
 from gpt2core.threads import WorkerPool
 from stage0_serial.blas.bf16_products import MIN_ROWS
 from stage0_serial.generation.timed_choice import fastest_way, stored_choice
@@ -27,7 +26,7 @@ TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 def token_step(model):
     """A function to use instead of model.next_logits, or None if ranks share the layers of the model."""
-    return TokenStep(model, model.head.backend) if isinstance(model.group, Solo) else None
+    return TokenStep(model, model.head.backend) if model.is_whole else None
 
 
 class TokenStep:

@@ -26,6 +26,7 @@ import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.arena import round_up
+from gpt2core.next_logits import last_position
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import no_grad
 from gpt2core.text.only_tokens import OnlyTokens
@@ -255,7 +256,7 @@ class GpuDecoder:
         equal_lengths: whether all sequences have T tokens; then the last layer computes only the last position.
         """
         ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
-        self.keep_last_rows(self.model.trunk(ids, self.prefill_cache, last_only=equal_lengths))
+        self.keep_last_rows(self.trunk(ids, self.prefill_cache, last_only=equal_lengths))
 
     @no_grad()
     def recompute_window(self, mixed_lengths):
@@ -264,8 +265,13 @@ class GpuDecoder:
         mixed_lengths: whether some sequences have fewer than block_size tokens.
         """
         gather.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
-        self.keep_last_rows(self.model.trunk(self.window, last_only=not mixed_lengths))
+        self.keep_last_rows(self.trunk(self.window, None, last_only=not mixed_lengths))
         return self.unembed()
+
+    def trunk(self, ids, cache, last_only):
+        """The final LayerNorm's output for ids (B, T): (B, T, C), or only that of the last position, (B, 1, C)."""
+        model = self.model
+        return last_position(model, ids, cache) if last_only else model.output.ln_f(model.stream(ids, cache))
 
     def keep_last_rows(self, y):
         """h = the row of each sequence's last position; y: a Tensor (B, T, C), or (B, 1, C) with only these rows."""
@@ -304,4 +310,4 @@ def supports(model, batch):
 
     The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
     """
-    return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH
+    return model.is_whole and batch <= batched.MAX_BATCH

@@ -165,7 +165,6 @@ def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(
     def log(*_):
         raise OSError("no space")
 
-    monkeypatch.setattr(train_command, "with_utilisation", lambda trainer, step: step)
     monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
     trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
     config = SimpleNamespace(schedule_picture=False)

@@ -22,13 +22,13 @@ import pytest
 
 from gpt2core.app import cli, run_paths
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
-from gpt2core.app.checkpoints.out_flag import resume_command
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.output.output_files import continue_log, is_plot
 from gpt2core.app.output.run_log import RunLog, rarely_changing_lines, read_log, step_line
 from gpt2core.app.output.run_summary import duration
 from gpt2core.app.output.terminal import WordWrap
+from gpt2core.app.resume import resume_command
 from gpt2core.app.run_paths import rename_with_number
 from gpt2core.app.train_command import train_command
 from gpt2core.engine.fast_trainer import FastStep as Step

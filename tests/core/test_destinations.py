@@ -14,7 +14,7 @@ from gpt2core import ops, primitives  # noqa: F401 - primitives defines +, *, su
 from gpt2core.communicator import SOLO
 from gpt2core.ops import copy_to_group
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.tensor import AutogradError, Destination, ShapeError, Tensor, no_grad
+from gpt2core.tensor import AutogradError, Destination, ShapeError, Tensor, call, no_grad
 from gpt2core.tree_sum import tree_sum
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
@@ -147,7 +147,7 @@ def test_a_gradient_of_a_wrong_shape_is_refused(backend, buffered, deferred, lat
         wrong = np.ones(shape, backend.dtype)
         y = Tensor.from_op(np.ones(3), (parent,), lambda dy, g=wrong: ((lambda out: g) if deferred else g,))
         with pytest.raises(ShapeError, match=r"gradient of shape .* reached a tensor of shape"):
-            y.backward(np.ones(3), later=later)
+            y.backward(np.ones(3), when=call if later is None else later.append)
             while later:
                 later.pop()()
     with pytest.raises(ShapeError, match=r"\(3,\) reached a tensor of shape \(16,\)"):
@@ -296,7 +296,7 @@ def test_the_array_of_a_buffer_can_be_a_gradient_itself(backend):
 def test_the_gradient_of_the_head_of_several_micro_batches_may_be_computed_after_that_of_its_input(
     numpy_backend, rng, M, apart, logits, monkeypatch
 ):
-    """As with backward(later=...): in a new array or a destination, also in one for each micro-batch."""
+    """As with backward(when=...): in a new array or a destination, also in one for each micro-batch."""
     if logits:
         monkeypatch.setattr(vocabulary, "LOGITS", logits)
     run = backwards(numpy_backend, rng, M)["unembed_cross_entropy"]
@@ -312,7 +312,7 @@ def test_the_gradient_of_the_head_of_several_micro_batches_may_be_computed_after
     assert_array_equal(dw(None), tree_sum([dw for _, dw in each]), strict=True)
 
 
-# -- the weights after backward(later=...) -----------------------------------------------------------------------------
+# -- the weights after backward(when=...) -----------------------------------------------------------------------------
 
 
 @LOGITS

@@ -16,6 +16,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.next_logits import last_logits
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
@@ -110,8 +111,8 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     want_loss.backward()
     with no_grad():
         assert relative(ours.logits(ids).numpy(), want.detach()) <= MODEL
-        assert_array_equal(ours.logits(ids, last_only=True).shape, (B, 1, config.vocab_size))
-        assert relative(ours.logits(ids, last_only=True).numpy(), want[:, -1:].detach()) <= MODEL
+        assert_array_equal(last_logits(ours, ids).shape, (B, 1, config.vocab_size))
+        assert relative(last_logits(ours, ids).numpy(), want[:, -1:].detach()) <= MODEL
     loss = ours.loss(ids, targets)
     assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
@@ -139,7 +140,7 @@ def test_last_only_gives_the_logits_and_gradients_of_the_last_of_all_positions(r
     config = GPT2Config(29, 12, 2, 2, 8)
     parameters, ids = random_parameters(config, rng, np.float64), batch(rng, config, 3, 12)[0]
     last, whole = (model_of(config, parameters, NumpyBackend("fp64")) for _ in range(2))
-    y, want = last.logits(ids, last_only=True), whole.logits(ids)[:, -1:]
+    y, want = last_logits(last, ids), whole.logits(ids)[:, -1:]
     assert relative(y.numpy(), want.numpy()) <= 1e-12
     dy = rng.standard_normal(y.shape)
     y.backward(dy), want.backward(dy)

@@ -126,11 +126,3 @@ def test_a_mark_on_a_stream_reports_between_the_gradients_of_its_two_sides(backe
     (Stream(plain.x * 2) + Branch(ops.gelu(plain.a), plain.bias)).layernorm(plain.w, plain.b, EPS).sum().backward()
     for name, gradient in plain.gradients().items():
         assert_array_equal(leaves.gradients()[name], gradient, strict=True, err_msg=name)
-
-
-def test_the_last_position_of_a_stream_is_that_of_its_sum(backend):
-    leaves = Leaves(backend)
-    first, _ = leaves.branches()
-    last = (Stream(leaves.x) + first).last_position()
-    want = leaves.x.data + (leaves.a.data + leaves.bias.data)
-    assert_array_equal(last.tensor().data, want[:, -1:])

@@ -343,7 +343,7 @@ def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_f
     beside = primitives.tanh(x @ w2)  # made after the mark: it is differentiated before the mark is reached
     z = (marked @ w3 + beside) @ shared + passed
     later = [] if deferred else None
-    z.backward(rng.standard_normal((3, 3)), later=later)
+    z.backward(rng.standard_normal((3, 3)), when=later.append)
     for function in later or ():
         function()
     (seen,) = reports

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from gpt2core.app.presets import PRESETS
-from gpt2core.architecture import GPT2Config, parameter_shapes
-from gpt2core.arena import PAGE, SEGMENTS, Arena, unit_of
+from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
+from gpt2core.arena import PAGE, SEGMENTS, Arena
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -221,7 +221,7 @@ def worker_of(config, count, **options):
     arena, backend = Arena(parameter_shapes(config)), NumpyBackend()
     hooks = options.pop("wait", lambda unit: None), options.pop("completed", lambda unit: None)
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
-    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, **options)
+    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, np.array(1.0), **options)
 
 
 @settings(max_examples=30, deadline=None)

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from gpt2core.architecture import GPT2Config
-from gpt2core.arena import unit_of
+from gpt2core.architecture import GPT2Config, unit_of
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel import part as part_module
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.tensor import Tensor
+from gpt2core.tensor import Tensor, call
 from stage0_serial.numpy_backend import NumpyBackend
 
 B, T = 3, 16
@@ -48,7 +47,7 @@ def run_parts(parts, ids, targets, dloss, later=None):
         x = graphs[-1].y.data
     value = x
     for graph in reversed(graphs):
-        dy = graph.backward(dy, later)
+        dy = graph.backward(dy, call if later is None else later.append)
     for function in later or ():
         function()
     return value
@@ -137,7 +136,7 @@ def test_a_unit_is_completed_when_all_of_its_gradients_are_computed_last_units_f
 def test_with_later_no_gradient_is_written_before_its_function_is_called(backend):
     model, ids, targets = model_and_tokens(backend)
     part, dloss, later = parts_of(model, [])[0], backend.ones((), np.float64), []
-    part.forward(ids, targets, None).backward(dloss, later)
+    part.forward(ids, targets, None).backward(dloss, later.append)
     assert all(tensor.grad is None for tensor in model.parameters.values())
     for function in later:
         function()

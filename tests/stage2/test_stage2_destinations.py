@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core import ops
 from gpt2core.arena import round_up
-from gpt2core.tensor import Destination, ShapeError, Tensor, no_grad
+from gpt2core.tensor import Destination, ShapeError, Tensor, call, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
@@ -216,10 +216,11 @@ def test_a_layernorm_has_its_gradients_whichever_are_asked_for_through_a_kept_gr
             leaf.buffer = each.empty((16,), each.dtype)
         fixed = (Tensor(each.asarray(v.astype(each.dtype)), each) for v in (x, branch))
         s, y = ops.residual_layernorm(*fixed, *leaves.values())
-        roots, later = ((s, ds), (y, dy)), [] if deferred else None
+        roots, later = ((s, ds), (y, dy)), []
+        when = later.append if deferred else call
         for root, gradient in roots + roots[1:]:  # the graph of y twice, so its gradients are added
-            root.backward(each.asarray(gradient.astype(each.dtype)), retain_graph=True, later=later)
-        for function in later or []:
+            root.backward(each.asarray(gradient.astype(each.dtype)), retain_graph=True, when=when)
+        for function in later:
             function()
         each.runtime.join()
         found.append({name: each.to_host(leaf.grad) for name, leaf in leaves.items() if leaf.requires_grad})

@@ -12,7 +12,7 @@ from gpt2core import ops, primitives
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.model import GPT2
 from gpt2core.stream import Branch, Stream
-from gpt2core.tensor import Tensor
+from gpt2core.tensor import Tensor, call
 
 B, T, C, H, V = 4, 9, 16, 2, 20  # more rows than one program of a sum adds on the GPU
 SHAPES = dict(
@@ -108,9 +108,6 @@ GRAPHS = {
     ],
     "a stream that a layernorm reads": lambda a: [stream(a, lambda x: x.layernorm(a.scale, a.bias, 1e-5))],
     "a stream that is read as it is": lambda a: [stream(a, Stream.tensor)],
-    "the last position of a stream": lambda a: [
-        stream(a, lambda x: x.last_position().layernorm(a.scale, a.scale, 1e-5))
-    ],
     "attention": lambda a: [ops.attention(a.qkv, H)],
     "attention of one leaf twice": lambda a: [ops.attention(a.qkv, H) + ops.attention(a.qkv * 2, H)],
     "attention of q, k and v from one weight": lambda a: [
@@ -165,11 +162,11 @@ def backward(graph, leaves, times=1, later=None):
     for root in GRAPHS[graph](leaves):
         for left in reversed(range(times)):
             gradient = leaves.x.backend.asarray(np.asarray(gradient_of(root), root.dtype))
-            root.backward(gradient, retain_graph=left > 0, later=later)
+            root.backward(gradient, retain_graph=left > 0, when=call if later is None else later.append)
 
 
 def gradients(graph, backend, buffered=False, times=1, deferred=False):
-    """{name: the gradient on the host of each leaf that has one}. deferred: backward(later=...), then the functions.
+    """{name: the gradient on the host of each leaf that has one}. deferred: backward(when=...), then the functions.
 
     Asserts that a buffered leaf has its gradient in its buffer, and that a deferred one is not written too early.
     """
@@ -189,7 +186,7 @@ def gradients(graph, backend, buffered=False, times=1, deferred=False):
 
 
 def check_that_parameters_are_freed(backend, tied):
-    """A model's gradients with backward(later=...) have the bits of backward(), after the parameters were freed."""
+    """A model's gradients with backward(when=...) have the bits of backward(), after the parameters were freed."""
     config, rng = GPT2Config(V, T, 2, H, C, tied=tied), np.random.default_rng(7)
     ids, targets = rng.integers(0, V, (2, B, T))
     parameters = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in parameter_shapes(config)}
@@ -200,7 +197,7 @@ def check_that_parameters_are_freed(backend, tied):
             leaf = leaves[name] = Tensor(backend.asarray(value.astype(backend.dtype)), backend, requires_grad=True)
             leaf.data = leaf.data.copy()  # an array that nothing else refers to
             leaf.buffer = backend.empty(value.shape, backend.dtype)
-        GPT2(config, leaves).loss(ids, targets).backward(later=later)
+        GPT2(config, leaves).loss(ids, targets).backward(when=call if later is None else later.append)
         if later is not None:
             alive = {name: weakref.ref(leaf.data) for name, leaf in leaves.items()}
             for leaf in leaves.values():

@@ -1,15 +1,13 @@
-"""The flag --out: which files may be written to its directory, and the command that continues the run from there."""
+"""The flag --out: which files may be written to its directory."""
 
 import os
-import shlex
-import sys
 from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import HIDDEN, LATEST, STEP, describe_step, newest_step
 from gpt2core.app.checkpoints.files import FILES
 from gpt2core.app.checkpoints.run_lock import LOCK
 from gpt2core.app.run_paths import of_another_run
-from gpt2core.app.setting_fields import AGAIN, defaults_of, flag, names_of
+from gpt2core.app.setting_fields import flag, names_of
 from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError
 
@@ -53,26 +51,3 @@ def check_out_directory(args):
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
     if not args.overwrite and (older := checkpoint_of_older_run(args)):
         raise CheckpointError(of_another_run(f"--out {args.out}", describe_step(older), f" {args.out}", "directory"))
-
-
-def resume_command(args, processes=None):
-    """The command line that continues this run from its --out directory, as text.
-
-    args: the TrainSettings of this run. processes: the number for `mpirun -n`; None: the command has no mpirun.
-    """
-    module = sys.modules["__main__"].__spec__
-    words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
-    words += ["--resume", args.out, "--out", args.out]
-    for name in names_of(TrainSettings, kept=AGAIN):
-        value = getattr(args, name)
-        if value not in (None, defaults_of(TrainSettings)[name]):
-            words += [flag(name if value else f"no_{name}")] if isinstance(value, bool) else [flag(name), value]
-    if processes:
-        mpirun = Path(words[0]).with_name("mpirun")
-        words = [mpirun if mpirun.exists() else "mpirun", "-n", processes, *words]
-    return shlex.join(map(str, words))
-
-
-def continue_flags(out):
-    """The flags that continue the run in the directory `out`."""
-    return f"--resume {out} --out {out}"

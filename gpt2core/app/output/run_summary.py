@@ -3,7 +3,6 @@
 import signal
 
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.run_config import nothing_left
 from gpt2core.app.settings import with_flags
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
@@ -105,3 +104,9 @@ def duration(seconds):
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def nothing_left(config, steps):
+    """The line that a resumed run prints if its checkpoint, after `steps` steps, has the total of a RunConfig."""
+    done = f"nothing was left to train after {counted(steps, 'step')}"
+    return f"{done}: --steps is {config.steps} in total; give a larger --steps"

@@ -3,8 +3,7 @@
 import math
 
 from gpt2core.app.planning.layout import own_chunks, recomputed
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import unit_of
+from gpt2core.architecture import parameter_shapes, unit_of
 
 
 def forward_flops(config, seq_len):

@@ -10,8 +10,8 @@ import math
 from typing import NamedTuple
 
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import PAGE, Arena, round_up, unit_of
+from gpt2core.architecture import parameter_shapes, unit_of
+from gpt2core.arena import PAGE, Arena, round_up
 from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of

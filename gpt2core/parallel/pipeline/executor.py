@@ -3,7 +3,7 @@
 import time
 
 from gpt2core.parallel.part import forward_pass
-from gpt2core.tensor import no_grad
+from gpt2core.tensor import call, no_grad
 
 KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
 TABLE = 0  # the tag of the tied table (tied_table.py); those of the messages of an Executor are larger
@@ -82,14 +82,14 @@ class Executor:
         dx = self.dloss if c == self.last else self.receive("B", m, c)
         if ("F", m, c) in self.sent:
             self.sent.pop(("F", m, c)).wait()  # at once: the receiver has used the array
-        graphs, later = self.graphs.pop((m, c)), [] if self.splits else None
+        graphs, later = self.graphs.pop((m, c)), []
         if not self.splits:
             self.gradients.begin(c)
         with self.backend.runtime.range("backward"):
             while graphs:
                 if self.tied and c == 0 and len(graphs) == 1:  # the graph of the embedding
                     self.send("E", m, c, self.last, dx)
-                dx = graphs.pop().backward(dx, later)
+                dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
             self.send("B", m, c, c - 1, dx)
         if self.splits:

@@ -1,13 +1,12 @@
 """Pipeline parallelism: each rank has some of the units, and the micro-batches pass through the ranks.
 
-PipelineMicroBatches has the methods of MicroBatches, and the same bits: kernels see one micro-batch each, as in a group
+PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch each, as in a group
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-import numpy as np
-
 from gpt2core.data import even_slices
 from gpt2core.model import make_unit
+from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
@@ -16,25 +15,21 @@ from gpt2core.parallel.pipeline.tied_table import TiedTable
 from gpt2core.parallel.tree_stack import GradientSums
 
 
-class PipelineMicroBatches:
+class PipelineMicroBatches(Accumulator):
     """The `count` micro-batches of one replica, of which this rank computes its own units.
 
     arena, parameters, gradients: of the parameters that this rank stores (placement.py). data_parallel: sums
     `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and those that
-    divide each layer. parallel: ParallelConfig. dloss: see Worker. tensors: {name: Tensor} of the parameters that this
-    rank reads: those of `sums`, and on the first rank of a tied model the table. schedule: that of all ranks.
+    divide each layer. parallel: ParallelConfig. dloss: see Accumulator. tensors: {name: Tensor} of the parameters that
+    this rank reads: those of `sums`, and on the first rank of a tied model the table. schedule: that of all ranks.
     """
-
-    merged = 1
 
     def __init__(
         self, config, arena, parameters, gradients, data_parallel, backend, count, pipeline, group, parallel, dloss=None
     ):  # fmt: skip
+        super().__init__(backend, count, dloss)
         self.group, self.backend, self.data_parallel = group, backend, data_parallel
-        self.arena, self.gradients = arena, gradients
-        self.count, self.workers, self.on_complete = count, [self], data_parallel.unit_completed
-        dloss = backend.ones((), np.float64) if dloss is None else dloss
-
+        self.arena, self.gradients, self.on_complete = arena, gradients, data_parallel.unit_completed
         self.sums = GradientSums(arena, parameters, gradients, backend, count)
         self.tensors, self.tied = dict(self.sums.tensors), None
         if config.tied:
@@ -44,11 +39,11 @@ class PipelineMicroBatches:
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         chunks = {c: self.parts(config, units, parallel.recompute) for c, units in self.units.items()}
-        self.executor = Executor(chunks, len(all_units), pipeline, backend, config.n_embd, dloss, self, config.tied)
+        self.executor = Executor(
+            chunks, len(all_units), pipeline, backend, config.n_embd, self.dloss, self, config.tied
+        )
         self.schedule = make_schedule(parallel, count, config.tied)
         self.actions = self.schedule[pipeline.rank]
-        losses = backend.zeros((count,), np.float64)  # 0 on a rank without the head
-        self.losses_of_step = [losses[m : m + 1].reshape(()) for m in range(count)]
 
     def parts(self, config, names, recompute):
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
@@ -59,21 +54,18 @@ class PipelineMicroBatches:
         return [part for group in groups for part in parts_of(group, self.backend, recompute, **hooks)]
 
     def deal(self, inputs, targets, rows, merged=1):
-        """See MicroBatches.deal."""
         return [[(inputs[part], targets[part]) for part in even_slices(rows, self.count)]]
 
     def backward(self, batch, scale):
-        """See MicroBatches.backward. The losses are 0 on a rank without the head."""
         self.data_parallel.begin()
         self.sums.begin()
         self.batch = batch[0]
         self.refresh()
         for m, loss in self.executor.run(self.actions, self.batch, scale).items():
-            self.losses_of_step[m][...] = loss
-        return self.losses_of_step
+            self.loss_arrays[m][...] = loss
+        return self.loss_arrays
 
     def losses(self, inputs, targets, scale, rows):
-        """See MicroBatches.losses. The losses are 0 on a rank without the head."""
         self.refresh()
         losses = self.executor.evaluate(self.deal(inputs, targets, rows)[0], scale)
         return [losses[m].item() if m in losses else 0.0 for m in range(self.count)]

@@ -1,9 +1,7 @@
 """Which rank of a pipeline has which units and which parameters of a model."""
 
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import unit_of
+from gpt2core.architecture import parameter_shapes, unit_names, unit_of
 from gpt2core.data import even_slices
-from gpt2core.model import unit_names
 
 
 def units_of_chunks(config, count):

@@ -5,13 +5,11 @@ and its gradients are sent while those of the next unit are computed. With ZeRO-
 after its forward pass and again after its backward pass; with ZeRO-2 they stay until the update.
 """
 
-import numpy as np
-
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import unit_of
+from gpt2core.architecture import parameter_shapes, unit_of
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
+from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.micro_batches import passes_of
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
@@ -20,20 +18,19 @@ from gpt2core.parallel.sharded.unit_parameters import UnitParameters, without_me
 from gpt2core.tensor import Tensor, no_grad
 
 
-class ShardedMicroBatches:
+class ShardedMicroBatches(Accumulator):
     """This rank's `count` micro-batches, of which several may be merged in one pass; it has the bits of MicroBatches.
 
     shards: a UnitShards. parameters, gradients: this rank's flat arrays of shards. pool: a WorkerPool of one thread.
-    shape: (B, T) of this rank's batch. zero: 2 or 3. dloss, recompute: see Worker.
+    shape: (B, T) of this rank's batch. zero: 2 or 3. dloss: see Accumulator; recompute: see Worker.
     """
 
     group = SOLO
 
     def __init__(self, config, shards, parameters, gradients, pool, count, shape, zero, dloss=None, recompute="none"):
-        self.shards, self.gradients, self.count, self.workers = shards, gradients, count, [self]
         self.backend = backend = pool.backends[0]
-        self.units = list(shards.parts)
-        self.dloss = backend.ones((), np.float64) if dloss is None else dloss
+        super().__init__(backend, count, dloss)
+        self.shards, self.gradients, self.units = shards, gradients, list(shards.parts)
         # All ranks need the same number of passes, because they send after each of them.
         self.merged = merged_micro_batches(config, shards.arena.shapes, pool, count, shape, shards.group)
         self.passes = count // self.merged
@@ -51,26 +48,22 @@ class ShardedMicroBatches:
         hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed)
         self.model = GPT2(config, self.tensors)
         self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
-        losses = backend.zeros((count,), np.float64)  # of each pass: its loss, then merged - 1 zeros
-        self.losses_of_step = [losses[i : i + 1].reshape(()) for i in range(count)]
 
     def deal(self, inputs, targets, rows, merged=1):
-        """See MicroBatches.deal."""
         return [passes_of(inputs, targets, rows, self.count, merged)]
 
     def backward(self, batch, scale):
-        """See MicroBatches.backward; `gradients` receives this rank's shards of the sum over passes and ranks."""
         self.sums.begin()
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
                 self.sums.begin_pass(number)
                 with self.backend.runtime.range("forward"):
                     graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
-                self.losses_of_step[number * self.merged][...] = loss
+                self.loss_arrays[number * self.merged][...] = loss
                 with self.backend.runtime.range("backward"):
                     backward_pass(graphs, self.dloss)
                 self.backend.runtime.join()
-        return self.losses_of_step
+        return self.loss_arrays
 
     def before_backward(self, unit):
         self.parameters.need(unit)
@@ -87,7 +80,7 @@ class ShardedMicroBatches:
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
-        """See MicroBatches.losses. Each unit is gathered once, and computes all micro-batches."""
+        """See Accumulator.losses. Each unit is gathered once, and computes all micro-batches."""
         passes = passes_of(inputs, targets, rows, self.count)
         streams = [ids for ids, _ in passes]
         with self.parameters.reading(self.units):

@@ -77,7 +77,8 @@ class UnitGradients:
         """Start the reduce-scatter of a unit's gradients, after that of the unit before it has ended."""
         self.finish()
         out = self.flat[self.shards.parts[unit]]
-        self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
+        with self.backend.runtime.after():
+            self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
 
     def finish(self):
         """Return when the shards of all units that were sent are in `flat`."""

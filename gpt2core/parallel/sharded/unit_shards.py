@@ -30,7 +30,7 @@ class UnitShards:
             self.parts[unit] = slice(self.size, self.size + length)
             self.size += length
         self.pieces = dict(self.own_pieces())
-        self.order = np.concatenate([self.pages_of(unit) for unit in arena.units])
+        self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
 
     def length(self, unit):
         """The elements of a unit, without the padding for the number of ranks."""
@@ -104,7 +104,7 @@ class UnitShards:
         """Copy this rank's elements of a parameter into `flat`. array: the whole parameter, on the host."""
         if name in self.pieces:
             place, elements = self.pieces[name]
-            flat[place] = array.reshape(-1)[elements]
+            flat[place] = self.backend.asarray(array.reshape(-1)[elements])
 
     def whole(self, flat):
         """The arena with the shards `flat` of all ranks. All ranks must call this method."""
