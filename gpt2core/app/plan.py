@@ -90,7 +90,12 @@ def check(args):
             f"--seq-len {args.seq_len} exceeds the model's block of {config.block_size} tokens: use --seq-len "
             f"{config.block_size}"
         )
-    if args.ranks and (args.gpu_memory is not None or args.precision):
+    check_gpus(args, given)
+
+
+def check_gpus(args, given):
+    """check() for the flags of GPUs. given: {"gpus" or "ranks": their number}."""
+    if "ranks" in given and (args.gpu_memory is not None or args.precision):
         raise ConfigError("--gpu-memory and --precision are for --gpus, and this plan is for --ranks: omit them")
     if args.precision not in (None, *PRECISIONS):
         raise ConfigError(f"--precision {args.precision} is unknown: choose from {', '.join(PRECISIONS)}")
@@ -99,7 +104,7 @@ def check(args):
 
 
 def devices_of(args):
-    if args.ranks:
+    if args.gpus is None:
         return Devices(args.ranks, available_memory() / args.ranks, True, "fp32")
     return Devices(args.gpus, 1e9 * (args.gpu_memory or GPU_MEMORY), False, args.precision or "bf16")
 
