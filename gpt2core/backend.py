@@ -53,6 +53,11 @@ class Backend(ABC):
     xp: object  # the array module (numpy, cupy)
     runtime: Runtime  # what the device provides in addition to kernels
 
+    @classmethod
+    def planned(cls, precision, deterministic):
+        """A backend of this class that makes no array and calls no kernel, so that it needs no device."""
+        return cls(precision, deterministic)
+
     @property
     def on_host(self):
         """Whether the arrays are NumPy arrays, in the memory of the host."""

@@ -82,6 +82,19 @@ class Communicator:
         if name is not None:
             raise ConfigError(f"`transport={name}`: only stage 3 (one GPU for each rank) has transports; omit the flag")
 
+    def plan_transport(self, name):
+        """use_transport() for a plan of training, which needs no device: the best transport if each rank has one."""
+        return self.use_transport(name)
+
+    def sent(self, call, size, rank):
+        """The bytes by which bytes_sent of rank `rank` of a group of `size` ranks grows in a call.
+
+        call: an object with the name of the method (`name`), the elements of x and their bytes (`elements`,
+        `itemsize`), the root of a broadcast (`root`), and whether x is in host memory (`on_host`). The groups are those
+        that are split from this one, with its algorithm.
+        """
+        return textbook_bytes(call.name, call.elements * call.itemsize, size, rank == call.root)
+
     def abort(self, code):
         """End all ranks of the job immediately with this exit code; does not return."""
         raise NotImplementedError
@@ -166,6 +179,22 @@ class Communicator:
         self.check_rank(peer, role)
         if peer == self.rank:
             raise ConfigError(f"{role} {peer} is rank {self.rank} itself: a message needs two different ranks")
+
+
+def textbook_bytes(call, nbytes, size, is_root=True):
+    """The bytes that a rank of a group of `size` sends in a collective or message whose input x has `nbytes`.
+
+    Every algorithm with as few bytes as possible sends so many. is_root: whether this rank is the root of a broadcast.
+    """
+    p = size
+    return {
+        "all_reduce": 2 * (p - 1) * nbytes // p,
+        "reduce_scatter": (p - 1) * nbytes // p,
+        "all_to_all": (p - 1) * nbytes // p,
+        "all_gather": (p - 1) * nbytes,
+        "broadcast": (p - 1) * nbytes * is_root,
+        "send": nbytes,
+    }[call]
 
 
 def check_op(op):

@@ -221,6 +221,51 @@ def check_algorithm(name):
     return ALL_REDUCE[name]
 
 
+# -- the number of elements that a rank sends ------------------------------------------------------------------------
+
+
+def all_reduce_elements(algorithm, n, p, r):
+    """The elements that rank r of p sends in all_reduce() of n elements."""
+    after = (r + 1) % p
+    if algorithm == "root":
+        return n if r else (p - 1) * n
+    if algorithm == "tree":
+        children, parent = _binomial_neighbours(r, p)
+        return n * len(children) + n * (parent is not None)
+    if algorithm == "ring" or (algorithm == "canonical" and p & (p - 1)):
+        return 2 * n - _part_length(n, p, r) - _part_length(n, p, after)
+    if algorithm == "canonical":
+        return _halving_doubling_elements(n, r, _powers_below(p))
+    participants = 1 << (p.bit_length() - 1)
+    paired = 2 * (p - participants)
+    if r < paired and r % 2 == 0:
+        return n
+    position = r // 2 if r < paired else r - paired // 2
+    return _halving_doubling_elements(n, position, _powers_below(participants)[::-1]) + n * (r < paired)
+
+
+def reduce_scatter_elements(algorithm, n, p, r):
+    """The elements that rank r of p sends in reduce_scatter() of n elements."""
+    if algorithm in REDUCE_SCATTER:
+        return n - _part_length(n, p, r)
+    return all_reduce_elements(algorithm, n, p, r)
+
+
+def _halving_doubling_elements(n, position, distances):
+    """The elements that _recursive_halving and _recursive_doubling send."""
+    low, high, elements = 0, n, 0
+    for distance in distances:
+        middle = (low + high) // 2
+        elements += high - low  # one half now, the other half in _recursive_doubling
+        low, high = (middle, high) if position & distance else (low, middle)
+    return elements
+
+
+def _part_length(n, p, j):
+    """The length of part j of _parts()."""
+    return n * (j + 1) // p - n * j // p
+
+
 # -- the reduce-scatter phase ------------------------------------------------------------------------------------------
 
 

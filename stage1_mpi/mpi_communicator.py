@@ -87,6 +87,15 @@ class MpiCommunicator(Communicator):
             raise ConfigError(f"`collectives={name}`: unknown algorithm; choose one of {', '.join(choices)}")
         self._algorithm = name
 
+    def sent(self, call, size, rank):
+        nbytes, name = call.elements * call.itemsize, self._algorithm
+        if call.name == "all_reduce" and name != NATIVE:
+            return collectives.all_reduce_elements(name, call.elements, size, rank) * call.itemsize
+        if call.name == "reduce_scatter" and not (name == NATIVE and nbytes <= MAX_CALL_BYTES):
+            name = "ring" if name == NATIVE else name
+            return collectives.reduce_scatter_elements(name, call.elements, size, rank) * call.itemsize
+        return super().sent(call, size, rank)
+
     def abort(self, code):
         # SIGALRM kills this process if it cannot exit: CUDA waits at exit for NCCL, which may wait for another rank.
         signal.alarm(ABORT_TIMEOUT)

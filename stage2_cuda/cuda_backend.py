@@ -13,7 +13,7 @@ from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
-from stage2_cuda.cuda_runtime import make_runtime
+from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime
 from stage2_cuda.decoding.batched import MAX_BATCH, tiling_for
 from stage2_cuda.decoding.cached_attention import attention_cached
 from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
@@ -60,18 +60,35 @@ class CudaBackend(FusedHead, Backend):
     many_ranks = "stage 3"
     decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 
+    @classmethod
+    def planned(cls, precision, deterministic):
+        if triton_launch.interpreted():
+            return cls(precision, deterministic)
+        backend = cls.__new__(cls)
+        backend.check_precision(precision)
+        backend.set_precision(precision)
+        backend.xp, backend.runtime = None, PlannedRuntime()
+        backend.name = backend.runtime.name
+        return backend
+
     def __init__(self, precision="fp32", deterministic=True):
+        self.check_precision(precision)
+        self.runtime = make_runtime(precision, deterministic)  # first: without a GPU the error is about the GPU
+        self.set_precision(precision)
+        self.xp, self.name = self.runtime.xp, self.runtime.name
+        self.products = Products(self.xp, precision, self.runtime.gemm)
+
+    def check_precision(self, precision):
         if precision not in PRECISIONS:
             raise ConfigError(f"`precision={precision}` is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_launch.interpreted() and precision not in INTERPRETER_PRECISIONS:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"`precision={precision}` cannot be used in Triton's interpreter{why}: use fp32 or fp16")
-        self.runtime = make_runtime(precision, deterministic)  # first: without a GPU the error is about the GPU
+
+    def set_precision(self, precision):
         compute, self.dot_precision = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
-        self.xp, self.name = self.runtime.xp, self.runtime.name
-        self.products = Products(self.xp, precision, self.runtime.gemm)
 
     # -- arrays, models, generation ----------------------------------------------------------------------------------
 

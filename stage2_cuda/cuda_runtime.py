@@ -7,8 +7,9 @@ import numpy as np
 
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError, counted
+from gpt2core.parallel import gpu_memory
 from gpt2core.runtime import Runtime
-from stage2_cuda import memory_model
+from stage2_cuda import memory_advice
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
 from stage2_cuda.runtime import cupti, nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
@@ -104,15 +105,15 @@ class CudaRuntime(SideStreamRuntime):
     def explain_oom(
         self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
-        if not memory_model.is_out_of_memory(error):
+        if not memory_advice.is_out_of_memory(error):
             return None
         # the memory that would be free if this process held none
-        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
+        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + gpu_memory.CONTEXT
         if batch_size is None:
-            text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
+            text = memory_advice.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
         else:
             sizes = batch_size, seq_len, self.precision, micro_batches, ranks
-            text = memory_model.explain_training_oom(config, *sizes, free, parallel, in_order)
+            text = memory_advice.explain_training_oom(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {text}"
 
     # -- profiling ---------------------------------------------------------------------------------------------------
@@ -133,6 +134,12 @@ class CudaRuntime(SideStreamRuntime):
 
     def peak_flops(self, precision):
         return peak_flops(self.name, precision)
+
+
+class PlannedRuntime(Runtime):
+    """The Runtime of a GPU that is not there, for a plan of training."""
+
+    name, uses_graphs = "a GPU", True
 
 
 class InterpreterRuntime(SideStreamRuntime):

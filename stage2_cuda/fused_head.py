@@ -5,9 +5,9 @@
 import numpy as np
 
 from gpt2core.arena import round_up
+from gpt2core.parallel.gpu_memory import CHUNK_LOGITS, LOGITS_ALIGNMENT
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
-from stage2_cuda.memory_model import CHUNK_LOGITS, LOGITS_ALIGNMENT
 
 
 class FusedHead:

@@ -10,7 +10,7 @@ become the fork and the join of the CUDA graph, so capture needs no other code.
 import contextlib
 import ctypes
 
-from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part
+from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part, textbook_bytes
 from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
 
@@ -57,6 +57,11 @@ class NcclCollectives(Communicator):
         # the destructor could wait forever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.communicators.append(self._comm)
+
+    @staticmethod
+    def sent_on_device(mpi_group, call, size, rank):
+        """See Communicator.sent, for an x on the device."""
+        return textbook_bytes(call.name, call.elements * call.itemsize, size, rank == call.root)
 
     def use_collectives(self, name):
         self._algorithm = name

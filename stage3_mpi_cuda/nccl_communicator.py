@@ -48,9 +48,15 @@ class NcclCommunicator(Communicator):
         # For CuPy arrays. Created when the first one is passed, because the ranks of the group must then connect.
         self._device_communicator = None
 
+    def plan_transport(self, name):
+        if triton_launch.interpreted():
+            return self.use_transport(name)
+        check_transport(name)
+        self.transport = name or "nccl"
+        return self.transport
+
     def use_transport(self, name):
-        if name not in (None, *TRANSPORTS):
-            raise ConfigError(f"`transport={name}`: unknown transport; choose from {', '.join(TRANSPORTS)}")
+        check_transport(name)
         if triton_launch.interpreted():
             if name == "nccl":
                 raise ConfigError("`transport=nccl`: needs GPUs, and Triton's interpreter uses none; omit the flag")
@@ -134,6 +140,11 @@ class NcclCommunicator(Communicator):
         if self._device_communicator:
             self._device_communicator.use_collectives(name)
 
+    def sent(self, call, size, rank):
+        if call.on_host or triton_launch.interpreted():
+            return self.mpi_group.sent(call, size, rank)
+        return TRANSPORTS[self.transport].sent_on_device(self.mpi_group, call, size, rank)
+
     def _communicator_for(self, x):
         """The communicator that transfers x: mpi_group for a NumPy array, that of the transport for a CuPy array."""
         if not hasattr(x, "__cuda_array_interface__"):
@@ -191,6 +202,12 @@ class NcclCommunicator(Communicator):
 
     def broadcast(self, x, root=0, out=None):
         return self._communicator_for(x).broadcast(x, root, out)
+
+
+def check_transport(name):
+    """Raise ConfigError unless `name` is a transport, or None."""
+    if name not in (None, *TRANSPORTS):
+        raise ConfigError(f"`transport={name}`: unknown transport; choose from {', '.join(TRANSPORTS)}")
 
 
 # -- binding a rank to its GPU -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Does a GPU training step use the memory that stage2_cuda/memory_model.py predicts, within 10 %?"""
+"""Does a GPU training step use the memory that gpt2core/parallel/gpu_memory.py predicts, within 10 %?"""
 
 import sys
 
@@ -11,7 +11,7 @@ from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
-from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
+from gpt2core.parallel.gpu_memory import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it

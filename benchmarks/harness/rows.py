@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 
 from benchmarks.harness.report import add_save_flags, commit, save
-from stage2_cuda.memory_model import is_out_of_memory
+from stage2_cuda.memory_advice import is_out_of_memory
 from testing.jobs import ROOT
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second

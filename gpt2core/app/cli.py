@@ -41,10 +41,13 @@ def train(backend, world, argv=None):
     backend: a class, called as backend(precision, deterministic), which gives a Backend. world: a class, called as
     world(), which gives the Communicator of all ranks. argv: a list of command-line arguments; None: sys.argv[1:].
     """
-    from gpt2core.app.train_command import train_command  # here, because inference.py starts faster without it
+    # here, because inference.py starts faster without them
+    from gpt2core.app.planning.dry_run import dry_run
+    from gpt2core.app.train_command import train_command
 
     def command(ranks):
-        return train_command(backend, ranks, *parse(train_parser(), ranks, argv))
+        args, cores = parse(train_parser(), ranks, argv)
+        return (dry_run if args.dry_run else train_command)(backend, ranks, args, cores)
 
     run_command(world, command, TrainSettings.memory_advice)
 

@@ -44,12 +44,24 @@ def needed_memory(config, parallel, threads, local_ranks, replicas):
     them whole parameters of the model (2) or of one unit (3), and whole gradients of one unit.
     """
     part = smallest_part(config, parallel) // parallel.tp
+    return int(local_ranks * sum(array_terms(part, largest_unit(config), parallel, threads, replicas).values()))
+
+
+def array_terms(part, unit, parallel, threads, replicas):
+    """{term: bytes} of the flat arrays of a rank; the arguments after the first two are those of needed_memory().
+
+    part, unit: the parameters that the rank would store without ZeRO, and those of the largest unit.
+    """
     if parallel.zero < 2:
-        numbers = part * (1 + threads + 2 / (replicas if parallel.zero else 1))  # parameters, gradients, moments
+        moments = 2 * part / (replicas if parallel.zero else 1)
+        numbers = {"parameters": part, "gradients": threads * part, "moments": moments}
     else:
-        unit = largest_unit(config)
-        numbers = 4 * part / replicas + (part if parallel.zero == 2 else unit) + unit
-    return int(local_ranks * numbers * np.dtype(np.float32).itemsize)
+        numbers = {
+            "shards of parameters, gradients and moments": 4 * part / replicas,
+            "whole parameters": part if parallel.zero == 2 else unit,
+            "whole gradients": unit,
+        }
+    return {term: count * np.dtype(np.float32).itemsize for term, count in numbers.items()}
 
 
 def smallest_part(config, parallel):

@@ -242,6 +242,12 @@ class TrainSettings(Settings):
         False,
         AGAIN,
     )
+    dry_run: bool = setting(
+        EXECUTION,
+        "train nothing and write nothing: check the flags, and print the parameters, the operations and the memory of "
+        "a step, and what a rank sends in it; needs no GPU",
+        False,
+    )
     nvtx: bool = setting(EXECUTION, "mark NVTX ranges for a profiler; requires --no-graph", False, AGAIN)
 
     dp: str = setting(

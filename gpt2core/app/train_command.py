@@ -57,7 +57,7 @@ def run_training(make_backend, world, args, cores, transport, lock):
     cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
-    trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
+    trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores, config.seed))
     trace = all_or_raise(world, lambda: make_trace(config, trainer))
     windows, validation, schedule = all_or_raise(
         world, lambda: make_data_and_schedule(config, corpus, trainer.mesh.data)
@@ -93,8 +93,8 @@ def run_training(make_backend, world, args, cores, transport, lock):
 # -- the objects of the training loop ----------------------------------------------------------------------------------
 
 
-def make_trainer(make_backend, world, config, cores):
-    """The FastTrainer of a RunConfig; all ranks call it."""
+def make_trainer(make_backend, world, config, cores, seed):
+    """The FastTrainer of a RunConfig; all ranks call it. seed: of the initial parameters, or None."""
     replicas = data_parallel_ranks(world, config.tp, config.pp)
     threads = usable_threads(make_backend, config.threads, cores)
     micro_batches, threads = plan_micro_batches(
@@ -113,7 +113,7 @@ def make_trainer(make_backend, world, config, cores):
             optimizer=config.optimizer,
             world=world,
             parallel=config.parallel,
-            seed=config.seed,
+            seed=seed,
             capture=config.graph is not False,
         )
 

@@ -22,15 +22,30 @@ def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
     """
     backend, (B, T), merged = pool.backends[0], shape, 1
     if backend.merges_micro_batches and B % count == 0:
-        rows, per_worker = B // count * T, count // pool.size  # rows of a micro-batch, micro-batches of a worker
-        per_token = config.n_layer * (18 * config.n_embd + config.n_head * T)  # numbers that forward keeps for backward
-        limit = ACTIVATIONS / (pool.size * rows * per_token * np.dtype(backend.dtype).itemsize)
-        while per_worker % (2 * merged) == 0 and 2 * merged <= limit:
-            merged *= 2
+        merged = most_merged(config, pool.size, count, shape, np.dtype(backend.dtype).itemsize)
+        rows = B // count * T
         matrices = {size for name, size in shapes.items() if len(size) == 2 and not name.endswith("wpe.weight")}
         while merged > 1 and not all(rows_are_independent(backend, rows, merged, *size) for size in matrices):
             merged //= 2
     return min(tensor_group.all_gather_object(merged))
+
+
+def most_merged(config, threads, count, shape, itemsize):
+    """The largest number of merged micro-batches whose activations fit in ACTIVATIONS.
+
+    threads: of each rank; the other arguments are those of merged_micro_batches(). itemsize: bytes of a number.
+    """
+    (B, T), merged = shape, 1
+    rows, per_worker = B // count * T, count // threads  # rows of a micro-batch, micro-batches of a worker
+    limit = ACTIVATIONS / (threads * rows * config.n_layer * kept_numbers(config, T) * itemsize)
+    while per_worker % (2 * merged) == 0 and 2 * merged <= limit:
+        merged *= 2
+    return merged
+
+
+def kept_numbers(config, seq_len):
+    """The numbers for each token that forward of a block keeps for backward on the host."""
+    return 18 * config.n_embd + config.n_head * seq_len
 
 
 def rows_are_independent(backend, rows, parts, C, K):

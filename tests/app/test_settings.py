@@ -23,6 +23,8 @@ OTHER_NAMES = {
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
 }
+# It computes with the options of ParallelConfig, and its command has flags of its own with the same names.
+PLANNER = ("app/plan.py", "app/planning/")
 
 
 @functools.cache
@@ -54,6 +56,8 @@ def files_that_name(name):
     quoted, definition = re.compile(rf"`{name}[=`]"), re.compile(rf"^    {name}: .*= setting\(", re.MULTILINE)
     for path in sorted(CORE.rglob("*.py")):
         file = path.relative_to(CORE).as_posix()
+        if file.startswith(PLANNER):
+            continue
         text, messages, strings = parsed(path)
         in_app = file.startswith("app/") and (name in strings - others_of(file) or quoted.search(messages))
         if in_app or as_flag.search(text) or definition.search(text):

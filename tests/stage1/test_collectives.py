@@ -208,6 +208,23 @@ def test_the_total_of_all_ranks_is_the_textbook_volume_for_an_odd_length():
             assert sum(run_ranks(ranks, main, algorithm)) == 2 * (ranks - 1) * x.nbytes
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_elements_that_a_rank_sends_are_known_before_for_every_number_of_ranks(algorithm):
+    def main(comm, n):
+        sent = []
+        for call, x in ((collectives.all_reduce, n), (collectives.reduce_scatter, n * comm.size)):
+            before = comm.bytes_sent
+            call(comm, np.ones(x, np.float32), algorithm=algorithm)
+            sent.append((comm.bytes_sent - before) // 4)
+        return sent
+
+    for ranks in range(2, 9):
+        for n in (0, 1, 13, 1003):
+            for rank, (reduced, scattered) in enumerate(run_ranks(ranks, main, n)):
+                assert reduced == collectives.all_reduce_elements(algorithm, n, ranks, rank)
+                assert scattered == collectives.reduce_scatter_elements(algorithm, n * ranks, ranks, rank)
+
+
 # -- invalid arguments -------------------------------------------------------------------------------------------------
 
 

@@ -22,29 +22,26 @@ from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import DeviceMemoryError
+from gpt2core.parallel import gpu_memory as memory
 from gpt2core.parallel import parallel_trainer as trainers
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.gpu_memory import (
+    MARGIN,
+    MIN_FUSED_GELU,
+    generation_memory,
+    training_memory,
+)
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
 from gpt2core.training_loop import read_batch
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import cuda_backend
-from stage2_cuda import memory_model as memory
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.cuda_runtime import CudaRuntime
 from stage2_cuda.gemm import products
 from stage2_cuda.kernels.codecs import FusedCodec
-from stage2_cuda.memory_model import (
-    MARGIN,
-    MIN_FUSED_GELU,
-    explain_generation_oom,
-    explain_training_oom,
-    generation_memory,
-    is_out_of_memory,
-    largest_batch,
-    training_memory,
-)
+from stage2_cuda.memory_advice import explain_generation_oom, explain_training_oom, is_out_of_memory, largest_batch
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream

@@ -44,6 +44,7 @@ from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.parallel import parallel_trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
+from gpt2core.parallel.gpu_memory import LOGITS_ALIGNMENT  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402
@@ -54,7 +55,6 @@ from stage2_cuda.attention import tuned_tiles  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.gemm import gluon_gelu  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
-from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
 from tests.tools import sanitize  # noqa: E402
 from torch_bridge.kernels import attention_parts, fp16x3_launches, fused_matmul  # noqa: E402

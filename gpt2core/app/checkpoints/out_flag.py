@@ -44,7 +44,7 @@ def checkpoint_of_older_run(settings):
     """
     out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
     is_resumed_run = resume and out in (resume, resume.parent)  # --resume DIR, DIR/latest or DIR/step-XXXXXXXX
-    return newest_step(out) if out and not is_resumed_run else None
+    return newest_step(out) if out and out.exists() and not is_resumed_run else None
 
 
 def check_out_directory(args):

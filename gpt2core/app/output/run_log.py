@@ -125,10 +125,7 @@ def open_run_log(config, next_step, recorded, lock, notes):
     this function appends lines to print. Raises ConfigError, before anything is renamed, if this run may not write its
     log, plot or trace.
     """
-    check_output_files(config.log, config.plot, config.trace)
-    row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
-    if row_count and not config.overwrite:
-        raise ConfigError(of_another_run(f"--log {config.log}", counted(row_count, "step"), "", "file"))
+    row_count = rows_of_older_run(config)
     if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
@@ -137,6 +134,18 @@ def open_run_log(config, next_step, recorded, lock, notes):
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
     return RunLog(config.log, config.plot, config.log_every, next_step, max(config.steps, next_step), title, recorded)
+
+
+def rows_of_older_run(config):
+    """The number of rows in the log that another run has written, which this run may overwrite.
+
+    Raises ConfigError if this run may not write its log, plot or trace.
+    """
+    check_output_files(config.log, config.plot, config.trace)
+    row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
+    if row_count and not config.overwrite:
+        raise ConfigError(of_another_run(f"--log {config.log}", counted(row_count, "step"), "", "file"))
+    return row_count
 
 
 class SilentLog:

@@ -1,4 +1,4 @@
-"""Predict the device memory of a training step or of a generation, as a sum of named terms; suggest options that fit.
+"""Predict the memory of one GPU in a training step or in a generation, as a sum of named terms.
 
 benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driver allocate; they agree within 10 %.
 """
@@ -7,11 +7,9 @@ benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driv
 # over tp ranks, each rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer.
 
 import math
-from dataclasses import replace
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
-from gpt2core.errors import counted
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
@@ -23,7 +21,7 @@ WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
 MIN_FUSED_GELU = 1 << 25  # elements of GELU's input; from this size cublasLt's GELU epilogue is faster than a kernel
 CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
 MARGIN = 1.1  # a configuration is suggested only if 1.1 times its predicted memory is free
-# The bytes of the buffers for the codes of --compress, sent and received, divided by the bytes of a message in fp32
+# The bytes of the buffers for the codes of `compress`, sent and received, divided by the bytes of a message in fp32
 CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}
 
 
@@ -47,7 +45,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
-    # with --recompute block, forward keeps the activations of the last layer and the input of every other layer;
+    # with `recompute=block`, forward keeps the activations of the last layer and the input of every other layer;
     # backward holds the activations of one layer at a time
     kept, inputs = (L, 0) if parallel.recompute == "none" or L == 1 else (1, L - 1)
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
@@ -81,7 +79,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
             + partial_sums
             + head_gradient,  # which the side stream has not yet added to the arena
         ),
-        # with --recompute block backward frees the activations of only one layer, in pieces that are too small for an
+        # with `recompute=block` backward frees the activations of only one layer, in pieces that are too small for an
         # array of the next layer's MLP, unless the memory of the logits is large enough
         "free in pieces": 4 * activation // tp * (inputs > 0 and 4 * activation // tp > logits),
         # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the fp16 operands of the
@@ -113,79 +111,3 @@ def generation_memory(config, precision, batch_size=1, tp=1):
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
-
-
-def largest_batch(fits, batch_size, step):
-    """The largest multiple n of `step`, n < batch_size, for which fits(n) is true; 0 if there is none.
-
-    If fits(n) is false, it must be false for all larger n: this is a binary search.
-    """
-    low, high = 0, -(-batch_size // step)  # multiples of step: low * step fits (or is 0), high * step does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
-
-
-def explain_training_oom(
-    config, batch_size, seq_len, precision, micro_batches, ranks, free, parallel=None, in_order=False
-):  # fmt: skip
-    """One sentence: the memory that the training step needs, the free memory, and options that fit.
-
-    free: bytes of this rank's GPU. batch_size and micro_batches are totals over all ranks; the other arguments are
-    those of training_memory().
-    """
-    parallel = parallel or ParallelConfig()
-
-    def needed(sequences, micro_batches, parallel=parallel):
-        sizes = sequences // ranks, seq_len, precision, micro_batches // ranks
-        return sum(training_memory(config, *sizes, ranks, parallel, in_order).values())
-
-    def fits(sequences, micro_batches=micro_batches, parallel=parallel):
-        return MARGIN * needed(sequences, micro_batches, parallel) <= free
-
-    options, more_micro_batches = [], 2 * micro_batches
-    if smaller_batch := largest_batch(fits, batch_size, micro_batches):
-        options.append(f"--batch-size {smaller_batch}")
-    while batch_size % more_micro_batches == 0 and not fits(batch_size, more_micro_batches):
-        more_micro_batches *= 2
-    if batch_size % more_micro_batches == 0:
-        options.append(f"--micro-batches {more_micro_batches}")
-    if parallel.recompute == "none" and fits(batch_size, parallel=replace(parallel, recompute="block")):
-        options.append("--recompute block")
-    if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
-        options.append("--zero 1")
-    if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
-        options.append("--compress none")
-    given = {name: getattr(parallel, name) for name in ("tp", "zero", "compress", "recompute")}
-    flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(ParallelConfig(), name))
-    return (
-        f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_batches, 'micro-batch')}"
-        f"{' with' * bool(flags)}{flags} needs "
-        f"about {gib(needed(batch_size, micro_batches))} in {precision}, but only {gib(free)} are free; "
-        f"use {join_options(options) or 'a smaller --seq-len, or a smaller model'}"
-    )
-
-
-def join_options(options):
-    """The options as text, "a, b or c"; the empty string for an empty list."""
-    *most, last = options or [""]
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def explain_generation_oom(config, precision, free, tp=1):
-    """One sentence: the memory that generation needs on one of `tp` ranks, the free memory, and what to do."""
-    needed = sum(generation_memory(config, precision, tp=tp).values())
-    advice = "use --precision bf16, or a smaller model" if BYTES[precision] == FP32 else "use a smaller model"
-    return f"generation needs about {gib(needed)} in {precision}, but only {gib(free)} are free; {advice}"
-
-
-def is_out_of_memory(error):
-    """Whether this is an out-of-memory error of CuPy, CUDA, Triton or cublasLt."""
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in words or "alloc_failed" in words
-
-
-def gib(count):
-    """A number of bytes as text in GiB."""
-    return f"{count / 2**30:.1f} GiB"

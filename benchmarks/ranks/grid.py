@@ -1,0 +1,130 @@
+"""How close are the predictions of the planner to what every layout of two and four ranks measures?
+
+The constants of the prediction are those of `python -m gpt2core.app.plan --calibrate`, which measures other steps.
+Memory, calls and bytes are those of the rank with most. The time is that of the fastest step: other programs on this
+machine can only make a step longer. A time is predicted only if each rank has a core. The CPU time of a rank is
+compared with the predicted computation and update; it depends less on other programs, but a rank that polls for a
+message computes too.
+"""
+
+import itertools
+import os
+from dataclasses import replace
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.ranks.grid_ranks import train_all
+from gpt2core.app.plan import calibrate
+from gpt2core.app.planning.machine import calibration_file, host_machine
+from gpt2core.app.planning.memory import host_terms
+from gpt2core.app.planning.step_time import pipeline_timeline, step_seconds
+from gpt2core.app.presets import PRESETS
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.part import RECOMPUTE
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from testing.jobs import run_mpi
+
+BENCHMARK = "benchmarks.ranks.grid"
+PUBLISHED = "Charon 3.7 % (training), vTrain 8.4 % on 8 GPUs and 14.7 % on up to 512"
+FIELDS = ("memory", "calls", "bytes", "bubble", "cpu_ms", "ms")
+
+
+def layouts(ranks):
+    """The ParallelConfigs of every grid of so many ranks."""
+    found = []
+    for tp, pp in itertools.product((1, 2, 4), repeat=2):
+        if ranks % (tp * pp) == 0:
+            replicas = ranks // (tp * pp)
+            zeros = (0,) if replicas == 1 else (0, 1, 2, 3) if tp * pp == 1 else (0, 1)
+            schedules = SCHEDULES if pp > 1 else ("1f1b",)
+            for recompute, zero, schedule in itertools.product(RECOMPUTE, zeros, schedules):
+                found.append(ParallelConfig(tp=tp, pp=pp, zero=zero, recompute=recompute, pp_schedule=schedule))
+    return found
+
+
+def name_of(ranks, parallel):
+    """Text such as "dp 1 tp 1 pp 2 zero 0 block zero-bubble"."""
+    sizes = f"dp {ranks // (parallel.tp * parallel.pp)} tp {parallel.tp} pp {parallel.pp} zero {parallel.zero}"
+    return sizes + f" {parallel.recompute}" + f" {parallel.pp_schedule}" * (parallel.pp > 1)
+
+
+def compare(ranks, parallel, of_ranks, machine):
+    """One result: what was measured on the rank with most, and what is predicted for it."""
+    layout = of_ranks[0][0]
+    pairs = {name: [each[name] for _, each in of_ranks] for name in of_ranks[0][1]}
+    timeline = pipeline_timeline(layout, machine) if parallel.pp > 1 else None
+    terms = step_seconds(layout, machine)
+    predicted = {
+        "memory": max(sum(host_terms(layout, layout.place_of(rank)).values()) for rank in range(ranks)),
+        "calls": max(pairs["predicted_calls"]),
+        "bytes": max(pairs["predicted_bytes"]),
+        "bubble": timeline.bubble if timeline else 0.0,
+        "cpu_ms": 1e3 * (terms["computation"] + terms["update"]),
+        "ms": 1e3 * sum(terms.values()) if ranks <= os.cpu_count() else None,
+    }
+    found = {name: max(pairs[name]) for name in ("memory", "calls", "bytes", "bubble")}
+    found["cpu_ms"] = 1e3 * max(pairs["cpu"])
+    found["ms"] = 1e3 * min(max(each) for each in zip(*pairs["seconds"], strict=True))
+    exact = all(pairs[f"predicted_{name}"] == pairs[name] for name in ("calls", "bytes"))
+    return {"name": name_of(ranks, parallel), "ranks": ranks, "measured": found, "predicted": predicted, "exact": exact}
+
+
+def line(result):
+    """A row of the table: measured / predicted."""
+    a, b = result["measured"], result["predicted"]
+    ms = f"{a['ms']:7.1f} / " + ("      -" if b["ms"] is None else f"{b['ms']:7.1f}")
+    cpu = f"{a['cpu_ms']:6.1f} / {b['cpu_ms']:6.1f}"
+    bubble = f"{a['bubble']:5.1%} / {b['bubble']:5.1%}"
+    return (
+        f"{result['name']:45} {a['memory'] / 1e6:6.2f} / {b['memory'] / 1e6:6.2f}  {a['calls']:4} / {b['calls']:4}  "
+        f"{a['bytes']:9,} / {b['bytes']:9,}  {bubble}  {cpu}  {ms}"
+    )
+
+
+def errors(results, name):
+    """(mean absolute, largest) relative error of the predictions of a field; None if none was made.
+
+    Of the bubble, which may be 0, it is the absolute error.
+    """
+    found = []
+    for result in results:
+        measured_value, predicted = result["measured"][name], result["predicted"][name]
+        if predicted is not None and measured_value:
+            found.append(abs(predicted - measured_value) / (1 if name == "bubble" else measured_value))
+    return (sum(found) / len(found), max(found)) if found else None
+
+
+def main():
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "two and four ranks"), ("--ranks 2 --steps 3", "a quick trial"))
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
+    add("--calibrate", action="store_true", help="measure the constants of this machine again")
+    add_flags(add, batch_size=16, steps=10, timeout=500)
+    add_save_flags(add)
+    args = parser.parse_args()
+    if args.calibrate or host_machine(calibration_file(), 2) is None:
+        calibrate()
+    model, results = replace(PRESETS["tiny"], n_layer=8), []
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; measured / predicted:")
+    print(f"{'':45} {'memory, MB':>15}  {'calls':>11}  {'bytes':>21}  {'bubble':>13}  {'CPU, ms':>15}  {'ms':>17}")
+    for ranks in args.ranks:
+        configs = layouts(ranks)
+        of_ranks = run_mpi(ranks, train_all, configs, model, args.batch_size, args.steps, timeout=args.timeout)
+        machine = host_machine(calibration_file(), ranks)
+        for parallel, each in zip(configs, zip(*of_ranks, strict=True), strict=True):
+            results.append(compare(ranks, parallel, each, machine))
+            print(line(results[-1]), flush=True)
+        if ranks > os.cpu_count():
+            print(f"{ranks} ranks share {os.cpu_count()} cores, so their times are not predicted")
+    for name in FIELDS:
+        if found := errors(results, name):
+            unit = "percentage points" if name == "bubble" else "%"
+            print(f"error of {name}: mean {100 * found[0]:.1f}, largest {100 * found[1]:.1f} {unit}")
+    exact = sum(result["exact"] for result in results)
+    print(f"calls and bytes are exact on every rank in {exact} of {len(results)} layouts")
+    print(f"published errors of time: {PUBLISHED}")
+    save(BENCHMARK, results, args)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,85 @@
+"""A Layout: one way to divide a training step over ranks, threads and micro-batches, as data."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpt2core.architecture import GPT2Config
+from gpt2core.data import even_slices
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.pipeline.placement import units_of_chunks
+
+FP32 = 4  # bytes
+
+
+class Place(NamedTuple):
+    """The ranks of one rank in its groups: see Mesh."""
+
+    data: int = 0
+    tensor: int = 0
+    pipeline: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """replicas: data-parallel ranks. batch_size, micro_batches: of the global batch. merged: micro-batches of a pass.
+
+    threads: of each rank. compute_bytes: of a number of the activations, and of the parameters that kernels read.
+    """
+
+    config: GPT2Config
+    parallel: ParallelConfig
+    batch_size: int
+    seq_len: int
+    micro_batches: int
+    replicas: int = 1
+    merged: int = 1
+    threads: int = 1
+    compute_bytes: int = FP32
+
+    @property
+    def ranks(self):
+        return self.replicas * self.parallel.tp * self.parallel.pp
+
+    @property
+    def count(self):
+        """The micro-batches of one replica."""
+        return self.micro_batches // self.replicas
+
+    @property
+    def sizes(self):
+        """{name of a group of the Mesh: its number of ranks}."""
+        tp, pp = self.parallel.tp, self.parallel.pp
+        return {"world": self.ranks, "data": self.replicas, "tensor": tp, "pipeline": pp, "replica": tp * pp}
+
+    def passes(self):
+        """The number of sequences of each pass of a replica, over all of its threads."""
+        parts = even_slices(self.batch_size // self.replicas, self.count // self.merged)
+        return [part.stop - part.start for part in parts]
+
+    def rank_of(self, place):
+        """{name of a group of the Mesh: the rank of this place in it}."""
+        tensor, data, pipeline = place.tensor, place.data, place.pipeline
+        tp = self.parallel.tp
+        world = tensor + tp * (data + self.replicas * pipeline)
+        return {
+            "world": world, "data": data, "tensor": tensor, "pipeline": pipeline, "replica": tensor + tp * pipeline
+        }  # fmt: skip
+
+    def place_of(self, rank):
+        """The Place of a rank of the world."""
+        tp = self.parallel.tp
+        return Place(rank // tp % self.replicas, rank % tp, rank // (tp * self.replicas))
+
+
+def own_chunks(layout, pipeline):
+    """[the names of the units of each chunk] of a rank of the pipeline."""
+    parallel = layout.parallel
+    return units_of_chunks(layout.config, parallel.pp * parallel.chunks)[pipeline :: parallel.pp]
+
+
+def recomputed(layout, units):
+    """The blocks of a chunk that backward computes again: see parts_of()."""
+    if layout.parallel.recompute == "none":
+        return []
+    kept = units[:-2] if units[-1] == "head" else units
+    return [unit for unit in kept if unit != "embedding"]

@@ -1,0 +1,106 @@
+"""The constants of the model of time: documented defaults for H100 GPUs, or those that `plan --calibrate` measured."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
+
+MEASURED = ("block_forward", "block_backward", "ends_forward", "ends_backward", "collective", "gather", "message")
+
+
+class Rate(NamedTuple):
+    """A unit computes n operations in overhead + n / flops seconds."""
+
+    overhead: float
+    flops: float
+
+
+class Link(NamedTuple):
+    """The alpha-beta model (Hockney): m bytes in r rounds take r alpha + m beta seconds."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
+
+    collective, gather, message: the Links of an all-reduce, of the other collectives, and of a message on one host.
+    far: the Link between hosts, each of which has host_ranks ranks. bandwidth: bytes per second of the memory, for the
+    update and for sums of gradients. activations: the same for what kernels read and write besides products; inf if the
+    Rates include it. step: seconds of a step for everything else. overlaps: whether messages run while a rank computes.
+    """
+
+    name: str
+    block_forward: Rate
+    block_backward: Rate
+    ends_forward: Rate
+    ends_backward: Rate
+    collective: Link
+    gather: Link
+    message: Link
+    far: Link
+    bandwidth: float
+    activations: float
+    step: float
+    host_ranks: int
+    overlaps: bool
+
+
+PEAK = {"fp32": 989e12 / 3, "tf32": 494e12, "bf16": 989e12, "fp16": 989e12}  # NVIDIA's data sheet of the H100 SXM
+EFFICIENCY = 0.7  # of the peak, that large products reach: 0.69 to 0.77 in docs/RESULTS.md, "GPU products"
+HBM = 3.35e12  # bytes per second: the same data sheet
+HBM_EFFICIENCY = 0.8  # the part of it that a kernel reaches which only reads and writes
+NVLINK = Link(10e-6, 1 / 350e9)  # bytes per second of an all-reduce of 4 H100 by NCCL; alpha: a launch of NCCL
+NETWORK = Link(20e-6, 1 / 45e9)  # 400 Gbit/s for each GPU, of which NCCL reaches 90 %; alpha: an assumption
+
+
+def h100(precision):
+    """The Machine of hosts with 8 H100 each, without a measurement on this machine."""
+    rate = Rate(0.0, EFFICIENCY * PEAK[precision])
+    memory = HBM_EFFICIENCY * HBM
+    return Machine(
+        f"H100, {precision}, defaults", rate, rate, rate, rate, NVLINK, NVLINK, NVLINK, NETWORK, memory, memory,
+        100e-6, 8, True,
+    )  # fmt: skip
+
+
+def calibrated_for():
+    """The text that names this machine and its libraries in the file of calibrations."""
+    return f"planner of {processor()}, numpy {np.__version__}"
+
+
+def calibration_file(directory=None):
+    """The path of the calibration, beside the tuned choices; None if there is no home directory."""
+    directory = directory or cache_directory()
+    return directory and cache_file(directory, calibrated_for())
+
+
+def save_calibration(numbers, path):
+    """Write the numbers {name: list of floats, or float} that stage1_mpi/calibrate.py measured."""
+    write_choices(path, calibrated_for(), {name: repr(value) for name, value in numbers.items()})
+
+
+def host_machine(path, ranks):
+    """The Machine of the CPU ranks of this host, from the calibration; None if there is none."""
+    saved = read_choices(path, calibrated_for()) if path else {}
+    try:
+        numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in saved.items()}
+        return machine_of(numbers, ranks)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def machine_of(numbers, ranks):
+    """The Machine with these numbers of a calibration: see save_calibration()."""
+    kinds = {each.name: each.type for each in fields(Machine)}
+    measured = {name: kinds[name](*numbers[name]) for name in MEASURED}
+    (bandwidth,), (step,) = numbers["bandwidth"], numbers["step"]
+    return Machine(
+        f"this machine: {processor()}, calibrated", **measured, far=measured["message"], bandwidth=bandwidth,
+        activations=math.inf, step=step, host_ranks=ranks, overlaps=False,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""The predicted time of a training step, by term: computation by a roofline, messages by alpha and beta, the bubble."""
+
+import math
+
+from gpt2core.app.planning.flops import forward_flops
+from gpt2core.app.planning.layout import FP32, Place, own_chunks, recomputed
+from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
+from gpt2core.communicator import textbook_bytes
+from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.pipeline.simulator import simulate
+
+UPDATE = 8  # numbers that clipping and AdamW read and write for each parameter: g; p, m, v, g; p, m, v
+ADD = 3  # numbers that a sum of gradients reads and writes for each parameter
+# Numbers, times C, that the kernels of a block besides products and attention read or write for each token in forward:
+# each of two LayerNorms reads x and a branch, and writes x and y; GELU reads and writes the hidden layer
+STREAM = 2 * 4 + 2 * 4
+
+
+def rounds(name, size):
+    """The rounds of a collective in a group of `size` ranks: the number of alphas."""
+    if name == "send":
+        return 1
+    return math.ceil(math.log2(size)) * (2 if name == "all_reduce" else 1)
+
+
+def call_seconds(layout, machine, call):
+    """The seconds of one call of the list of traffic()."""
+    size, tp = layout.sizes[call.group], layout.parallel.tp
+    width = {"tensor": tp, "data": tp * layout.replicas}.get(call.group, layout.ranks)  # ranks from first to last
+    if width > machine.host_ranks:
+        link = machine.far
+    elif call.name == "send":
+        link = machine.message
+    else:
+        link = machine.collective if call.name == "all_reduce" else machine.gather
+    sent = textbook_bytes(call.name, call.elements * call.itemsize, size)
+    return rounds(call.name, size) * link.alpha + sent * link.beta
+
+
+def unit_seconds(layout, machine, unit, tokens):
+    """(forward, backward) seconds of a unit on one rank for `tokens`, without messages."""
+    block, tp = unit.startswith("h."), layout.parallel.tp
+    rates = (machine.block_forward, machine.block_backward) if block else (machine.ends_forward, machine.ends_backward)
+    flops = forward_flops(layout.config, layout.seq_len)[unit] * tokens / tp
+    stream = STREAM * block * layout.config.n_embd * layout.compute_bytes * tokens / machine.activations
+    overheads = [rate.overhead * (block or unit == "head") for rate in rates]  # of both ends together
+    return overheads[0] + flops / rates[0].flops + stream, overheads[1] + 2 * flops / rates[1].flops + 2 * stream
+
+
+def chunk_seconds(layout, machine, units, sequences):
+    """(forward, backward) seconds of a chunk for one pass, with the blocks that are computed again."""
+    tokens, again = sequences * layout.seq_len, recomputed(layout, units)
+    times = {unit: unit_seconds(layout, machine, unit, tokens) for unit in units}
+    backward = sum(time for _, time in times.values()) + sum(times[unit][0] for unit in again)
+    return sum(time for time, _ in times.values()), backward
+
+
+def step_seconds(layout, machine):
+    """{term: seconds} of a step: of the slowest rank of the pipeline, whose terms begin with the computation."""
+    tensor = [call_seconds(layout, machine, call) * call.times for call in own_tensor_calls(layout)]
+    terms = pipeline_terms(layout, machine) if layout.parallel.pp > 1 else pass_terms(layout, machine)
+    terms["sums inside layers"] = sum(tensor)
+    calls = [call for call in traffic(layout, Place()) if call.group in ("data", "world", "replica")]
+    eager = sum(call_seconds(layout, machine, call) * call.times for call in calls if call.eager)
+    late = sum(call_seconds(layout, machine, call) * call.times for call in calls if not call.eager)
+    hidden = min(eager, terms["computation"] * (1 - 1 / (1 + layout.config.n_layer))) * machine.overlaps
+    terms["messages of gradients and parameters"] = late + eager - hidden
+    terms["update"] = update_seconds(layout, machine) + machine.step
+    return {term: seconds for term, seconds in terms.items() if seconds}
+
+
+def own_tensor_calls(layout):
+    """The calls inside layers of the rank of the pipeline that makes most."""
+    if layout.parallel.tp == 1:
+        return []
+    lists = [list(tensor_calls(layout, Place(pipeline=rank))) for rank in range(layout.parallel.pp)]
+    return max(lists, key=lambda calls: sum(call.times * call.elements for call in calls))
+
+
+def pass_terms(layout, machine):
+    """The computation of a replica without a pipeline; its threads compute at the same time."""
+    (units,) = own_chunks(layout, 0)
+    seconds = sum(sum(chunk_seconds(layout, machine, units, rows)) for rows in layout.passes())
+    return {"computation": seconds / layout.threads}
+
+
+def pipeline_terms(layout, machine):
+    """The computation of the rank that computes most, and what the schedule adds: waits and messages."""
+    timeline = pipeline_timeline(layout, machine)
+    busy = max(timeline.busy)
+    return {"computation": busy, "bubble and messages of the pipeline": timeline.seconds - busy}
+
+
+def pipeline_timeline(layout, machine):
+    """The simulated Timeline of the passes of a pipeline, without the sums inside layers."""
+    parallel, config = layout.parallel, layout.config
+    rows = max(layout.passes())
+    chunks = {}
+    for rank in range(parallel.pp):
+        for number, units in enumerate(own_chunks(layout, rank)):
+            chunks[rank + parallel.pp * number] = chunk_seconds(layout, machine, units, rows)
+
+    def seconds(kind, chunk):
+        forward, backward = chunks[chunk]
+        return {"F": forward, "B": backward / 2, "W": backward / 2, "E": 0.0}[kind]
+
+    bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
+    link = machine.far if layout.ranks > machine.host_ranks else machine.message
+    schedule = make_schedule(parallel, layout.count, config.tied)
+    return simulate(schedule, seconds, link.alpha + link.beta * bytes_of_message)
+
+
+def update_seconds(layout, machine):
+    """The seconds of clipping, AdamW, and the sums of the gradients of passes, on the rank with most parameters."""
+    parallel, passes = layout.parallel, layout.count // layout.merged
+    if parallel.zero > 1:
+        own = sum(shard_sizes(layout).values())
+        size = layout.replicas * own
+    else:
+        size = max(arena_of(layout, rank).size for rank in range(parallel.pp))
+        own = size // (layout.replicas if parallel.zero else 1)
+    numbers = (
+        UPDATE * own / layout.threads + ADD * size * (passes / layout.threads - 1) + ADD * size * (layout.threads > 1)
+    )
+    return FP32 * numbers / machine.bandwidth

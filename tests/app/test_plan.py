@@ -1,0 +1,211 @@
+"""The command that plans: it lists only layouts that training accepts, and refuses in one line."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from gpt2core.app import plan as command
+from gpt2core.app.planning import machine as machines
+from gpt2core.app.planning.layout import Layout
+from gpt2core.app.planning.layouts import Devices, estimate, estimates, layouts
+from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machine, save_calibration
+from gpt2core.app.planning.step_time import step_seconds, update_seconds
+from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import GPT2Config, flops_per_token
+from gpt2core.errors import ConfigError
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
+from tests.support.training import make_trainer
+
+MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=True)
+CPU = Devices(4, 1e9, True, "fp32")
+NUMBERS = {
+    "block_forward": [1e-4, 2e10], "block_backward": [2e-4, 3e10], "ends_forward": [1e-4, 1e10],
+    "ends_backward": [1e-4, 1e10], "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10],
+    "bandwidth": [8e9], "step": [1e-3],
+}  # fmt: skip
+FREE = Link(0.0, 0.0)
+
+
+def simple(**options):
+    """A Machine whose only cost is one FLOP per second, unless `options` have others."""
+    rate, infinite = Rate(0.0, 1.0), float("inf")
+    return replace(
+        Machine("test", rate, rate, rate, rate, FREE, FREE, FREE, FREE, infinite, infinite, 0.0, 8, False), **options
+    )
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """run(*flags) -> (exit code, standard output, standard error), with the constants NUMBERS of this machine."""
+    path = tmp_path / "calibration.json"
+    monkeypatch.setattr(command, "calibration_file", lambda: path)
+
+    def run(*flags, calibrated=True):
+        if calibrated:
+            save_calibration(NUMBERS, path)
+        with pytest.raises(SystemExit) as exit:
+            command.main([str(each) for each in flags])
+        return exit.value.code, *capsys.readouterr()
+
+    return run
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
+    code, out, err = run("--preset", "tiny", "--ranks", 2)
+    assert (code, err) == (0, "")
+    times = [float(number) for number in re.findall(r"([\d.]+) ms$", out, re.M)]
+    assert len(times) == 5 and times == sorted(times)
+    assert re.search(r"^recommended: --batch-size 16 --micro-batches \d+", out, re.M)
+    assert re.search(r"^why: it has the shortest predicted step; .*\.$", out, re.M)
+
+
+def test_a_thousand_gpus_are_planned_without_one(run):
+    code, out, err = run("--preset", "gpt2-xl", "--gpus", 1024)
+    assert (code, err) == (0, "") and "1024 x 1024 tokens per step" in out
+    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --zero 1$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--gpus", 8, "--ranks", 8), "--gpus and --ranks exclude each other: give --gpus N for stage 3, or --ranks N"),
+        ((), "the number of ranks is missing: give --gpus N for stage 3, or --ranks N for stage 1"),
+        (("--ranks", 0), "--ranks 0 must be at least 1"),
+        (("--gpus", -1), "--gpus -1 must be at least 1"),
+        (("--gpus", 10**9), "--gpus 1000000000 is too large: the largest value is 65536"),
+        (("--gpus", 8, "--preset", "gpt5"), "--preset gpt5 is unknown: choose from nano, tiny"),
+        (("--gpus", 8, "--batch-size", 0), "--batch-size 0 must be at least 1"),
+        (("--gpus", 8, "--seq-len", 2000), "--seq-len 2000 exceeds the model's block of 1024 tokens: use --seq-len 10"),
+        (("--ranks", 2, "--gpu-memory", 80), "--gpu-memory and --precision are for --gpus, and this plan is for --ra"),
+        (("--gpus", 2, "--gpu-memory", 0), "--gpu-memory 0 must be above 0 and finite"),
+        (("--gpus", 2, "--precision", "fp8"), "--precision fp8 is unknown: choose from fp32, tf32, bf16, fp16"),
+        (("--gpus", 3, "--batch-size", 4), "--batch-size 4 is not divisible by 3 data-parallel ranks"),
+        (("--gpus", 1, "--gpu-memory", 4, "--preset", "gpt2-xl"), "gpt2-xl on 1 GPU needs at least 61.70 GB on each, "),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(run, flags, message):
+    code, out, err = run(*flags)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+def test_what_fits_nowhere_names_both_values_and_what_to_do(run):
+    err = run("--gpus", 1, "--gpu-memory", 4, "--preset", "gpt2-xl")[2]
+    assert "but a GPU has 4.00 GB: use more --gpus or GPUs with more memory, a smaller --batch-size" in err
+
+
+def test_ranks_need_a_calibration(run, monkeypatch):
+    code, out, err = run("--ranks", 2, calibrated=False)
+    assert (code, out) == (2, "") and "measure them with --calibrate" in err
+    monkeypatch.setattr(command, "CALIBRATE", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    code, out, err = run("--ranks", 2, "--preset", "tiny", "--calibrate", calibrated=False)
+    assert (code, err) == (0, "") and out.startswith("calibrated in ") and "recommended: " in out
+    monkeypatch.setattr(command, "CALIBRATE", ["-c", "raise SystemExit('error: no MPI')"])
+    assert run("--calibrate")[2] == "error: --calibrate: two ranks cannot run here: no MPI\n"
+
+
+def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "calibrated_for", lambda: "x")
+    path = tmp_path / "c.json"
+    assert host_machine(path, 2) is None
+    save_calibration(NUMBERS, path)
+    assert host_machine(path, 2).message == Link(1e-5, 2e-10)
+    save_calibration({"message": [1.0]}, path)
+    assert host_machine(path, 2) is None
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_of_4_ranks_can_be_trained():
+    """A sample of one for each ParallelConfig: its trainer is made."""
+    found = {each.parallel: each for each in layouts(MODEL, CPU, 16, 16)}
+    assert {(p.tp, p.pp) for p in found} == {(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)}
+    assert {p.zero for p in found} == {0, 1, 2, 3} and len(found) > 30
+    for parallel, each in found.items():
+        if parallel.recompute == "none":  # "block" refuses nothing
+            run_ranks(4, made, parallel, each.micro_batches)
+
+
+def made(comm, parallel, micro_batches):
+    make_trainer(comm, parallel, MODEL, micro_batches=micro_batches)
+
+
+def test_sizes_that_cannot_be_divided_are_refused():
+    with pytest.raises(ConfigError, match="`batch_size=4` is not divisible by 5 data-parallel ranks"):
+        list(layouts(MODEL, Devices(5, 1e9, True, "fp32"), 4, 16))
+
+
+def test_those_that_do_not_fit_are_omitted():
+    machine = simple()
+    every, count, least = estimates(MODEL, CPU, machine, 16, 16)
+    assert len(every) == count and least == min(each.memory for each in every)
+    some, count, _ = estimates(MODEL, replace(CPU, memory=least), machine, 16, 16)
+    assert 0 < len(some) < count and all(each.memory == least for each in some)
+    assert estimates(MODEL, replace(CPU, memory=least - 1), machine, 16, 16)[0] == []
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def layout(replicas=1, micro_batches=4, config=MODEL, **options):
+    return Layout(config, ParallelConfig(**options), 8, 16, micro_batches, replicas)
+
+
+def test_the_computation_of_a_step_is_its_flops_divided_by_the_rate():
+    assert sum(step_seconds(layout(), simple()).values()) == pytest.approx(flops_per_token(MODEL, 16) * 8 * 16)
+    assert sum(step_seconds(layout(2), simple()).values()) == pytest.approx(flops_per_token(MODEL, 16) * 4 * 16)
+
+
+def test_alpha_is_counted_once_for_each_round_and_beta_for_each_byte():
+    machine = simple(collective=Link(1.0, 0.0))
+    all_reduces = 4 * (1 + 2 * 4 + 2 * 4 + 1 + 2)  # of 4 passes: embedding, forward, backward, head, cross-entropy
+    terms = step_seconds(layout(tp=2), machine)
+    assert terms["sums inside layers"] == 2 * all_reduces
+    arena = layout(2)
+    per_byte = simple(collective=Link(0.0, 1.0))
+    assert step_seconds(arena, per_byte)["messages of gradients and parameters"] == pytest.approx(
+        sum(-(-count // 1024) * 4096 for count in sizes(MODEL))
+    )
+
+
+def sizes(config):
+    from math import prod
+
+    from gpt2core.architecture import parameter_shapes
+
+    return [prod(shape) for _, shape in parameter_shapes(config)]
+
+
+def test_overlapped_gradients_cost_nothing_if_computation_hides_them():
+    slow = simple(collective=Link(0.0, 1e-3))
+    bucket = layout(2, dp="bucket", bucket_mb=0.002)
+    hidden = step_seconds(bucket, replace(slow, overlaps=True))
+    assert "messages of gradients and parameters" not in hidden
+    assert step_seconds(bucket, slow)["messages of gradients and parameters"] > 1
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_the_simulator():
+    """Two equal ranks, one layer and no vocabulary to speak of: 1F1B waits (p - 1) / m of the computation."""
+    config = GPT2Config(vocab_size=1, block_size=16, n_layer=2, n_head=1, n_embd=64, tied=False)
+    terms = step_seconds(layout(config=config, pp=2), simple())
+    assert terms["bubble and messages of the pipeline"] / terms["computation"] == pytest.approx(1 / 4, rel=0.02)
+
+
+def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():
+    machine = simple(bandwidth=1.0)
+    assert update_seconds(layout(4, zero=1), machine) == pytest.approx(update_seconds(layout(4), machine) / 4)
+    once, twice = (step_seconds(layout(recompute=how), simple())["computation"] for how in ("none", "block"))
+    assert 1 < twice / once < 4 / 3
+
+
+def test_a_step_on_an_h100_takes_the_time_of_its_products_and_more():
+    devices = Devices(1, 80e9, False, "bf16")
+    each = estimate(Layout(PRESETS["gpt2"], ParallelConfig(), 64, 1024, 1, compute_bytes=2), devices, h100("bf16"))
+    products = flops_per_token(PRESETS["gpt2"], 1024) * 64 * 1024 / (0.7 * 989e12)
+    assert products < each.total < 1.5 * products

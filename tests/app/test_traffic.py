@@ -1,0 +1,107 @@
+"""The predicted calls and bytes of a step are those that are counted, for every layout."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from gpt2core.app.planning.layout import Layout
+from gpt2core.app.planning.traffic import Call, by_collective, bytes_sent, gathers, traffic
+from gpt2core.architecture import GPT2Config
+from gpt2core.communicator import Communicator
+from gpt2core.data import Windows
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.tracing.hooks import COLLECTIVES, Hooks
+from gpt2core.training_loop import read_batch
+from tests.support.training import make_trainer
+
+TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
+BUCKETS = dict(bucket_mb=0.002)
+DATA = [
+    dict(dp="naive"), dict(dp="overlap"), dict(dp="bucket", **BUCKETS), dict(zero=1),
+    dict(dp="bucket", zero=1, **BUCKETS), dict(zero=1, zero_gather="forward", **BUCKETS), dict(compress="int8"),
+    dict(compress="fp16", dp="bucket", **BUCKETS),
+    dict(compress="bf16", zero=1), dict(zero=2), dict(zero=3), dict(zero=3, recompute="block"),
+]  # fmt: skip
+PIPELINES = [dict(pp_schedule=name) for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")]
+LAYOUTS = [
+    *((ranks, options) for ranks in (1, 2, 3, 4) for options in DATA),
+    *((tp, dict(tp=tp, recompute=recompute)) for tp in (2, 4) for recompute in ("none", "block")),
+    (4, dict(tp=2, zero=1)), (4, dict(tp=2, dp="bucket", compress="int8", **BUCKETS)),
+    *((2, dict(pp=2, **options)) for options in PIPELINES),
+    *((4, dict(pp=2, recompute="block", zero=zero, **options)) for options in PIPELINES for zero in (0, 1)),
+    (4, dict(pp=2, tp=2)), (8, dict(pp=2, tp=2, zero=1, recompute="block")), (4, dict(pp=4)),
+]  # fmt: skip
+
+
+def model(tied):
+    return GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=tied)
+
+
+def counted_step(comm, parallel, options):
+    """(the bytes of a step in the log, {name of a call: how often}, Layout), after a first step."""
+    trainer, windows = make_trainer(comm, parallel, **options), Windows(TOKENS, 16)
+    trainer.step(read_batch(trainer, windows), 1e-3)
+    calls, hooks, mesh = collections.Counter(), Hooks(), trainer.mesh
+    workers = [worker.group for worker in trainer.accumulator.workers]
+    groups = [comm, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, *workers]
+    for group in {id(group): group for group in groups}.values():
+        if group.size > 1:
+            record(hooks, group, calls)
+    step = trainer.step(read_batch(trainer, windows), 1e-3)
+    layout = Layout(
+        trainer.config, parallel, trainer.batch_size, trainer.seq_len, trainer.micro_batches, mesh.data.size,
+        trainer.accumulator.merged, trainer.pool.size,
+    )  # fmt: skip
+    return step.bytes_sent or 0, calls, layout
+
+
+def record(hooks, group, calls):
+    for name in COLLECTIVES:
+        start = getattr(group, f"{name}_start")
+
+        def counted(*arguments, name=name, start=start, **options):
+            calls[name] += 1
+            return start(*arguments, **options)
+
+        hooks.set(group, f"{name}_start", counted)
+
+
+def assert_predicted(ranks, parallel, **options):
+    for rank, (sent, calls, layout) in enumerate(run_ranks(ranks, counted_step, parallel, options)):
+        place = layout.place_of(rank)
+        assert layout.rank_of(place)["world"] == rank
+        predicted = traffic(layout, place)
+        assert bytes_sent(layout, place, predicted, Communicator().sent) == sent
+        expected = collections.Counter()
+        for call in predicted:
+            expected[call.name] += call.times
+        calls.pop("recv", None)
+        assert +expected == calls
+        rows = by_collective(layout, place, predicted, Communicator().sent)
+        assert sum(row[-1] for row in rows) == sent and sum(row[-2] for row in rows) == calls.total()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks, options", LAYOUTS, ids=str)
+def test_the_predicted_calls_and_bytes_are_those_that_are_counted(ranks, options, tied):
+    batch = dict(batch_size=24, micro_batches=12) if ranks == 3 else {}
+    assert_predicted(ranks, ParallelConfig(**options), config=model(tied), **batch)
+
+
+@pytest.mark.parametrize("options", [dict(tp=2), dict(zero=1), dict(dp="bucket", **BUCKETS)], ids=str)
+def test_also_with_several_threads_and_unequal_micro_batches(options):
+    assert_predicted(2, ParallelConfig(**options), config=model(True), threads=2)
+    assert_predicted(2, ParallelConfig(**options), config=model(True), batch_size=14, micro_batches=4)
+
+
+def test_a_passed_unit_is_gathered_again_with_zero_3_only():
+    units = ["embedding", "h.0", "h.1", "h.2", "head"]
+    assert gathers(model(False), units, 2, keeps=True) == dict.fromkeys(units, 1)
+    # the unit that is computed and the next one stay: h.2 while the head is computed, h.0 between two passes
+    assert gathers(model(False), units, 2, keeps=False) == {"embedding": 3, "h.0": 3, "h.1": 4, "h.2": 2, "head": 2}
+
+
+def test_a_call_of_the_loss_is_on_the_host():
+    assert Call("world", "loss", "all_gather", 1, 8).on_host and not Call("data", "norm", "all_gather", 1, 4).on_host

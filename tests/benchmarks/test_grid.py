@@ -1,0 +1,21 @@
+"""The benchmark that compares the planner with measurements: its layouts, and the errors that it prints."""
+
+import pytest
+
+from benchmarks.ranks.grid import errors, layouts, line, name_of
+from gpt2core.parallel.config import ParallelConfig
+
+
+def test_every_grid_of_2_and_4_ranks_is_in_the_list():
+    for ranks, sizes in ((2, {(1, 1), (1, 2), (2, 1)}), (4, {(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)})):
+        found = layouts(ranks)
+        assert {(each.tp, each.pp) for each in found} == sizes and len(found) == len(set(found))
+    assert name_of(4, ParallelConfig(pp=2, zero=1)) == "dp 2 tp 1 pp 2 zero 1 none 1f1b"
+
+
+def test_the_errors_are_relative_except_that_of_the_bubble():
+    values = dict(memory=2e6, calls=2, bytes=10, bubble=0.2, cpu_ms=4.0, ms=5.0)
+    result = dict(name="x", measured=values, predicted=values | dict(memory=1e6, bubble=0.1, ms=None))
+    assert errors([result], "memory") == (0.5, 0.5) and errors([result], "bytes") == (0.0, 0.0)
+    assert errors([result], "bubble") == pytest.approx((0.1, 0.1)) and errors([result], "ms") is None
+    assert "2.00 /   1.00" in line(result) and line(result).endswith("5.0 /       -")
