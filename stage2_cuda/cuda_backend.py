@@ -2,7 +2,6 @@
 
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows; out: see gpt2core/backend.py
 
-import contextlib
 import functools
 from typing import NamedTuple
 
@@ -167,8 +166,11 @@ class CudaBackend(FusedHead, Backend):
             if out is None:
                 compute(array := self.floats(*shape))
                 return array
-            on_side = side or out.accumulate  # where the gradients of other uses of the leaf were written
-            with self.runtime.on_side_stream(*operands, ready=ready) if on_side else contextlib.nullcontext():
+            if side or out.accumulate:  # it is added on the side stream, where later gradients are
+                stream = self.runtime.on_side_stream(*operands, ready=ready)
+            else:
+                stream = self.runtime.side.ahead()
+            with stream:
                 if out.accumulate and add:
                     add(out.array)
                 elif out.accumulate:

@@ -36,6 +36,10 @@ class NoStream:
         self.flush()
         return contextlib.nullcontext()
 
+    def ahead(self):
+        """A context whose kernels run on the current stream, before all later work on the side stream."""
+        return self.after()
+
     def join(self):
         self.flush()
 
@@ -79,6 +83,13 @@ class SideStream(NoStream):
         self.needs_join = True
         with self.stream:
             yield
+
+    @contextlib.contextmanager
+    def ahead(self):
+        self.flush()
+        yield
+        self.stream.wait_event(self.record())
+        self.needs_join = True  # a graph that is captured ends on the current stream
 
     def join(self):
         """Make later work on the current stream wait for all work on the side stream so far."""

@@ -16,6 +16,7 @@ from gpt2core.tensor import Destination, ShapeError, Tensor, call, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.kernels import embedding
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.side_stream import NoStream
 from tests.support.gradients import GRAPHS, B, Leaves, T, V, check_that_parameters_are_freed, gradients
@@ -150,6 +151,65 @@ def test_a_gradient_on_the_side_stream_waits_for_no_kernel_that_is_launched_afte
     hidden, first, second = (24, 64), (16, 64), (64, 16)
     # The sums of the LayerNorm and the gradient of the second weight wait for no product, the others only for `hidden`.
     assert side.list == [hidden, 0, 0, second, 1, first, 1], side.list
+
+
+class Ordered(NoStream):
+    """A side stream that knows for each launch which earlier launches have ended before it begins.
+
+    An event, and `main` and `side`, the state of a stream, are sets of launches, which are numbers.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.side, self.on_side, self.count = set(), set(), False, 0
+
+    def launch(self):
+        """The launches before a new one on the stream that is current, and the number of the new one."""
+        stream, number = self.side if self.on_side else self.main, self.count
+        before, self.count = set(stream), self.count + 1
+        stream.add(number)
+        return before, number
+
+    def record(self):
+        return frozenset(self.main)
+
+    @contextlib.contextmanager
+    def run(self, *operands, ready=None):
+        self.flush()
+        self.side |= self.record() if ready is None else ready
+        self.on_side = True
+        yield
+        self.on_side = False
+
+    @contextlib.contextmanager
+    def ahead(self):
+        self.flush()
+        yield
+        self.side |= self.record()
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "later"])
+def test_a_gradient_is_added_after_the_kernel_that_writes_the_first_one_has_ended(rng, monkeypatch, deferred):
+    """Two embeddings from one table, whose first gradient is written on the main stream."""
+    backend, side, writes = CudaBackend("fp32"), Ordered(), []
+    backend.runtime.side, token_gradient = side, embedding.token_gradient
+
+    def record(dwte, chunk_sums, tokens, dy, accumulate):
+        writes.append((*side.launch(), accumulate))
+        token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
+
+    monkeypatch.setattr(embedding, "token_gradient", record)
+    leaves, later = Leaves(backend, True), []
+    for table in (leaves.wte, leaves.wpe):
+        table.buffer = backend.empty(table.shape, np.float32)
+    y = ops.embedding(leaves.ids, leaves.wte, leaves.wpe) + ops.embedding(leaves.ids, leaves.wte, leaves.wpe)
+    y.backward(
+        backend.asarray(rng.standard_normal(y.shape).astype(np.float32)), when=later.append if deferred else call
+    )
+    for function in later:
+        function()
+    (_, first, adds), (before, _, adds_too) = writes
+    assert (adds, adds_too) == (False, True) and first in before
 
 
 # -- the sums of a LayerNorm, which one launch writes ----------------------------------------------------------------
