@@ -108,14 +108,16 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
     interpreted := $(if $(cuda),,1)
     ifneq ($(filter-out 0,$(TRITON_INTERPRET)),)
       interpreted := 1
-    else ifeq ($(interpreted),1)
+    endif
+    why := $(if $(cuda),TRITON_INTERPRET is set,no GPU was found)
+    ifeq ($(interpreted),1)
       ifneq ($(PRESET),nano)
-        $(error no GPU was found, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
+        $(error $(why), and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
       endif
       ifeq ($(filter train,$(MAKECMDGOALS))$(trained)$(findstring --weights,$(ARGS)),)
         $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
-      $(info no GPU was found: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
+      $(info $(why): TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
       ifeq ($(findstring --steps,$(ARGS))$(findstring --resume,$(ARGS)),)
         train: override ARGS := --steps 10 $(ARGS)
       endif

@@ -37,7 +37,7 @@ def part_edges():
                 [*[n // p * j for j in range(p)], n],
                 "The last part has all remaining elements: lengths differ by at most one.",
             ),
-            (rounded, "The last part is shorter than the others by more than one element: use n * j // p."),
+            (rounded, "With parts of n / p, rounded up, the last one can be much shorter: use n * j // p."),
         ]
         expect_equal(f"part_edges({n}, {p})", list(nccl_collectives.part_edges(n, p)), want, wrong, "part_edges")
 

@@ -81,7 +81,7 @@ def cache_wrong(case, position, t):
         (case.want(position, t, mask=-1), "The mask is off by one: a new position also attends to its own key."),
         (
             case.want(position, t, mask=-position),
-            "The mask is not shifted by `position`: every new position attends to all cached keys, too.",
+            "The mask is not shifted by `position`. Every new position attends to all cached keys, too.",
         ),
         (
             case.want(position, t, mask=None, keys=slice(0, -1)),

@@ -100,7 +100,7 @@ def pasted(console, block):
     """What Python's prompt prints when `block` is pasted into it, errors included."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        for line in [*block.splitlines(), ""]:
+        for line in block.splitlines():  # no empty line after it: the reader may paste the next block at once
             console.push(line)
     return output.getvalue()
 

@@ -499,9 +499,14 @@ def test_make_reports_an_error_in_one_line(make, words, cuda, message):
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_with_the_variable_set_make_interprets_any_preset(make):
-    done = make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0", TRITON_INTERPRET="1")
-    assert done.returncode == 0 and "--preset paper" in done.stdout
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_with_the_variable_set_make_does_what_it_does_without_a_gpu(make, cuda):
+    """The lessons of stages 2 and 3 ask for `export TRITON_INTERPRET=1`."""
+    words, why = ("-n", "train", "STAGE=2", f"PYTHON={sys.executable}"), "TRITON_INTERPRET is set"
+    done = make(*words, cuda=cuda, TRITON_INTERPRET="1")
+    assert done.returncode == 2 and f"{why if cuda else 'no GPU was found'}, and Triton's interpreter is" in done.stderr
+    done = make(*words, "PRESET=nano", cuda=cuda, TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "--preset nano" in done.stdout and "--steps 10" in done.stdout
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
