@@ -101,9 +101,9 @@ class FastTrainer(ParallelTrainer):
     def utilisation(self, tokens_per_second):
         """The model-FLOPs utilisation: the model's FLOPs/s / peak FLOPs/s of all devices; None if that is not known."""
         peak = self.backend.runtime.peak_flops(self.backend.precision)
-        return (
-            tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size) if peak else None
-        )
+        if not peak:
+            return None
+        return tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
     def read(self, step, signal):
         """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks. Sets stopped_by."""

@@ -20,7 +20,7 @@ from gpt2core.next_logits import last_logits
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.support.torch_gpt2 import batch, model_of, random_parameters, relative
+from tests.support.torch_gpt2 import batch, check_finite_differences, model_of, random_parameters, relative
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 
@@ -141,20 +141,7 @@ def test_the_scale_of_the_loss_scales_loss_and_gradients(rng):
 def test_gradients_equal_finite_differences(rng, tied):
     config = GPT2Config(11, 6, 2, 2, 8, tied)
     parameters, (ids, targets) = random_parameters(config, rng, np.float64), batch(rng, config, 2, 6)
-    model = model_of(config, parameters, NumpyBackend("fp64"))
-    model.loss(ids, targets).backward()
-    step = 1e-5
-    for name, tensor in model.parameters.items():
-        direction, losses = rng.standard_normal(tensor.shape), []
-        direction /= np.linalg.norm(direction)
-        with no_grad():
-            for sign in (1, -1):
-                tensor.data += sign * step * direction
-                losses.append(model.loss(ids, targets).item())
-                tensor.data -= sign * step * direction
-        slope = (losses[0] - losses[1]) / (2 * step)
-        # central differences: step^2 = 1e-10 times a third derivative, and 1e-16 / step = 1e-11 of rounding
-        assert abs(slope - (tensor.grad * direction).sum()) <= 1e-7 * (1 + abs(slope)), name
+    check_finite_differences(model_of(config, parameters, NumpyBackend("fp64")), ids, targets, rng)
 
 
 @pytest.mark.parametrize("pieces", [[1] * 9, [9], [4, 1, 1, 3]])

@@ -22,7 +22,14 @@ from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial.generation.token_step import token_step
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.support.torch_gpt2 import batch, model_of, random_parameters, relative, rotary_logits
+from tests.support.torch_gpt2 import (
+    batch,
+    check_finite_differences,
+    model_of,
+    random_parameters,
+    relative,
+    rotary_logits,
+)
 from tests.support.training import CONFIG, assert_same, train
 
 torch = pytest.importorskip("torch")
@@ -53,18 +60,7 @@ def test_logits_loss_and_every_gradient_equal_pytorch(rng, backend, tied):
 
 def test_gradients_equal_finite_differences(rng):
     parameters, (ids, targets) = random_parameters(SMALL, rng, np.float64), batch(rng, SMALL, 2, 6)
-    model, step = model_of(SMALL, parameters, NumpyBackend("fp64")), 1e-5
-    model.loss(ids, targets).backward()
-    for name, tensor in model.parameters.items():
-        direction, losses = rng.standard_normal(tensor.shape), []
-        direction /= np.linalg.norm(direction)
-        with no_grad():
-            for sign in (1, -1):
-                tensor.data += sign * step * direction
-                losses.append(model.loss(ids, targets).item())
-                tensor.data -= sign * step * direction
-        slope = (losses[0] - losses[1]) / (2 * step)
-        assert abs(slope - (tensor.grad * direction).sum()) <= 1e-7 * (1 + abs(slope)), name  # as in test_model.py
+    check_finite_differences(model_of(SMALL, parameters, NumpyBackend("fp64")), ids, targets, rng)
 
 
 def test_the_order_of_earlier_tokens_matters(rng):

@@ -9,7 +9,7 @@ import pytest
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.model import GPT2
-from gpt2core.tensor import Tensor
+from gpt2core.tensor import Tensor, no_grad
 
 torch = pytest.importorskip("torch")
 
@@ -32,6 +32,23 @@ def random_parameters(config, rng, dtype=np.float32):
 
 def model_of(config, parameters, backend, **options):
     return GPT2(config, {name: Tensor(array, backend, True) for name, array in parameters.items()}, **options)
+
+
+def check_finite_differences(model, ids, targets, rng):
+    """Compare the gradient of each parameter of a float64 model with the slope of the loss in a random direction."""
+    step = 1e-5
+    model.loss(ids, targets).backward()
+    for name, tensor in model.parameters.items():
+        direction, losses = rng.standard_normal(tensor.shape), []
+        direction /= np.linalg.norm(direction)
+        with no_grad():
+            for sign in (1, -1):
+                tensor.data += sign * step * direction
+                losses.append(model.loss(ids, targets).item())
+                tensor.data -= sign * step * direction
+        slope = (losses[0] - losses[1]) / (2 * step)
+        # central differences: step^2 = 1e-10 times a third derivative, and 1e-16 / step = 1e-11 of rounding
+        assert abs(slope - (tensor.grad * direction).sum()) <= 1e-7 * (1 + abs(slope)), name
 
 
 def batch(rng, config, B, T):

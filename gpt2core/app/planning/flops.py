@@ -1,11 +1,13 @@
 """The floating-point operations of each unit of the model: their sum is flops_per_token() of architecture.py."""
 
+import functools
 import math
 
 from gpt2core.app.planning.layout import own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes, unit_of
 
 
+@functools.cache  # it is read for each unit of each layout
 def forward_flops(config, seq_len):
     """{unit: operations of its forward pass per token}; backward has twice as many, half of them for parameters.
 

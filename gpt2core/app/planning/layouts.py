@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from gpt2core.app.planning.layout import FP32, Layout
+from gpt2core.app.planning.layout import FP32, Layout, Place
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
@@ -114,16 +114,10 @@ def divided(config, parallel, devices, batch_size, seq_len):
 def estimate(layout, devices, machine):
     """The Estimate of a Layout."""
     if devices.on_host:
-        places = {replace_pipeline(layout, rank) for rank in range(layout.parallel.pp)}
-        memory = max(sum(host_terms(layout, place).values()) for place in places)
+        memory = max(sum(host_terms(layout, Place(pipeline=r)).values()) for r in range(layout.parallel.pp))
     else:
         memory = int(MARGIN * sum(device_terms(layout, devices.precision, in_order=False).values()))
     return Estimate(layout, memory, step_seconds(layout, machine))
-
-
-def replace_pipeline(layout, rank):
-    """The Place of the first rank of a rank of the pipeline."""
-    return layout.place_of(rank * layout.parallel.tp * layout.replicas)
 
 
 def estimates(config, devices, machine, batch_size, seq_len):
