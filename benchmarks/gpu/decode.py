@@ -17,6 +17,7 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
+from gpt2core.errors import UserError
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
@@ -141,7 +142,7 @@ def search(run_round, candidates, request):
             print("PyTorch,", ", ".join(f"{name}: {each}" for name, each in variant.items()) + ":", text, flush=True)
         timed = [each for each in tried if "us_per_token" in each]
         if not timed:
-            raise SystemExit(f"no value of {option} works: {tried[-1]['error']}")
+            raise UserError(f"no value of {option} works: {tried[-1]['error']}")
         best = min(timed, key=lambda each: each["us_per_token"])
         fastest = {name: best[name] for name in candidates}
     return fastest, tried

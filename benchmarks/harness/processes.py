@@ -32,6 +32,7 @@ from gpt2core.errors import UserError
 from testing.jobs import ROOT, end
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+USER_ERROR = 2  # the exit status of a process whose error is explained in one line
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class BenchmarkFailed(Exception):
 class BenchmarkProcess:
     """A running process that a ProcessSpec describes. Use it as a context manager: leaving the block ends the process.
 
-    benchmark: the module that has prepare(). timeout: seconds within which the process must answer each request.
+    benchmark: the module that has prepare(). timeout: seconds within which the process must answer each request. Raises
+    BenchmarkFailed, and UserError if prepare() or run_round() does so.
     """
 
     def __init__(self, spec, benchmark, timeout):
@@ -106,6 +108,10 @@ class BenchmarkProcess:
         if line:
             return json.loads(line)
         status = self.process.wait()
+        self.errors.seek(0)
+        reports = [line.removeprefix("error: ").strip() for line in self.errors if line.startswith("error: ")]
+        if status == USER_ERROR and reports:  # for example, there is no GPU
+            raise UserError(f"{self.spec.name}: {reports[0]}")
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
@@ -219,9 +225,12 @@ def serve(job):
         run_round = benchmark.prepare(module, **options)
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
             report(run_round(**json.loads(line)))
-    except Exception:
+    except Exception as error:
         # If all ranks fail, rank 0 prints its error and aborts the other ranks before they print theirs.
         time.sleep(0.4 * min(world.rank, 8))
+        if isinstance(error, UserError):
+            print(f"error: {error_text(error)}", file=sys.stderr, flush=True)
+            world.abort(USER_ERROR)
         traceback.print_exc()
         world.abort(1)
 
@@ -245,7 +254,7 @@ def run_main(main, measures_time=True):
     except (BenchmarkFailed, UserError) as error:
         progress("")
         print(f"error: {error_text(error)}" if isinstance(error, UserError) else error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        sys.exit(USER_ERROR if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:

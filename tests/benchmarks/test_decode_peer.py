@@ -12,6 +12,7 @@ from benchmarks.harness.cpu_tables import TABLES  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
 from gpt2core.architecture import GPT2Config  # noqa: E402
+from gpt2core.errors import UserError  # noqa: E402
 
 V, BLOCK = 101, 24
 CONFIG = GPT2Config(vocab_size=V, block_size=BLOCK, n_layer=2, n_head=2, n_embd=32, tied=False)
@@ -151,7 +152,7 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
     assert [each.get("error") for each in tried].count("no kernel for this GPU") == 2
     assert calls.count(("templates", "sums", 128)) == 1 + decode.SEARCH_ROUNDS
     assert "PyTorch, products: templates, attention: sums, cut: 128: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no value of attention works: broken"):
+    with pytest.raises(UserError, match="no value of attention works: broken"):
         decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, request)
 
 

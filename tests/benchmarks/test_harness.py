@@ -3,7 +3,10 @@
 import argparse
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -227,3 +230,13 @@ def test_a_number_of_a_benchmark_that_is_not_positive_or_is_too_large_is_one_lin
         ConfigError, match=f"argument {words.split()[0]}: {words.split()[-1]} must be positive and below"
     ):
         parser.parse_args(words.split())
+
+
+def test_an_error_that_a_compared_program_explains_is_one_line():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.step", "--preset", "nano"],
+        cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    *load, line = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ours: no GPU was found") and len(load) <= 1
