@@ -16,9 +16,9 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator, loss_arrays
 from gpt2core.parallel.async_all_gather import NoGather
+from gpt2core.parallel.gradient_sums import arena_sums
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
-from gpt2core.parallel.tree_stack import GradientSums
 from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 
@@ -28,11 +28,10 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 class Worker:
     """One thread's model, with shared parameters, its own backend, and its gradients: the sum over `count` passes.
 
-    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. Kernels
-    write the gradient of a pass to the buffers of `sums`, a GradientSums; in every second pass they add it. Each pass
-    must reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before
-    the forward pass of a unit, completed(unit) when its sum is complete. dloss: see Accumulator. recompute: see
-    parts_of().
+    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. sums:
+    {unit: UnitSum}: where kernels write the gradients of a pass; in every second pass they add them. Each pass must
+    reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
+    forward pass of a unit, completed(unit) when its sum is complete. dloss: see Accumulator. recompute: see parts_of().
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class Worker:
     ):  # fmt: skip
         self.arena, self.backend, self.group, self.completed = arena, backend, group, completed
         self.dloss, self.gradients = dloss, gradients
-        self.sums = GradientSums(arena, parameters, gradients, backend, count)
-        self.tensors = self.sums.tensors
         # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
         twice = [config.head] if config.tied and merged * count > 1 else []
-        lead = (merged,) if merged > 1 else ()
-        self.apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
+        self.sums = arena_sums(arena, parameters, gradients, backend, count, merged, twice)
+        self.tensors = {name: tensor for each in self.sums.values() for name, tensor in each.tensors.items()}
         # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = loss_arrays(backend, count * merged), merged
         self.model = GPT2(config, self.tensors, group)
@@ -57,12 +54,11 @@ class Worker:
 
         A loss is `scale` times a sum over tokens.
         """
-        self.sums.begin()
+        for each in self.sums.values():
+            each.begin()
         for number, (ids, targets) in enumerate(batch):
-            for unit in self.arena.units:
-                self.sums.point(unit)
-            for name, array in self.apart.items():
-                self.tensors[name].buffer, self.tensors[name].grad = array, None
+            for each in self.sums.values():
+                each.point()
             with self.backend.runtime.range("forward"):
                 graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
             self.losses[number * self.merged][...] = loss
@@ -74,12 +70,7 @@ class Worker:
 
     def add_unit(self, unit):
         """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
-        for name in self.apart.keys() & set(self.arena.units[unit]):
-            gradient = self.apart[name]
-            if self.merged > 1:
-                gradient = tree_reduce(gradient, lambda a, b: self.backend.xp.add(a, b, out=a))
-            self.backend.put(gradient, self.sums.destination(unit, name))
-        if self.sums.complete(unit):
+        if self.sums[unit].complete():
             self.completed(unit)
 
 

@@ -141,7 +141,8 @@ def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options,
         )  # fmt: skip
         if trainer.parallel.zero > 1:
             return host_terms(plan, Place()), sum(trainer.accumulator.memory())
-        sums = [flat.nbytes for worker in trainer.accumulator.workers for flat in worker.sums.stack.buffers]
+        flat = trainer.gradients.nbytes  # of one buffer of each unit
+        sums = [flat for each in trainer.accumulator.workers for _ in next(iter(each.sums.values())).buffers]
         return host_terms(plan, Place()), trainer.parameters.nbytes + moments + sum(sums)
 
     for terms, stored in run_ranks(ranks, arrays):

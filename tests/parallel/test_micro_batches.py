@@ -234,18 +234,16 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
     """Kernels write the gradient of a pass; in every second one they add it. A tied wte is added after its two uses."""
     rng, completed = np.random.default_rng(seed), []
     worker = worker_of(TIED, count, completed=completed.append)
-    assert len(worker.sums.stack.buffers) == max(
-        1, math.ceil(math.log2(count))
-    )  # a counter, not one array per gradient
     unit = unit_of(name)
+    sums = worker.sums[unit]
+    assert len(sums.buffers) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
     for _ in range(2):
         completed.clear()
         gradients = rng.standard_normal((count, *worker.arena.shapes[name])).astype(np.float32)
         gradients *= (10.0 ** rng.integers(-4, 5, (count, 1, 1))).astype(np.float32)  # another order gives another sum
-        worker.sums.begin()
+        sums.begin()
         for gradient in gradients:
-            array, adds = worker.sums.destination(unit, name)
-            array, adds = (worker.apart[name], False) if name in worker.apart else (array, adds)
+            array, adds = (sums.apart[name], False) if name in sums.apart else sums.destination(name)
             array[...] = array + gradient if adds else gradient
             assert not completed
             worker.add_unit(unit)
@@ -263,7 +261,8 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
-        assert any(np.shares_memory(tensor.buffer, flat) for flat in worker.sums.stack.buffers) != apart, name
+        buffers = worker.sums[unit_of(name)].buffers
+        assert any(np.shares_memory(tensor.buffer, flat) for flat in buffers) != apart, name
 
 
 def test_a_worker_waits_for_each_unit_and_completes_it_once_after_its_last_micro_batch(rng):

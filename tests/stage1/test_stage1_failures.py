@@ -133,15 +133,15 @@ def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
 
 def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
-        from gpt2core.parallel.tree_stack import GradientSums
-        original = GradientSums.complete
+        from gpt2core.parallel.gradient_sums import UnitSum
+        original = UnitSum.complete
 
-        def complete(sums, unit):
-            if rank == 1 and unit == "h.0" and sums.passes[unit] == sums.stack.count - 1:
+        def complete(sums):
+            if rank == 1 and "transformer.h.0.ln_1.weight" in sums.tensors and sums.passes == sums.count - 1:
                 raise ZeroDivisionError("an injected fault")
-            return original(sums, unit)
+            return original(sums)
 
-        GradientSums.complete = complete
+        UnitSum.complete = complete
     """
     done = faulty(fault, *run, "--threads", 2, "--batch-size", 8, "--dp", "overlap", ranks=2)
     assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: an injected fault", code=1)

@@ -7,12 +7,12 @@ of one, and each unit's gradients are added in the canonical order (tree_sum.py)
 from gpt2core.data import even_slices
 from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
+from gpt2core.parallel.gradient_sums import arena_sums
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
 from gpt2core.parallel.pipeline.tied_table import TiedTable
-from gpt2core.parallel.tree_stack import GradientSums
 
 
 class PipelineMicroBatches(Accumulator):
@@ -21,7 +21,7 @@ class PipelineMicroBatches(Accumulator):
     arena, parameters, gradients: of the parameters that this rank stores (placement.py). data_parallel: sums
     `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and those that
     divide each layer. parallel: ParallelConfig. dloss: see Accumulator. tensors: {name: Tensor} of the parameters that
-    this rank reads: those of `sums`, and on the first rank of a tied model the table. schedule: that of all ranks.
+    this rank reads: those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class PipelineMicroBatches(Accumulator):
         super().__init__(backend, count, dloss)
         self.group, self.backend, self.data_parallel = group, backend, data_parallel
         self.arena, self.gradients, self.on_complete = arena, gradients, data_parallel.unit_completed
-        self.sums = GradientSums(arena, parameters, gradients, backend, count)
-        self.tensors, self.tied = dict(self.sums.tensors), None
+        self.sums = arena_sums(arena, parameters, gradients, backend, count)
+        self.tensors = {name: tensor for each in self.sums.values() for name, tensor in each.tensors.items()}
+        self.tied = None
         if config.tied:
             self.tied = TiedTable(config, pipeline, group, self.tensors.get(config.head), backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
@@ -58,7 +59,8 @@ class PipelineMicroBatches(Accumulator):
 
     def backward(self, batch, scale):
         self.data_parallel.begin()
-        self.sums.begin()
+        for each in self.sums.values():
+            each.begin()
         self.batch = batch[0]
         self.refresh()
         for m, loss in self.executor.run(self.actions, self.batch, scale).items():
@@ -79,20 +81,20 @@ class PipelineMicroBatches(Accumulator):
     def begin(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
         for unit in self.units[c]:
-            if unit in self.arena.units:  # the embedding is not, if it is a tied table without learned positions
-                self.sums.point(unit)
+            if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
+                self.sums[unit].point()
         if self.tied and "head" in self.units[c]:
             self.tied.begin()
 
     def add_embedding(self, m, dy):
         """Add the gradient of a tied table for micro-batch m; dy: the gradient of the embedding's output."""
         gradient = self.tied.add_embedding(self.batch[m][0], dy)
-        self.backend.put(gradient, self.sums.destination("embedding", "transformer.wte.weight"))
+        self.backend.put(gradient, self.sums["embedding"].destination("transformer.wte.weight"))
         self.unit_completed("embedding")
 
     def unit_completed(self, unit):
         """Complete the sum of a unit's gradients over the micro-batches so far."""
-        if unit in self.arena.units and self.sums.complete(unit):
+        if unit in self.sums and self.sums[unit].complete():
             self.on_complete(unit)
 
 

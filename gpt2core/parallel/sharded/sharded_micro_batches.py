@@ -56,7 +56,7 @@ class ShardedMicroBatches(Accumulator):
         self.sums.begin()
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
-                self.sums.begin_pass(number)
+                self.sums.begin_pass()
                 with self.backend.runtime.range("forward"):
                     graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
                 self.loss_arrays[number * self.merged][...] = loss

@@ -1,0 +1,87 @@
+"""The sum of the gradients of a unit over several passes, in the canonical order, with few buffers."""
+
+from gpt2core.tensor import Destination, Tensor
+from gpt2core.tree_sum import additions, tree_reduce
+
+
+def buffers_of_sum(count):
+    """The buffers that UnitSum needs for `count` passes: log2(count), rounded up, but at least 1."""
+    return max(1, (count - 1).bit_length())
+
+
+class UnitSum:
+    """The sum of the gradients of one unit over `count` passes.
+
+    A pass is forward and backward of `merged` micro-batches. Call point() before backward of a pass computes gradients
+    of the unit, and complete() after it. tensors: {name: Tensor} of the unit's parameters. buffers: flat arrays, see
+    buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart: {name: array} of
+    parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their gradient of each
+    micro-batch is computed in this array, because its two parts are added first.
+    """
+
+    def __init__(self, tensors, buffers, views, backend, count, merged=1, apart=None):
+        self.tensors, self.buffers, self.views, self.backend = tensors, buffers, views, backend
+        self.count, self.merged, self.apart = count, merged, apart or {}
+        self.begin()
+
+    def begin(self):
+        """Called before the passes of a step."""
+        self.passes = 0  # that are complete
+
+    def place(self):
+        """(index of the buffer for the gradient of the present pass, whether it is added to what is there)."""
+        odd = self.passes % 2  # then its left neighbour is on top of the stack
+        return self.passes.bit_count() - odd, bool(odd)
+
+    def destination(self, name):
+        """Where the gradient of a parameter of the present pass enters the sum."""
+        index, adds = self.place()
+        return Destination(self.views[index][name], adds)
+
+    def point(self):
+        """Let the tensors receive their gradients of the present pass where they belong."""
+        for name, tensor in self.tensors.items():
+            array, adds = (self.apart[name], False) if name in self.apart else self.destination(name)
+            tensor.buffer, tensor.grad = array, array if adds else None
+
+    def complete(self):
+        """Add the partial sums after a pass; return whether this was the last pass."""
+        for name, gradient in self.apart.items():
+            if self.merged > 1:
+                gradient = tree_reduce(gradient, self.added)
+            self.backend.put(gradient, self.destination(name))
+        (top, adds), last = self.place(), self.passes == self.count - 1
+        for _ in range(additions(self.passes, last) - adds):
+            top -= 1
+            self.added(self.buffers[top], self.buffers[top + 1])
+        self.passes += 1
+        return last
+
+    def added(self, a, b):
+        """a += b."""
+        self.backend.put(b, Destination(a, accumulate=True))
+        return a
+
+
+def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=()):
+    """{unit: its UnitSum}, of which `gradients`, a flat array, receives the sums; the buffers are kept for all steps.
+
+    parameters: the flat array of which the tensors are views. twice: the names of the parameters in UnitSum.apart.
+    """
+    tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in arena.views(parameters).items()}
+    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(count) - 1))
+    flats = [gradients, *zeros]
+    views = [arena.views(flat) for flat in flats]
+    lead = (merged,) if merged > 1 else ()
+    apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
+    return {
+        unit: UnitSum(
+            only(names, tensors), [flat[arena.unit_slice(unit)] for flat in flats], views, backend, count, merged,
+            only(names, apart),
+        )
+        for unit, names in arena.units.items()
+    }  # fmt: skip
+
+
+def only(names, arrays):
+    return {name: arrays[name] for name in names if name in arrays}
