@@ -63,8 +63,12 @@ class Runtime:
         """Select the library of matrix products on the host; raises ConfigError if there is no choice."""
         raise ConfigError(f"`blas={name}`: {self.name} has its own matrix products; omit the flag")
 
-    def compile_step(self, function, capture=True):
-        """The Compiled of `function`; if `capture` is true, a device may capture a call and replay it (CUDA graph)."""
+    def compile_step(self, function, capture=True, collectives=False):
+        """The Compiled of `function`; if `capture` is true, a device may capture a call and replay it (CUDA graph).
+
+        collectives: whether the function calls collectives of several ranks. If not, a device may call it once more, to
+        compile its kernels in threads.
+        """
         return Compiled(function)
 
     def join(self):  # noqa: B027

@@ -80,8 +80,8 @@ class CudaRuntime(SideStreamRuntime):
 
     # -- a step, and its streams -------------------------------------------------------------------------------------
 
-    def compile_step(self, function, capture=True):
-        self.compiled.append(CapturedStep(function, capture and self.uses_graphs))
+    def compile_step(self, function, capture=True, collectives=False):
+        self.compiled.append(CapturedStep(function, capture and self.uses_graphs, collectives=collectives))
         return self.compiled[-1]
 
     def synchronize(self):

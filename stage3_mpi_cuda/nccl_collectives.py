@@ -38,6 +38,13 @@ class NcclCollectives(Communicator):
     Raises ConfigError if NCCL cannot connect the ranks.
     """
 
+    native_algorithm = NATIVE
+    # With NCCL, ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates
+    # only 1/p of the parameters.
+    prefers_zero = True
+    # The formula in parallel/bucket_size.py assumes that messages do not slow down the computation.
+    measures_buckets = True
+
     def __init__(self, mpi_group, gpu):
         self.rank, self.size, self.bytes_sent = mpi_group.rank, mpi_group.size, 0
         self.local_rank, self.local_size = mpi_group.local_rank, mpi_group.local_size

@@ -15,12 +15,16 @@ from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
-from stage2_cuda.runtime.triton_launch import GpuLauncher
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import watch_gpus
 
 TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
+
+
+def of_transport(name):
+    """A property of an NcclCommunicator: the attribute `name` of the class that transfers its CuPy arrays."""
+    return property(lambda self: getattr(TRANSPORTS[self.transport or "mpi"], name))
 
 
 class NcclCommunicator(Communicator):
@@ -63,7 +67,6 @@ class NcclCommunicator(Communicator):
             self.transport, self.gpu = "mpi", GpuBinding()
         else:
             self.gpu = all_or_raise(self.mpi_group, lambda: bind_gpu(self.local_rank))
-            GpuLauncher.compiles_ahead = self.size == 1  # a step of several ranks contains collectives
             self.transport = self._choose_transport(name)
             if self.transport == "nccl":
                 self.gpu.nccl = all_or_raise(self.mpi_group, lambda: import_nccl(self.gpu.cupy))
@@ -94,31 +97,9 @@ class NcclCommunicator(Communicator):
             print(f"note: {found}, {reason}: using --transport mpi", file=sys.stderr)
         return "mpi"
 
-    @property
-    def native_algorithm(self):
-        return NATIVE if self.transport == "nccl" else self.mpi_group.native_algorithm
-
-    @property
-    def capturable(self):
-        """Whether a CUDA graph can contain the collectives: not with transport "mpi", where the host waits and sums."""
-        return self.transport == "nccl"
-
-    @property
-    def prefers_zero(self):
-        """Whether --zero 1 (ZeRO-1) is the default of --dp flat. With NCCL it makes a step shorter.
-
-        ZeRO-1 sends no more bytes than an all-reduce, and each of the p ranks updates only 1/p of the parameters.
-        """
-        return self.transport == "nccl"
-
-    @property
-    def measures_buckets(self):
-        """Whether the best bucket size for --dp bucket is measured if --bucket-mb is omitted.
-
-        The formula in parallel/bucket_size.py assumes that messages do not slow down the computation. With transport
-        "mpi" they do, because messages and computation share the host's cores; so nothing is measured.
-        """
-        return self.transport == "nccl"
+    native_algorithm, capturable, prefers_zero, measures_buckets = map(
+        of_transport, ("native_algorithm", "capturable", "prefers_zero", "measures_buckets")
+    )
 
     @property
     def bytes_sent(self):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part
+from stage1_mpi.mpi_communicator import MpiCommunicator
 
 CHUNK = 8 << 20  # bytes of an all-reduce that the host sums in one call
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # values of cudaMemcpyKind
@@ -23,6 +24,10 @@ class StagedCollectives(Communicator):
     documented there. A background thread runs the collectives in the order of the calls while the caller continues.
     wait() blocks the host, so a CUDA graph cannot capture these calls.
     """
+
+    native_algorithm = MpiCommunicator.native_algorithm
+    capturable = False
+    measures_buckets = False  # messages slow down the computation, because both share the host's cores
 
     def __init__(self, mpi_group, gpu):
         self.rank, self.size = mpi_group.rank, mpi_group.size

@@ -141,7 +141,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
             reduce()
         return ()
 
-    step = CapturedStep(sums)
+    step = CapturedStep(sums, collectives=True)
 
     def timed():
         x[...] = source.astype(x.dtype)

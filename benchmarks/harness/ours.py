@@ -46,7 +46,7 @@ def overlapped_steps(trainer, windows, count):
 def update_function(trainer, inputs, targets):
     """Return a function that launches the kernels of one update for this batch from Python, without a CUDA graph."""
     arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
-    return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, capture=False), *arguments)
+    return functools.partial(trainer.compile_update(capture=False), *arguments)
 
 
 def gradients(trainer):
@@ -131,7 +131,7 @@ class ProfiledSteps(CudaSteps):
 
         super().__init__(*args, **options)
         self.captured, self.backend.runtime.side = self.trainer.compiled, NoStream()
-        self.launched = self.backend.runtime.compile_step(self.trainer.compute_update, capture=False)
+        self.launched = self.trainer.compile_update(capture=False)
 
     def use_graph(self, graph):
         """True: replay the graph. False: launch every kernel from Python."""
@@ -204,9 +204,7 @@ def eager_function(passes, kind):
     trainer, runtime = passes.trainer, passes.backend.runtime
     if kind == "step":
         hyperparameters = trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
-        return functools.partial(
-            runtime.compile_step(trainer.compute_update, capture=False), passes.batch, hyperparameters
-        )
+        return functools.partial(trainer.compile_update(capture=False), passes.batch, hyperparameters)
     function = {"forward": passes.forward, "forward + backward": passes.forward_and_backward}[kind]
     return functools.partial(runtime.compile_step(function, capture=False), passes.batch)
 

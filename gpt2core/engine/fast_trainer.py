@@ -36,7 +36,7 @@ class FastTrainer(ParallelTrainer):
         self.loss_scale = LossScale(backends[0], **(loss_scale or {}))
         super().__init__(config, backends, dloss=self.loss_scale.factor, **options)
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
-        self.compiled = self.backend.runtime.compile_step(self.compute_update, capture and self.world.capturable)
+        self.compiled = self.compile_update(capture)
         self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
         self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         self.sent_by_update = 0  # bytes that this rank sends in an update
@@ -130,6 +130,11 @@ class FastTrainer(ParallelTrainer):
             pending.results.wait()
         self.in_flight.clear()
         self.stop[...] = 0
+
+    def compile_update(self, capture):
+        """Runtime.compile_step(compute_update)."""
+        capture = capture and self.world.capturable
+        return self.backend.runtime.compile_step(self.compute_update, capture, collectives=self.world.size > 1)
 
     @property
     def overlaps(self):

@@ -63,7 +63,7 @@ def time_all_reduce(group, x, backend, capture, repeats, clock):
             group.all_reduce(x, out=x)
         return []
 
-    step, rounds = backend.runtime.compile_step(all_reduces, capture), []
+    step, rounds = backend.runtime.compile_step(all_reduces, capture, collectives=True), []
     for _ in range(WARM_UP + ROUNDS):
         began = clock()
         step()

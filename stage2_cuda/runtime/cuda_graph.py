@@ -43,19 +43,20 @@ class CapturedStep(Compiled):
     caller's current stream is idle if it is not self.stream. The host does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
+    collectives: see Runtime.compile_step.
     stream: the stream for capture and replays, by default a new one. graph_memory: a GraphMemory to share with steps
     that never run at the same time, by default a new one. `held_before`: bytes in CuPy's default pool just before
     capture() emptied it.
     """
 
-    def __init__(self, function, capture=True, stream=None, graph_memory=None):
+    def __init__(self, function, capture=True, stream=None, graph_memory=None, collectives=False):
         import cupy
 
         super().__init__(function)
         self.cupy, self.replays, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.graph_memory, self.calls, self.held_before = graph_memory or GraphMemory(cupy), 0, 0
-        self.compiled_ahead = False
+        self.compiled_ahead = collectives
 
     @property
     def can_overlap(self):
@@ -83,7 +84,10 @@ class CapturedStep(Compiled):
         return self.readback.copy_async()
 
     def compile_ahead(self, *args):
-        """Start to compile the kernels of the function, unless this was done before. args: those of the first call."""
+        """Start to compile the kernels of the function, unless this was done before, or it calls collectives.
+
+        args: those of the first call.
+        """
         if not self.compiled_ahead:
             self.compiled_ahead = True
             if self.inputs is None:

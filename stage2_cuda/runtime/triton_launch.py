@@ -154,8 +154,6 @@ class InterpreterLauncher:
 class GpuLauncher:
     """Launches kernels on CuPy's current device and current stream, and caches the compiled variants."""
 
-    compiles_ahead = True  # False if steps contain collectives, which must not be called an additional time
-
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
@@ -195,8 +193,6 @@ class GpuLauncher:
         return self.capability() >= PDL_CAPABILITY
 
     def compile_ahead(self, function, *args):
-        if not self.compiles_ahead:
-            return
         self.only_compiles = True
         try:
             function(*args)

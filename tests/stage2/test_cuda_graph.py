@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.static_inputs import StaticInputs
 from tests.support.fake_cupy import DeviceArray
@@ -138,6 +139,14 @@ def test_each_call_has_its_own_input_and_its_own_results(cupy, rng, most_ahead, 
     want = np.cumsum(inputs * (np.arange(8) + 0.5)[:, None], 0, dtype=np.float64)
     np.testing.assert_allclose([wide for _, wide in got], want[:, :, None], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose([total for total, _ in got], want.sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+def test_a_step_with_collectives_is_not_called_to_compile_its_kernels(cupy, monkeypatch, collectives):
+    calls = []
+    monkeypatch.setattr(triton_launch, "compile_ahead", lambda function, *args: function(*args))
+    CapturedStep(lambda: calls.append(1), collectives=collectives)()
+    assert len(calls) == (1 if collectives else 2)
 
 
 def test_a_step_without_results_is_recorded_too(cupy):

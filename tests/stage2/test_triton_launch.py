@@ -166,7 +166,6 @@ def gpu_launcher():
         devices.getDevice,
     )
     launcher.compiled, launcher.only_compiles, launcher.notes = {}, False, []
-    launcher.compiles_ahead = True
     launcher.threads = CompileThreads(launcher.notes.append)
     return launcher
 

@@ -192,7 +192,7 @@ def captured(host):
         second.wait()
         return data.all_gather(parts[own], out=parts), total + twice
 
-    replay = CapturedStep(step)
+    replay = CapturedStep(step, collectives=True)
     for call in range(5):
         xs = rank_inputs(call, p, (n,), np.float32)
         x.set(xs[r])
