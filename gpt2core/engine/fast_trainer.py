@@ -40,7 +40,6 @@ class FastTrainer(ParallelTrainer):
         self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
         self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         self.sent_by_update = 0  # bytes that this rank sends in an update
-        self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
         self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
 
@@ -106,10 +105,10 @@ class FastTrainer(ParallelTrainer):
         return tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
     def read(self, step, signal):
-        """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks. Sets stopped_by."""
+        """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks, and so is stopped_by."""
         *losses, norm = (array.item() for array in step.results.wait())
         sent_before = self.bytes_sent()
-        loss, self.stopped_by = total_loss(self, losses, signal)
+        loss, step.stopped_by = total_loss(self, losses, signal)
         step.sent += self.bytes_sent() - sent_before + self.sent_by_update
         return loss, norm
 

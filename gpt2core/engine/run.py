@@ -67,8 +67,9 @@ class Loop:
         self.batch = read_batch(trainer, self.windows, ahead=1) if trainer.steps + 1 < self.steps else None
         if trainer.overlaps and not self.pauses_after_next():
             self.begin(self.batch)
-        step = trainer.in_flight[0].result(LOG_LOST if self.log_error else self.received_signal())
-        self.stopping = trainer.stopped_by or self.stopping
+        oldest = trainer.in_flight[0]
+        step = oldest.result(LOG_LOST if self.log_error else self.received_signal())
+        self.stopping = oldest.stopped_by or self.stopping
         last = not self.goes_on()
         if self.due("verify", last):
             verify(trainer)
