@@ -163,5 +163,5 @@ class FastTrainer(ParallelTrainer):
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""
         mesh, worker_groups = self.mesh, (worker.group for worker in self.accumulator.workers)
-        groups = self.world, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, *worker_groups
-        return sum(group.bytes_sent for group in {id(group): group for group in groups}.values())
+        groups = self.world, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, mesh.ends, *worker_groups
+        return sum(group.bytes_sent for group in {id(group): group for group in groups if group}.values())

@@ -4,9 +4,10 @@ from gpt2core.errors import ConfigError
 
 
 class Mesh:
-    """The communicators of this rank's groups in the grid: `data`, `tensor`, `pipeline`, and `replica`.
+    """The communicators of this rank's groups in the grid: `data`, `tensor`, `pipeline`, `replica`, and `ends`.
 
-    replica: the tp * pp ranks that divide one copy of the model; a rank in it is tensor + tp * pipeline.
+    replica: the tp * pp ranks that divide one copy of the model; a rank in it is tensor + tp * pipeline. ends: the
+    first and the last rank of the pipeline; None on the ranks between them, and without a pipeline.
 
     A rank of the world follows from the ranks in these groups: rank = tensor + tp * (data + dp * pipeline). So the
     ranks of a tensor group are consecutive: they communicate most often, and on one host NVLink may connect them.
@@ -27,4 +28,7 @@ class Mesh:
         self.tensor = world.split(data + dp * pipeline, key=tensor)
         self.data = world.split(tensor + tp * pipeline, key=data)
         self.pipeline = world.split(tensor + tp * data, key=pipeline)
-        self.replica = self.tensor if pp == 1 else world.split(data, key=tensor + tp * pipeline)
+        self.replica, self.ends = self.tensor, None
+        if pp > 1:
+            self.replica = world.split(data, key=tensor + tp * pipeline)
+            self.ends = self.pipeline.split(0 if pipeline in (0, pp - 1) else None, key=pipeline)

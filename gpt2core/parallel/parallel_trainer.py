@@ -103,7 +103,7 @@ class ParallelTrainer(TrainingStep):
         arrays = self.arena, self.compute_parameters, self.gradients
         if parallel.pp > 1:
             self.accumulator = PipelineMicroBatches(
-                self.config, *arrays, self.data_parallel, backend, count, mesh.pipeline, mesh.tensor, parallel, dloss
+                self.config, *arrays, self.data_parallel, backend, count, mesh, parallel, dloss
             )
         else:
             self.accumulator = MicroBatches(
@@ -121,7 +121,7 @@ class ParallelTrainer(TrainingStep):
             self.config, self.layout, self.parameters, self.gradients, self.pool, count, self.batch_shape,
             self.parallel.zero, dloss, self.parallel.recompute,
         )  # fmt: skip
-        self.data_parallel = self.accumulator.sums
+        self.data_parallel = self.accumulator.unit_gradients
         self.optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
 
     def step(self, batch, lr):

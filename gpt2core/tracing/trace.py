@@ -176,6 +176,8 @@ def groups(trainer):
     """Yield (title, group) of the groups that a Trainer uses, each group once."""
     titles = {"all ranks": trainer.world, "data-parallel group": trainer.mesh.data}
     titles["tensor-parallel group"], titles["pipeline"] = trainer.mesh.tensor, trainer.mesh.pipeline
+    if trainer.mesh.ends:
+        titles["ends of the pipeline"] = trainer.mesh.ends
     for number, worker in enumerate(trainer.accumulator.workers):
         titles[f"tensor-parallel group of worker {number}"] = worker.group
     seen = set()

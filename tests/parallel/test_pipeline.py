@@ -13,6 +13,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.pipeline.measured import measured, pictures
+from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import needs, simulate
@@ -189,12 +190,35 @@ def test_live_activations_are_those_of_the_simulation(schedule):
     assert [stage.executor.peak for stage in stages] == simulate(stages[0].schedule).peaks
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("P", "M"), [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 16)])
+def test_messages_from_one_rank_to_another_are_received_in_the_order_in_which_they_are_sent(schedule, tied, P, M):
+    """So a group without tags, such as that of NCCL, can send them. Those of E have a group of their own."""
+    for V in (2, 3) if schedule == "interleaved" else (1,):
+        actions = make_schedule(ParallelConfig(pp=P, pp_schedule=schedule, chunks=V), M, tied)
+        sent, received, last = {}, {}, P * V - 1
+        for rank, own in enumerate(actions):
+            for kind, m, c in own:
+                to = {"F": c + 1, "B": c - 1}.get(kind, -1)
+                if 0 <= to <= last:
+                    sent.setdefault((rank, to % P), []).append((kind, m, c))
+                source = {"F": c - 1, "B": c + 1}.get(kind, -1)
+                if 0 <= source <= last:
+                    received.setdefault((source % P, rank), []).append((kind, m, source))
+        assert sent == received and len(sent) == (2 * P if schedule == "interleaved" and P > 2 else 2 * (P - 1))
+        embeddings = [m for rank in actions for kind, m, _ in rank if kind == "E"]
+        assert embeddings == [m for kind, m, c in actions[0] if (kind, c) == ("B", 0)] * tied
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_measured_actions_run_after_those_that_they_need(schedule):
     parallel = ParallelConfig(pp=2, pp_schedule=schedule)
 
     def result(comm):
-        micro_batches = train(comm, parallel, TOKENS, steps=2, config=model(tied=True))[3].accumulator
+        trainer = train(comm, parallel, TOKENS, steps=2, config=model(tied=True))[3]
+        evaluate(trainer, Windows(TOKENS[:100], 16))  # the times stay those of the last step
+        micro_batches = trainer.accumulator
         return *measured(micro_batches, comm), list(pictures(micro_batches, comm, 60))
 
     for real, simulated, lines in run_ranks(2, result):

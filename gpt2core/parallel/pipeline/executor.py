@@ -5,26 +5,27 @@ import time
 from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import call, no_grad
 
-KINDS = "FBE"  # of messages: the residual stream, its gradient, and the gradient of the embedding's output
-TABLE = 0  # the tag of the tied table (tied_table.py); those of the messages of an Executor are larger
-
 
 class Executor:
     """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
 
     chunks: {chunk: its parts}; chunk c is on rank c % pipeline.size, and `count` is the number of chunks on all ranks.
-    width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients:
-    an object with begin(c), which is called before gradients of parameters of chunk c are computed, and, if the model
-    is `tied`, with add_embedding(m, dy), which is called for an E action. peak: the largest number of graphs of one
-    chunk and one micro-batch that were kept at the same time; what W actions still need is not counted. times: {action:
-    (start, end)} of the last run() in seconds of time.perf_counter(), where an action starts when its message is there.
+    ends: Mesh.ends, which sends the messages of E actions, or None for a model that is not tied. width: C, the last
+    axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients: an object with
+    point(c), which is called before gradients of parameters of chunk c are computed, and for a tied model with
+    add_embedding(ids, dy), which is called for an E action. peak: the largest number of graphs of one chunk and one
+    micro-batch that were kept at the same time; what W actions still need is not counted. times: {action: (start, end)}
+    of the last run() in seconds of time.perf_counter(), where an action starts when its message is there.
+
+    Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
+    they are sent. Only those of E are not, so they have a group of their own.
     """
 
-    def __init__(self, chunks, count, pipeline, backend, width, dloss, gradients, tied):
-        self.chunks, self.last, self.pipeline, self.backend, self.width = chunks, count - 1, pipeline, backend, width
-        self.dloss, self.gradients, self.tied = dloss, gradients, tied
+    def __init__(self, chunks, count, pipeline, ends, backend, width, dloss, gradients):
+        self.chunks, self.last, self.pipeline, self.ends = chunks, count - 1, pipeline, ends
+        self.backend, self.width, self.dloss, self.gradients = backend, width, dloss, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
-        self.peak = 0
+        self.peak, self.times = 0, {}
 
     def run(self, actions, batch, scale):
         """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
@@ -34,6 +35,7 @@ class Executor:
         F(m, c) before B(m, c).
         """
         self.begin(batch, scale, splits=any(kind == "W" for kind, _, _ in actions))
+        self.times = {}
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             self.expect(action)
             if following:
@@ -57,7 +59,7 @@ class Executor:
 
     def begin(self, batch, scale, splits=False):
         self.batch, self.scale, self.splits, self.losses = batch, scale, splits, {}
-        self.times, self.graphs, self.later = {}, {}, {}  # {(m, c): list}: graphs of the parts; functions for W
+        self.graphs, self.later = {}, {}  # {(m, c): list}: graphs of the parts; functions for W
         self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
 
     def finish(self):
@@ -84,10 +86,10 @@ class Executor:
             self.sent.pop(("F", m, c)).wait()  # at once: the receiver has used the array
         graphs, later = self.graphs.pop((m, c)), []
         if not self.splits:
-            self.gradients.begin(c)
+            self.gradients.point(c)
         with self.backend.runtime.range("backward"):
             while graphs:
-                if self.tied and c == 0 and len(graphs) == 1:  # the graph of the embedding
+                if self.ends and c == 0 and len(graphs) == 1:  # the graph of the embedding
                     self.send("E", m, c, self.last, dx)
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
@@ -96,13 +98,13 @@ class Executor:
             self.later[m, c] = later
 
     def parameter_gradients(self, m, c):
-        self.gradients.begin(c)
+        self.gradients.point(c)
         with self.backend.runtime.range("backward"):
             for compute in self.later.pop((m, c)):
                 compute()
 
     def embedding(self, m, c):
-        self.gradients.add_embedding(m, self.receive("E", m, c))
+        self.gradients.add_embedding(self.batch[m][0], self.receive("E", m, c))
 
     # -- messages: their key is (kind, m, c) of the action that sends them ---------------------------------------------
 
@@ -114,9 +116,11 @@ class Executor:
     def expect(self, action):
         """Start to receive the message that an action reads, unless it was started, or this rank sends it."""
         key = self.key(*action)
-        if key and key not in self.arriving and self.rank(key[2]) != self.pipeline.rank:
-            out = self.backend.empty((*self.batch[key[1]][0].shape, self.width), self.backend.compute_dtype)
-            self.arriving[key] = self.pipeline.recv_start(out, self.rank(key[2]), self.tag(*key))
+        if key and key not in self.arriving:
+            group, rank = self.place(key[0], key[2])
+            if rank != group.rank:
+                out = self.backend.empty((*self.batch[key[1]][0].shape, self.width), self.backend.compute_dtype)
+                self.arriving[key] = group.recv_start(out, rank)
 
     def receive(self, kind, m, c):
         """The array that the action (kind, m, c) reads."""
@@ -127,13 +131,12 @@ class Executor:
 
     def send(self, kind, m, c, to, array):
         """Start to send a result of chunk c to chunk `to`."""
-        if self.rank(to) == self.pipeline.rank:
+        group, rank = self.place(kind, to)
+        if rank == group.rank:
             self.local[kind, m, c] = array
         else:
-            self.sent[kind, m, c] = self.pipeline.send_start(array, self.rank(to), self.tag(kind, m, c))
+            self.sent[kind, m, c] = group.send_start(array, rank)
 
-    def rank(self, c):
-        return c % self.pipeline.size
-
-    def tag(self, kind, m, c):
-        return TABLE + 1 + (m * (self.last + 1) + c) * len(KINDS) + KINDS.index(kind)
+    def place(self, kind, c):
+        """(the group that sends messages of this kind, the rank in it that has chunk c)."""
+        return (self.ends, 1 if c else 0) if kind == "E" else (self.pipeline, c % self.pipeline.size)

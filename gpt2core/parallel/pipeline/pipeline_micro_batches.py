@@ -19,30 +19,27 @@ class PipelineMicroBatches(Accumulator):
     """The `count` micro-batches of one replica, of which this rank computes its own units.
 
     arena, parameters, gradients: of the parameters that this rank stores (placement.py). data_parallel: sums
-    `gradients` over the replicas. pipeline, group: the ranks of this replica that divide the layers, and those that
-    divide each layer. parallel: ParallelConfig. dloss: see Accumulator. tensors: {name: Tensor} of the parameters that
-    this rank reads: those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
+    `gradients` over the replicas. mesh: the Mesh; its pipeline divides the layers, its tensor group each layer.
+    parallel: ParallelConfig. dloss: see Accumulator. tensors: {name: Tensor} of the parameters that this rank reads:
+    those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
     """
 
-    def __init__(
-        self, config, arena, parameters, gradients, data_parallel, backend, count, pipeline, group, parallel, dloss=None
-    ):  # fmt: skip
+    def __init__(self, config, arena, parameters, gradients, data_parallel, backend, count, mesh, parallel, dloss=None):
         super().__init__(backend, count, dloss)
-        self.group, self.backend, self.data_parallel = group, backend, data_parallel
+        pipeline, self.group, self.backend, self.data_parallel = mesh.pipeline, mesh.tensor, backend, data_parallel
         self.arena, self.gradients, self.on_complete = arena, gradients, data_parallel.unit_completed
         self.sums = arena_sums(arena, parameters, gradients, backend, count)
         self.tensors = {name: tensor for each in self.sums.values() for name, tensor in each.tensors.items()}
         self.tied = None
         if config.tied:
-            self.tied = TiedTable(config, pipeline, group, self.tensors.get(config.head), backend)
+            self.tied = TiedTable(config, mesh.ends, mesh.tensor, self.tensors.get(config.head), backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
 
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         chunks = {c: self.parts(config, units, parallel.recompute) for c, units in self.units.items()}
-        self.executor = Executor(
-            chunks, len(all_units), pipeline, backend, config.n_embd, self.dloss, self, config.tied
-        )
+        ends = mesh.ends if config.tied else None
+        self.executor = Executor(chunks, len(all_units), pipeline, ends, backend, config.n_embd, self.dloss, self)
         self.schedule = make_schedule(parallel, count, config.tied)
         self.actions = self.schedule[pipeline.rank]
 
@@ -61,9 +58,8 @@ class PipelineMicroBatches(Accumulator):
         self.data_parallel.begin()
         for each in self.sums.values():
             each.begin()
-        self.batch = batch[0]
         self.refresh()
-        for m, loss in self.executor.run(self.actions, self.batch, scale).items():
+        for m, loss in self.executor.run(self.actions, batch[0], scale).items():
             self.loss_arrays[m][...] = loss
         return self.loss_arrays
 
@@ -78,17 +74,17 @@ class PipelineMicroBatches(Accumulator):
 
     # -- gradients: called by the Executor -----------------------------------------------------------------------------
 
-    def begin(self, c):
+    def point(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
         for unit in self.units[c]:
             if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
                 self.sums[unit].point()
         if self.tied and "head" in self.units[c]:
-            self.tied.begin()
+            self.tied.point()
 
-    def add_embedding(self, m, dy):
-        """Add the gradient of a tied table for micro-batch m; dy: the gradient of the embedding's output."""
-        gradient = self.tied.add_embedding(self.batch[m][0], dy)
+    def add_embedding(self, ids, dy):
+        """Add the gradient of a tied table for a micro-batch; dy: the gradient of the embedding's output."""
+        gradient = self.tied.add_embedding(ids, dy)
         self.backend.put(gradient, self.sums["embedding"].destination("transformer.wte.weight"))
         self.unit_completed("embedding")
 

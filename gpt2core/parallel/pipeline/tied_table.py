@@ -8,7 +8,6 @@ table, and the last rank adds the rows of dy to the gradient of the head, which 
 
 # B batch, T time, C channels, V vocabulary, p ranks of the tensor group
 
-from gpt2core.parallel.pipeline.executor import TABLE
 from gpt2core.tensor import Tensor
 
 
@@ -16,12 +15,13 @@ class TiedTable:
     """The table of this rank.
 
     tensor: on the last rank, that of the stored table; on the first rank, that of the copy; otherwise None.
-    stored: the Tensor (V/p, C) on the last rank, None on the others. group: the p ranks that divide the vocabulary.
+    ends: Mesh.ends. stored: the Tensor (V/p, C) on the last rank, None on the others. group: the p ranks that divide
+    the vocabulary.
     """
 
-    def __init__(self, config, pipeline, group, stored, backend):
-        self.pipeline, self.backend, self.tensor = pipeline, backend, stored
-        self.first, self.last = pipeline.is_root, pipeline.rank == pipeline.size - 1
+    def __init__(self, config, ends, group, stored, backend):
+        self.ends, self.backend, self.tensor = ends, backend, stored
+        self.first, self.last = bool(ends) and ends.rank == 0, bool(ends) and ends.rank == 1
         rows, C = config.vocab_size // group.size, config.n_embd
         if self.first:
             self.tensor = Tensor(backend.zeros((rows, C), backend.compute_dtype), backend)
@@ -31,15 +31,15 @@ class TiedTable:
     def refresh(self):
         """Copy the table from the last rank to the first; before each forward pass, after the table may have changed.
 
-        All ranks of the pipeline call this method.
+        Both ranks call this method.
         """
         self.waiting.clear()  # of a step that has failed
         if self.last:
-            self.pipeline.send(self.tensor.data, 0, TABLE)
+            self.ends.send(self.tensor.data, 0)
         elif self.first:
-            self.pipeline.recv(self.tensor.data, self.pipeline.size - 1, TABLE)
+            self.ends.recv(self.tensor.data, 1)
 
-    def begin(self):
+    def point(self):
         """On the last rank, before backward of the head: it writes the gradient of the table to a new array."""
         self.waiting.append(self.backend.empty(self.tensor.shape, self.backend.dtype))
         self.tensor.buffer, self.tensor.grad = self.waiting[-1], None

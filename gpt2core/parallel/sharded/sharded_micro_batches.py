@@ -44,8 +44,9 @@ class ShardedMicroBatches(Accumulator):
         reads["head"] = list(dict.fromkeys(["head", table]))
         twice = [config.head] if config.tied and count > 1 else []
         self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
-        self.sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
-        hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=self.sums.completed)
+        sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
+        self.unit_gradients = sums
+        hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=sums.completed)
         self.model = GPT2(config, self.tensors)
         self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
 
@@ -53,10 +54,10 @@ class ShardedMicroBatches(Accumulator):
         return [passes_of(inputs, targets, rows, self.count, merged)]
 
     def backward(self, batch, scale):
-        self.sums.begin()
+        self.unit_gradients.begin()
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
-                self.sums.begin_pass()
+                self.unit_gradients.begin_pass()
                 with self.backend.runtime.range("forward"):
                     graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
                 self.loss_arrays[number * self.merged][...] = loss
@@ -67,7 +68,7 @@ class ShardedMicroBatches(Accumulator):
 
     def before_backward(self, unit):
         self.parameters.need(unit)
-        self.sums.before_backward(unit)
+        self.unit_gradients.before_backward(unit)
 
     def memory(self):
         """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
