@@ -9,8 +9,9 @@ from gpt2core.parallel.losses import total_loss
 def evaluate(trainer, windows):
     """The mean cross-entropy, in nats per token, of all windows inside the corpus. All ranks must call this function.
 
-    Raises Diverged if the mean is not finite.
+    Raises Diverged if the mean is not finite, and ValueError if a step is in flight.
     """
+    trainer.check_idle()
     trainer.optimizer.gather()
     total, count, rows = 0.0, 0, trainer.rows
     for inputs, targets in windows.once(trainer.batch_size):

@@ -42,8 +42,10 @@ class ParallelTrainer(TrainingStep):
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
     micro-batches.
     data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
-    updating: whether an update has begun that is not counted in `steps`.
+    updating: whether an update has begun that is not counted in `steps`. in_flight: see FastTrainer.
     """
+
+    in_flight = ()
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
@@ -157,6 +159,11 @@ class ParallelTrainer(TrainingStep):
                 f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
                 f"{type(self).__name__}"
             )
+
+    def check_idle(self):
+        """Raise ValueError if a step is in flight: the device may still read and write the parameters."""
+        if self.in_flight:
+            raise ValueError(f"{counted(len(self.in_flight), 'step')} in flight: read the result() of each step first")
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""

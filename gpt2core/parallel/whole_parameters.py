@@ -1,6 +1,7 @@
 """The whole parameters of a trainer, whose ranks may hold shards: initialise, load, gather, hash and compare them.
 
-A function with an argument `trainer`, a ParallelTrainer, calls collectives, so all ranks must call it.
+A function with an argument `trainer`, a ParallelTrainer, calls collectives, so all ranks must call it. It raises
+ValueError if a step is in flight.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ def fill(trainer, flat, arrays):
 
     Other ranks pass None for `arrays`.
     """
+    trainer.check_idle()
     backend, tensor = trainer.backend, trainer.mesh.tensor
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
@@ -73,6 +75,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
 
 def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
+    trainer.check_idle()
     views, mesh, whole = trainer.arena.views(trainer.layout.whole(flat)), trainer.mesh, {}
     shapes = tensor_parallel.shard_shapes(parameter_shapes(trainer.config), mesh.tensor.size)
     for name, shape in shapes.items():
@@ -121,6 +124,7 @@ def check_finite(trainer):
 
     Nor must those of an interrupted update: see ParallelTrainer.check_interrupted().
     """
+    trainer.check_idle()
     trainer.check_interrupted()
     norm = trainer.optimizer.norm(trainer.parameters)
     if not math.isfinite(norm):
@@ -132,6 +136,7 @@ def check_finite(trainer):
 
 def verify(trainer):
     """Raise Diverged unless all replicas of a parameter have the same bits."""
+    trainer.check_idle()
     trainer.optimizer.gather_parameters()
     digest = hashlib.sha256()
     for flat in (trainer.parameters, trainer.compute_parameters):  # the copy too: ZeRO-1 gathers it at each step

@@ -18,9 +18,11 @@ from gpt2core.engine import fast_trainer, steps_in_flight
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.engine.run import read_batch, run
 from gpt2core.errors import Diverged
+from gpt2core.model import initial_parameters
 from gpt2core.optimizer import Schedule
+from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.whole_parameters import parameter_hash
+from gpt2core.parallel.whole_parameters import check_finite, current_model, load, named_moments, parameter_hash, verify
 from gpt2core.runtime import Compiled, Results
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
@@ -217,6 +219,22 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     with pytest.raises(ValueError, match="of the earlier step first"):
         pending[1].result()
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [parameter_hash, named_moments, current_model, verify, check_finite, lambda trainer: evaluate(trainer, windows_of(1)),
+     lambda trainer: load(trainer, dict(initial_parameters(CONFIG, 1)))],
+)  # fmt: skip
+def test_the_parameters_are_not_used_while_a_step_is_in_flight(function):
+    trainer = trainer_of(ReplayingBackend())
+    step = trainer.begin(read_batch(trainer, windows_of(0)), 1e-3)
+    before = trainer.parameters.tobytes()
+    with pytest.raises(ValueError, match="1 step in flight: read the result"):
+        function(trainer)
+    assert trainer.parameters.tobytes() == before
+    step.result()
+    function(trainer)
 
 
 def test_the_seconds_of_steps_are_the_elapsed_time_of_which_no_part_counts_twice(rng, monkeypatch):
