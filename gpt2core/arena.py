@@ -13,9 +13,11 @@ SEGMENTS = 64  # equal slices of the buffer; each of 1, 2, 4, ... or 64 owners (
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements; `shapes`: pairs (name, shape).
 
-    owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
-    numbers, such as 3, there are more segments, so that all owners have equal shares. Between two arrays there may be
-    elements of padding. They are zero and stay zero, because their gradient is zero (see also optimizer.clear_padding).
+    Parameters, gradients and moments have this layout, so AdamW is one loop, and a sum over ranks is one message.
+    Between two arrays there may be elements of padding. They are zero and stay zero, because their gradient is zero.
+
+    owners: the number of ranks that divide the buffer, in segments. It is the same for 1, 2, 4, ... and 64 of
+    them; for other numbers, such as 3, there are more segments, so that all have equal shares.
     """
 
     def __init__(self, shapes, owners=1):
@@ -34,6 +36,24 @@ class Arena:
         """{name: view of flat (size) in the shape of this array}."""
         return {name: flat[own].reshape(self.shapes[name]) for name, own in self.slices.items()}
 
+    def decays(self):
+        """int32 (size / PAGE): 1 for each page of a matrix, otherwise 0; weight decay applies only to matrices."""
+        decays = np.zeros(self.size // PAGE, np.int32)
+        for name, shape in self.shapes.items():
+            decays[self.pages(self.padded(name))] = len(shape) > 1
+        return decays
+
+    def padded(self, name):
+        """The slice of `name` and of the padding after it."""
+        own = self.slices[name]
+        return slice(own.start, round_up(own.stop, PAGE))
+
+    def pages(self, elements):
+        """The slice of page numbers for `elements`, a slice that must consist of whole pages."""
+        return slice(elements.start // PAGE, elements.stop // PAGE)
+
+    # -- for threads and ranks ---------------------------------------------------------------------------------------
+
     def unit_slice(self, unit):
         """The slice of all parameters of a unit, and of the padding after them."""
         names = self.units[unit]
@@ -44,25 +64,9 @@ class Arena:
         edges = [self.segments * i // owners * (self.size // self.segments) for i in (owner, owner + 1)]
         return slice(*edges)
 
-    def padded(self, name):
-        """The slice of `name` and of the padding after it."""
-        own = self.slices[name]
-        return slice(own.start, round_up(own.stop, PAGE))
-
     def padding(self):
         """The slices of the buffer that belong to no array."""
         return gaps(self.slices.values(), self.size)
-
-    def pages(self, elements):
-        """The slice of page numbers for `elements`, a slice that must consist of whole pages."""
-        return slice(elements.start // PAGE, elements.stop // PAGE)
-
-    def decays(self):
-        """int32 (size / PAGE): 1 for each page of a matrix, otherwise 0; weight decay applies only to matrices."""
-        decays = np.zeros(self.size // PAGE, np.int32)
-        for name, shape in self.shapes.items():
-            decays[self.pages(self.padded(name))] = len(shape) > 1
-        return decays
 
 
 def gaps(slices, size):

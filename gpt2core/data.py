@@ -2,6 +2,7 @@
 
 # n tokens in the corpus, T tokens in a window (one training sequence)
 
+import functools
 import math
 
 import numpy as np
@@ -46,7 +47,7 @@ class Windows:
         buffer.flags.writeable = False  # batches are views of the buffer
         self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
         self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
-        self._epoch = (None, None)  # cache: (epoch, index of the first token of each of its windows)
+        self._starts = functools.lru_cache(maxsize=1)(self.starts_of_epoch)
 
     def batch(self, position, count):
         """Return (inputs, targets), each (count, T), of `count` windows from `position` on. Targets: the next tokens.
@@ -87,11 +88,7 @@ class Windows:
     def _shuffled_start(self, window):
         """Return the index of the first token of shuffled window number `window` (from 0, over all epochs)."""
         epoch, index = divmod(window, self.windows_per_epoch)
-        cached_epoch, starts = self._epoch
-        if cached_epoch != epoch:
-            starts = self.starts_of_epoch(epoch)
-            self._epoch = (epoch, starts)  # one assignment: no thread reads an epoch with the starts of another epoch
-        return int(starts[index])
+        return int(self._starts(epoch)[index])
 
     def starts_of_epoch(self, epoch):
         """The index of the first token of each window of an epoch, in the order in which they are read."""

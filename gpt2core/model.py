@@ -23,17 +23,13 @@ class GPT2:
     def __init__(self, config, parameters, group=SOLO):
         self.config, self.parameters, self.group = config, parameters, group
         self.units = [make_unit(name, config, parameters, group) for name in unit_names(config)]
-        self.embedding, *self.blocks, self.output = self.units
+        self.embedding, *self.blocks, self.head = self.units
+        self.backend = self.head.w.backend
 
     @property
     def is_whole(self):
         """Whether this rank has the whole model, not shards of its layers."""
         return self.group.size == 1
-
-    @property
-    def head(self):
-        """The matrix (V, C) of the logits: the logits of y (..., C) are y @ head.T."""
-        return self.output.w
 
     def stream(self, ids, cache=None):
         """ids (B, T) -> the residual Stream (B, T, C) after the last block.
@@ -47,7 +43,7 @@ class GPT2:
 
     def logits(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V)."""
-        return self.unembed(self.output.ln_f(self.stream(ids, cache)))
+        return self.unembed(self.head.ln_f(self.stream(ids, cache)))
 
     def next_logits(self, ids, cache):
         """The logits (V) of the token after `ids`: see next_logits.py."""
@@ -55,14 +51,14 @@ class GPT2:
 
     def unembed(self, y):
         """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""
-        return ops.gather_from_group(ops.unembed(ops.copy_to_group(y, self.group), self.head), self.group)
+        return ops.gather_from_group(ops.unembed(ops.copy_to_group(y, self.group), self.head.w), self.group)
 
     def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
         ParallelTrainer calls the units one by one, with the same result (parallel/part.py).
         """
-        return self.output(self.stream(ids), targets, scale)
+        return self.head(self.stream(ids), targets, scale)
 
 
 def make_unit(name, config, parameters, group=SOLO):
@@ -95,7 +91,7 @@ class Head:
 
     def __init__(self, config, parameters, group):
         self.ln_f = LayerNorm(parameters, "transformer.ln_f", config.layer_norm_epsilon)
-        self.w = parameters[config.head]  # (V, C)
+        self.w = parameters[config.head]  # (V, C): the logits of y (..., C) are y @ w.T
         self.group = group
 
     def __call__(self, x, targets, scale=None, dloss=None):

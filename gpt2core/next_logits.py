@@ -22,7 +22,7 @@ def last_position(model, ids, cache=None):
         x = block(x, cache)
     a = last.attention(last.ln_1(x), cache)
     x = Stream(primitives.getitem(x.tensor(), LAST)) + Branch(primitives.getitem(a.output, LAST), a.bias)
-    return model.output.ln_f(x + last.mlp(last.ln_2(x)))
+    return model.head.ln_f(x + last.mlp(last.ln_2(x)))
 
 
 def last_logits(model, ids, cache=None):

@@ -91,9 +91,9 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
 def attention(qkv, n_head):
     """Causal self-attention: q, k and v side by side, qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
-    if qkv.ndim not in (3, 4) or qkv.shape[-1] % (3 * n_head):
+    require_axes("attention", qkv.backend, qkv.shape, 3)
+    if qkv.shape[-1] % (3 * n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
-    require_one_micro_batch("attention", qkv.backend, qkv.shape, 4)
     backend, x = qkv.backend, qkv.data
     y, aux = backend.attention_forward(x, n_head)
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, x, y, aux, n_head),))
@@ -104,9 +104,9 @@ def rotary(qkv, n_head, position=0):
 
     The q of position m times the k of position n depends on m - n only, so attention learns relative positions.
     """
-    if qkv.ndim not in (3, 4) or qkv.shape[-1] % (6 * n_head):
+    require_axes("rotary", qkv.backend, qkv.shape, 3)
+    if qkv.shape[-1] % (6 * n_head):
         raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
-    require_one_micro_batch("rotary", qkv.backend, qkv.shape, 4)
     backend = qkv.backend
     y = backend.rotary_forward(qkv.data, n_head, position)
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
@@ -126,13 +126,11 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    if len(ids.shape) not in (2, 3):
-        raise ShapeError(f"embedding: ids {ids.shape} are not (B, T)")
+    require_axes("embedding", wte.backend, ids.shape, 2)
     if wpe is not None:
         require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if wpe is not None and not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    require_one_micro_batch("embedding", wte.backend, ids.shape, 3)
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
     parents = (wte,) if wpe is None else (wte, wpe)
@@ -184,7 +182,8 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
     scale = check_targets("unembed_cross_entropy", x, targets, scale, V)
-    require_one_micro_batch("unembed_cross_entropy", x.backend, x.shape, 4)
+    if x.ndim > 3:
+        require_axes("unembed_cross_entropy", x.backend, x.shape, 3)
     targets, backend, first = targets.reshape(-1), x.backend, group.rank * w.shape[0]
     forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
     *stats, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, forward_scale, dloss)
@@ -227,18 +226,6 @@ def gather_from_group(x, group):
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
-# -- an operation that computes nothing: it reports where a backward pass is -------------------------------------------
-
-
-def mark(tensors, function):
-    """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
-
-    Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
-    run then. With backward(when=...), `when` gets this call too, after the gradients of these operations.
-    """
-    return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients, function)
-
-
 def require(condition, operation, *tensors):
     """Raise ShapeError with the shapes of `tensors` unless `condition` holds."""
     if not condition:
@@ -259,10 +246,12 @@ def require_tokens(operation, tokens, vocabulary):
             raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
 
 
-def require_one_micro_batch(operation, backend, shape, merged_ndim):
-    """Raise ShapeError for a shape with the axis M of merged micro-batches if the backend does not merge them."""
-    if len(shape) == merged_ndim and not backend.merges_micro_batches:
+def require_axes(operation, backend, shape, ndim):
+    """Raise ShapeError unless `shape` has `ndim` axes, or one more, M, with a backend that merges micro-batches."""
+    if len(shape) == ndim + 1 and not backend.merges_micro_batches:
         raise ShapeError(f"{operation}: the {backend.name} backend computes one micro-batch in a call, not {shape}")
+    if len(shape) not in (ndim, ndim + 1):
+        raise ShapeError(f"{operation}: an array of shape {shape}, but it must have {ndim} axes")
 
 
 def check_targets(operation, x, targets, scale, vocabulary):

@@ -59,22 +59,22 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    The subclasses in parallel/ divide the update over threads and ranks; `own` is the slice of the flat arrays that is
-    updated here.
+    own: the slice of the flat arrays that is updated here; the subclasses in parallel/ divide the update.
     """
 
-    own = slice(None)  # all
-
-    def __init__(self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
+    def __init__(
+        self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
+        own=slice(None),
+    ):  # fmt: skip
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
                 raise ConfigError(f"`{name}={value}` must be in [0, 1)")
         for name, value in (("eps", eps), ("weight_decay", weight_decay), ("clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"`{name}={value}` must be finite and not negative")
-        self.arena, self.parameters, self.backend = arena, parameters, backend
+        self.arena, self.parameters, self.backend, self.own = arena, parameters, backend, own
         self.betas, self.eps, self.weight_decay, self.bound = (beta1, beta2), eps, weight_decay, clip
-        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters[self.own].shape, parameters.dtype) for _ in "mv")
+        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters[own].shape, parameters.dtype) for _ in range(2))
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
     def hyperparameters(self, step, lr):
@@ -92,10 +92,3 @@ class AdamW:
         """Update the parameters from flat `gradients` * factor; arguments: results of clip() and hyperparameters()."""
         p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
         self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)
-        clear_padding(self, p)
-
-
-def clear_padding(optimizer, flat):
-    """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
-    for part in () if optimizer.eps else optimizer.arena.padding():
-        flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype

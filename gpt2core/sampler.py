@@ -93,7 +93,7 @@ class CachedSequence:
 
     def clear_cache(self):
         model = self.model
-        self.cache = KVCache(model.config, model.head.backend, group=model.group)
+        self.cache = KVCache(model.config, model.backend, group=model.group)
         self.uncached = self.window  # the last tokens of the window, whose keys and values are not in the cache
 
     def step(self):
@@ -142,7 +142,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
 def borrow_decoder(model, batch, decoders):
     """Take a decoder for `batch` sequences from `decoders`, or make one; return it to `decoders` at the end."""
     idle = decoders.setdefault(batch, [])
-    decoder = idle.pop() if idle else model.head.backend.decoder(model, batch) or Decoder(model)
+    decoder = idle.pop() if idle else model.backend.decoder(model, batch) or Decoder(model)
     try:
         yield decoder
     finally:

@@ -22,7 +22,8 @@ class Stream:
 
     So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
     sum in x, and `+` begins the next one. LayerNorm reads the sum as it is stored, in the dtype of the stream: so it
-    may also be computed first, as between two ranks of a pipeline.
+    may also be computed first, as between two ranks of a pipeline. The value of a Stream never changes: the sum
+    replaces x and the branch because no backward kernel reads these two, so their memory can be used again.
     """
 
     def __init__(self, x, branch=None):
@@ -45,10 +46,3 @@ class Stream:
             self.x, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
             self.branch = None
         return y
-
-    def mark(self, function):
-        """The same stream; backward calls function() when everything after this point is done (ops.mark)."""
-        if self.branch is None:
-            return Stream(*ops.mark((self.x,), function))
-        x, output = ops.mark((self.x, self.branch.output), function)
-        return Stream(x, Branch(output, self.branch.bias))

@@ -1,4 +1,9 @@
-"""A Tensor is an array that records the operation that made it. backward() applies the chain rule in reverse order."""
+"""A Tensor is an array that records the operation that made it. backward() applies the chain rule in reverse order.
+
+dy is the gradient of the loss with respect to y. For y = f(x) the chain rule is dx = (dy/dx)' dy, where ' transposes.
+Each operation has a function backward(dy) that computes this product. If x is used several times, its gradient is the
+sum of the results. Operations are visited in the reverse order of their creation, so dy is complete when it is used.
+"""
 
 import contextlib
 import contextvars
@@ -18,78 +23,8 @@ class ShapeError(ValueError):
     """Shapes that do not fit together; the message names them."""
 
 
-@contextlib.contextmanager
-def no_grad():
-    """Disable recording: `with no_grad(): ...`, or `@no_grad()` on a function."""
-    token = _recording.set(False)
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
-def is_recording():
-    """Whether operations are recorded in this thread. If not, kernels need not save data for backward."""
-    return _recording.get()
-
-
 def call(function):
     function()
-
-
-class Destination(NamedTuple):
-    """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
-
-    A fast backend computes a gradient where it belongs, in a flat buffer, so it returns a function of a Destination.
-    PlainBackend returns arrays: at first reading, read "gradient" as "array".
-    """
-
-    array: object
-    accumulate: bool
-
-
-class Node:
-    """One application of an operation: where its inputs' gradients go, and the closure that computes them.
-
-    report: a function that is called when backward has come to this node, or None (ops.mark).
-    """
-
-    __slots__ = ("order", "parents", "backward", "dys", "report")
-
-    def __init__(self, parents, backward, n_outputs, report):
-        self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
-        self.parents = [parent.receiver() for parent in parents]
-        self.backward, self.report = backward, report
-        self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
-
-    def run(self, retain, when):
-        """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
-        dys, self.dys = self.dys, [None] * len(self.dys)
-        if any(dy is not None for dy in dys):
-            pairs = zip(self.parents, self.backward(*dys), strict=True)
-            pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
-            # Leaves first: a device can compute their gradients while it computes those that the next node needs.
-            for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
-                pass_on(gradient, parent, when)
-            if self.report:
-                when(self.report)
-        if not retain:
-            self.parents, self.backward = (), None
-
-
-class Edge:
-    """A tensor as the nodes after it know it: without its array, so that the array can be freed before the graph."""
-
-    __slots__ = ("shape", "node", "index", "add")  # the tensor is output number `index` of `node`
-
-    def __init__(self, tensor):
-        self.shape, self.node, self.index, self.add = tensor.shape, tensor.node, tensor.index, tensor.backend.add
-
-    def receive(self, gradient):
-        gradient = gradient(None) if callable(gradient) else gradient
-        check_shape(gradient, self.shape)
-        dys, i = self.node.dys, self.index
-        dys[i] = gradient if dys[i] is None else self.add(dys[i], gradient)
 
 
 class Tensor:
@@ -205,6 +140,61 @@ class Tensor:
             nodes.pop().run(retain_graph, when)  # the newest: all operations that use its outputs have run
 
 
+class Node:
+    """One application of an operation: where its inputs' gradients go, and the closure that computes them.
+
+    report: a function that is called when backward has come to this node, or None (parallel/part.py: mark).
+    """
+
+    __slots__ = ("order", "parents", "backward", "dys", "report")
+
+    def __init__(self, parents, backward, n_outputs, report):
+        self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
+        self.parents = [parent.receiver() for parent in parents]
+        self.backward, self.report = backward, report
+        self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
+
+    def run(self, retain, when):
+        """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
+        dys, self.dys = self.dys, [None] * len(self.dys)
+        if any(dy is not None for dy in dys):
+            pairs = zip(self.parents, self.backward(*dys), strict=True)
+            pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
+            # Leaves first: a device can compute their gradients while it computes those that the next node needs.
+            for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
+                pass_on(gradient, parent, when)
+            if self.report:
+                when(self.report)
+        if not retain:
+            self.parents, self.backward = (), None
+
+
+class Edge:
+    """A tensor as the nodes after it know it: without its array, so that the array can be freed before the graph."""
+
+    __slots__ = ("shape", "node", "index", "add")  # the tensor is output number `index` of `node`
+
+    def __init__(self, tensor):
+        self.shape, self.node, self.index, self.add = tensor.shape, tensor.node, tensor.index, tensor.backend.add
+
+    def receive(self, gradient):
+        gradient = gradient(None) if callable(gradient) else gradient
+        check_shape(gradient, self.shape)
+        dys, i = self.node.dys, self.index
+        dys[i] = gradient if dys[i] is None else self.add(dys[i], gradient)
+
+
+class Destination(NamedTuple):
+    """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
+
+    A fast backend computes a gradient where it belongs, in a flat buffer, so it returns a function of a Destination.
+    PlainBackend returns arrays: at first reading, read "gradient" as "array".
+    """
+
+    array: object
+    accumulate: bool
+
+
 def reachable(root):
     """The nodes of the graph that computed `root`, oldest first."""
     found, stack = set(), [root.node] if root.node else []
@@ -232,3 +222,18 @@ def pass_on(gradient, receiver, when):
 def check_shape(gradient, shape):
     if gradient.shape != shape:
         raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {shape}")
+
+
+@contextlib.contextmanager
+def no_grad():
+    """Disable recording: `with no_grad(): ...`, or `@no_grad()` on a function."""
+    token = _recording.set(False)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def is_recording():
+    """Whether operations are recorded in this thread. If not, kernels need not save data for backward."""
+    return _recording.get()

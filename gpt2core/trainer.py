@@ -123,7 +123,7 @@ class Trainer(TrainingStep):
         backend.check_model(config)
         self.backend, self.rows = backend, slice(0, batch_size)
         self.arena = Arena(parameter_shapes(config))
-        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in "pg")
+        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
         views = self.arena.views(self.parameters)
         self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
         for name, array in initial_parameters(config, seed):
@@ -137,20 +137,22 @@ class Trainer(TrainingStep):
         The sum has a fixed order, a binary tree (tree_sum.py), so that 2, 4, 8, ... threads or ranks can divide it and
         compute the same bits.
         """
-        losses = []
 
-        def gradient_of(ids, targets):
-            flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
-            for name, view in self.arena.views(flat).items():
-                self.tensors[name].grad, self.tensors[name].buffer = None, view  # where backward() writes
-            loss = self.model.loss(ids, targets, self.scale)
-            loss.backward()
-            self.backend.runtime.join()  # waits for a device that computes gradients on the side
-            losses.append(loss.data)
-            return flat
+        def add(a, b):
+            return operator.iadd(a[0], b[0]), a[1] + b[1]
 
-        self.gradients[...] = tree_reduce((gradient_of(*each) for each in batch), operator.iadd)
+        self.gradients[...], losses = tree_reduce((self.gradient(*each) for each in batch), add)
         return losses
+
+    def gradient(self, ids, targets):
+        """(the flat gradient of one micro-batch, [its loss])."""
+        flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
+        for name, view in self.arena.views(flat).items():
+            self.tensors[name].grad, self.tensors[name].buffer = None, view  # where backward() writes
+        loss = self.model.loss(ids, targets, self.scale)
+        loss.backward()
+        self.backend.runtime.join()  # waits for a device that computes gradients on the side
+        return flat, [loss.data]
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].

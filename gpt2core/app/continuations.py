@@ -76,7 +76,7 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats,
     """
     world.barrier()
     start, texts, tokens, decoders = time.perf_counter(), [], 0, {}
-    share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
+    share, batch = even_slices(len(prompts), world.size)[world.rank], model.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
         end = min(first + batch, share.stop)
         rules = [make_rule(i) for i in range(first, end)]

@@ -75,28 +75,29 @@ class ParallelTrainer(TrainingStep):
         self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
-            self.compute_parameters = copy = backend.zeros((arena.size,), backend.compute_dtype)
+            self.compute_parameters = copy = backend.zeros((layout.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
         check_gather(parallel.zero_gather, parallel.zero)
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         if parallel.zero > 1:
-            self.divide_units(count, dloss, optimizer)
+            objects = self.objects_of_units(count, dloss, optimizer)
         else:
             pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
-            self.divide_arena(count, dloss, optimizer, owners, pages, copy)
+            objects = self.objects_of_arena(count, dloss, optimizer, owners, pages, copy)
+        self.accumulator, self.data_parallel, self.optimizer = objects
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
 
-    def divide_arena(self, count, dloss, optimizer, owners, pages, copy):
-        """Make the objects of a step if this rank stores an arena: of all parameters, or of those of a pipeline rank.
+    def objects_of_arena(self, count, dloss, optimizer, owners, pages, copy):
+        """(accumulator, data_parallel, optimizer) if this rank has all parameters, or those of its pipeline rank.
 
         count: this rank's micro-batches. owners: the ranks that divide the moments. pages, copy: see ShardedAdamW.
         """
         parallel, mesh, backend = self.parallel, self.mesh, self.backend
-        self.data_parallel = make_data_parallel(
+        data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
         )
         all_gather = None  # or the parameters are gathered during the next forward pass
@@ -104,27 +105,28 @@ class ParallelTrainer(TrainingStep):
             all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
         arrays = self.arena, self.compute_parameters, self.gradients
         if parallel.pp > 1:
-            self.accumulator = PipelineMicroBatches(
-                self.config, *arrays, self.data_parallel, backend, count, mesh, parallel, dloss
+            accumulator = PipelineMicroBatches(
+                self.config, *arrays, data_parallel, backend, count, mesh, parallel, dloss
             )
         else:
-            self.accumulator = MicroBatches(
-                self.config, *arrays, self.data_parallel, self.pool, count, mesh.tensor, self.batch_shape, all_gather,
+            accumulator = MicroBatches(
+                self.config, *arrays, data_parallel, self.pool, count, mesh.tensor, self.batch_shape, all_gather,
                 dloss, parallel.recompute,
             )  # fmt: skip
-        self.optimizer = ShardedAdamW(
+        optimizer = ShardedAdamW(
             self.arena, self.parameters, self.pool, owners=owners, pages=pages, compute_copy=copy,
             gathers=all_gather is None, **optimizer,
         )  # fmt: skip
+        return accumulator, data_parallel, optimizer
 
-    def divide_units(self, count, dloss, optimizer):
-        """Make the objects of a step if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
-        self.accumulator = ShardedMicroBatches(
-            self.config, self.layout, self.parameters, self.gradients, self.pool, count, self.batch_shape,
+    def objects_of_units(self, count, dloss, optimizer):
+        """The same if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
+        accumulator = ShardedMicroBatches(
+            self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count, self.batch_shape,
             self.parallel.zero, dloss, self.parallel.recompute,
         )  # fmt: skip
-        self.data_parallel = self.accumulator.unit_gradients
-        self.optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
+        optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
+        return accumulator, accumulator.unit_gradients, optimizer
 
     def step(self, batch, lr):
         self.check_interrupted()

@@ -8,7 +8,7 @@ array of the residual stream, and its gradient.
 import functools
 
 from gpt2core.model import Embedding, Head
-from gpt2core.stream import Stream
+from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor, call
 
 RECOMPUTE = ("none", "block")  # what backward computes again
@@ -42,7 +42,7 @@ class Part:
         for unit in self.units:
             self.before(unit.name)
             if unit is not self.units[0]:
-                x = x.mark(functools.partial(self.completed, unit.name))
+                x = mark_stream(x, functools.partial(self.completed, unit.name))
             x = unit(x, targets, scale, dloss) if isinstance(unit, Head) else unit(x)
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
@@ -124,6 +124,23 @@ def backward_pass(graphs, dy):
     while graphs:
         dy = graphs.pop().backward(dy)
     return dy
+
+
+def mark(tensors, function):
+    """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
+
+    Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
+    run then. With backward(when=...), `when` gets this call too, after the gradients of these operations.
+    """
+    return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients, function)
+
+
+def mark_stream(x, function):
+    """The same Stream; backward calls function() when everything after this point is done."""
+    if x.branch is None:
+        return Stream(*mark((x.x,), function))
+    stream, output = mark((x.x, x.branch.output), function)
+    return Stream(stream, Branch(output, x.branch.bias))
 
 
 def boundary(array, backend, function):

@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import AdamW, clear_padding
+from gpt2core.optimizer import AdamW
 from gpt2core.parallel.model_pages import ModelPages
 
 
@@ -35,16 +35,24 @@ class Hyperparameters(NamedTuple):
 
 
 class DividedAdamW(AdamW):
-    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered.
+    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered."""
 
-    A subclass has page_sums(flat): the sums of squares of all pages of the model, in the order of one rank, from the
-    part of a flat array that this rank has. All ranks call this method, and those that call it.
-    """
+    def page_sums(self, flat):
+        """The sums of squares of all pages of the model, in the order of one rank, from this rank's part of an array.
+
+        All ranks call this method, and those that call it.
+        """
+        raise NotImplementedError
 
     def clip(self, gradients, **state):
         """AdamW.clip. state: further arguments of Backend.clip."""
         with self.backend.runtime.range("optimizer"):
             return self.backend.clip(self.page_sums(gradients), self.bound, **state)
+
+    def clear_padding(self, flat):
+        """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
+        for part in () if self.eps else self.arena.padding():
+            flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
 
     def norm(self, flat):
         """The global L2 norm of a flat array, a Python float."""
@@ -92,8 +100,8 @@ class ShardedAdamW(DividedAdamW):
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
-        self.own = arena.share(self.owners.rank, self.owners.size)
-        super().__init__(arena, parameters, pool.backends[0], **options)
+        own = arena.share(self.owners.rank, self.owners.size)
+        super().__init__(arena, parameters, pool.backends[0], own=own, **options)
         self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
 
     def hyperparameters(self, step, lr):
@@ -105,7 +113,7 @@ class ShardedAdamW(DividedAdamW):
         return self.pool.map_shares(function, self.arena, self.owners.rank, self.owners.size)
 
     def page_sums(self, flat):
-        """The sums of squares of all pages of the model, without the last ones, which are padding for the owners.
+        """See DividedAdamW; without the last pages, which are padding for the owners.
 
         The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
         the number of owners.
@@ -126,8 +134,8 @@ class ShardedAdamW(DividedAdamW):
 
         with self.backend.runtime.range("optimizer"):
             self.map_own(update)
-            clear_padding(self, self.parameters)
-            clear_padding(self, self.compute_parameters)
+            self.clear_padding(self.parameters)
+            self.clear_padding(self.compute_parameters)
             if self.gathers:
                 self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 

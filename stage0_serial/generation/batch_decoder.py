@@ -19,7 +19,7 @@ class BatchDecoder(Decoder):
         if len(prompts) == 1:
             return
         if self.batch_cache is None:  # a decoder always has the same number of prompts
-            self.batch_cache = cache = KVCache(self.model.config, self.model.head.backend, len(prompts))
+            self.batch_cache = cache = KVCache(self.model.config, self.model.backend, len(prompts))
             # A call for all sequences multiplies positions that are not yet written too, and masks the products. With
             # infinities there, NumPy would warn, and 0 * infinity is not a number.
             cache.keys, cache.values = (

@@ -27,7 +27,7 @@ TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 def token_step(model):
     """A function to use instead of model.next_logits, or None if ranks share the layers of the model."""
-    return TokenStep(model, model.head.backend) if model.is_whole else None
+    return TokenStep(model, model.backend) if model.is_whole else None
 
 
 class TokenStep:

@@ -49,7 +49,7 @@ class GpuDecoder:
     """
 
     def __init__(self, model, batch, stream, tiling):
-        config, backend = model.config, model.head.backend
+        config, backend = model.config, model.backend
         self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
         self.captured = {}  # {(compute, arguments, sample): captured step; under the interpreter, a plain function}
         self.unread = deque()  # per unread step: (function that waits for the step, sequence lengths before the step)
@@ -271,7 +271,7 @@ class GpuDecoder:
     def trunk(self, ids, cache, last_only):
         """The final LayerNorm's output for ids (B, T): (B, T, C), or only that of the last position, (B, 1, C)."""
         model = self.model
-        return last_position(model, ids, cache) if last_only else model.output.ln_f(model.stream(ids, cache))
+        return last_position(model, ids, cache) if last_only else model.head.ln_f(model.stream(ids, cache))
 
     def keep_last_rows(self, y):
         """h = the row of each sequence's last position; y: a Tensor (B, T, C), or (B, 1, C) with only these rows."""

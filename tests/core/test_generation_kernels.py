@@ -157,14 +157,14 @@ def models(rng):
 @pytest.mark.parametrize("length", [1, 63, 64, 96])
 def test_logits_on_threads_are_those_of_one_thread(rng, models, length):
     ids = rng.integers(0, 37, (1, length))
-    one, three = (model.logits(ids, KVCache(model.config, model.head.backend)).data for model in models)
+    one, three = (model.logits(ids, KVCache(model.config, model.backend)).data for model in models)
     assert_allclose(one, three, rtol=1e-9, atol=1e-9)  # a product may add in another order for another number of rows
 
 
 @no_grad()
 def test_a_prompt_in_two_parts_equals_the_whole_prompt(rng, models):
     model, ids = models[0], rng.integers(0, 37, (1, 80))
-    whole, cache = model.logits(ids).data, KVCache(model.config, model.head.backend)
+    whole, cache = model.logits(ids).data, KVCache(model.config, model.backend)
     for part in (slice(0, 30), slice(30, 79), slice(79, 80)):
         logits = model.logits(ids[:, part], cache).data
         assert_allclose(logits, whole[:, part], rtol=1e-9, atol=1e-9)  # as above
@@ -180,7 +180,7 @@ def test_threads_generate_the_tokens_of_one_thread_also_after_the_window_slides(
 @no_grad()
 def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
     model, ids = models[0], rng.integers(0, 37, 40).tolist()
-    step, cache, expected = token_step(model), KVCache(model.config, model.head.backend), []
+    step, cache, expected = token_step(model), KVCache(model.config, model.backend), []
     logits = [step(ids[:7], cache), *(step([token], cache) for token in ids[7:])]
     for end in range(7, 41):
         expected.append(last_logits(model, np.array(ids[:end])[None]).data[0, -1])
@@ -192,7 +192,7 @@ def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
 def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models):
     for model in models:
         block = model.config.block_size
-        ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.head.backend)
+        ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.backend)
         logits = token_step(model)(ids, cache)
         assert cache.length == block  # the next token begins a new cache
         expected = last_logits(model, np.array(ids)[None]).data[0, -1]
@@ -200,7 +200,7 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
 
 
 def window_of(model, workers):
-    pool = model.head.backend.new_workers(workers)
+    pool = model.backend.new_workers(workers)
     return Window([TokenStep(model, backend) for backend in pool.backends], pool)
 
 
@@ -235,7 +235,7 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
 def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing, kernel):
     """Before and after the first barrier; the next window is right, and OpenBLAS has its threads again."""
     model = models[0]
-    model.head.backend.runtime.use_threads(2)
+    model.backend.runtime.use_threads(2)
     window, ids = window_of(model, 3), rng.integers(0, 37, model.config.block_size).tolist()
     want = window.logits(ids).copy()
     with monkeypatch.context() as patch:
@@ -290,7 +290,7 @@ def fake_mkl(monkeypatch):
 
 def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, fake_mkl, monkeypatch):
     """Past the end of the window, which workers compute; only the caller's thread times products of one row."""
-    model, runtime, timing_threads = models[0], models[0].head.backend.runtime, set()
+    model, runtime, timing_threads = models[0], models[0].backend.runtime, set()
     prompt = rng.integers(0, 37, model.config.block_size - 3).tolist()
     one = list(generate(model, prompt, 8))
     runtime.use_blas("mkl")
@@ -302,7 +302,7 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
     run_worker = Window.run_worker
     monkeypatch.setattr(Window, "run_worker", lambda *a: computed.append(a[1].backend) or run_worker(*a))
     assert list(generate(model, prompt, 8)) == one
-    assert len(set(computed)) == 2 and model.head.backend not in computed
+    assert len(set(computed)) == 2 and model.backend not in computed
     assert timing_threads <= {current_thread()}
     assert threads_of_openblas() == {2}
 
@@ -314,7 +314,7 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
 )
 def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, blas, fastest, threads, workers):
     """Each worker has at least 32 rows, and decoders share the threads. One thread has no choice to make."""
-    model, backend, timed = models[0], models[0].head.backend, []  # 96 positions
+    model, backend, timed = models[0], models[0].backend, []  # 96 positions
     ids = [0] * model.config.block_size
     backend.runtime.blas, backend.runtime.threads = blas, threads
     monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(calls) or fastest)
@@ -433,8 +433,8 @@ def test_a_batch_does_not_compute_with_memory_that_was_not_written(rng, models, 
     model = models[0]
     prompts = [rng.integers(0, 37, length).tolist() for length in (10, 14, 12)]
     alone = [list(generate(model, prompt, 4)) for prompt in prompts]
-    empty = type(model.head.backend).empty
-    monkeypatch.setattr(type(model.head.backend), "empty", lambda *sizes: fill_with_infinity(empty(*sizes)))
+    empty = type(model.backend).empty
+    monkeypatch.setattr(type(model.backend), "empty", lambda *sizes: fill_with_infinity(empty(*sizes)))
     with np.errstate(invalid="raise"):
         together = list(generate_batch(model, prompts, 4, [Greedy()] * 3))
     assert np.transpose(together).tolist() == alone
@@ -448,6 +448,6 @@ def fill_with_infinity(array):
 
 def test_ranks_that_share_the_layers_use_the_model(models):
     model = models[0]
-    assert type(model.head.backend.decoder(model, 1)) is BatchDecoder
+    assert type(model.backend.decoder(model, 1)) is BatchDecoder
     model.group = SimpleNamespace(size=2)
-    assert token_step(model) is None and model.head.backend.decoder(model, 1) is None
+    assert token_step(model) is None and model.backend.decoder(model, 1) is None

@@ -141,7 +141,7 @@ def test_worker_threads_give_the_serial_bits():
 @pytest.mark.parametrize("backend", [NumpyBackend, PlainBackend])
 def test_logits_with_a_cache_equal_logits_at_once(rng, backend, pieces):
     model = model_of(SMALL, random_parameters(SMALL, rng, np.float64), backend("fp64"))
-    ids, at, cache = batch(rng, SMALL, 2, 9)[0], 0, KVCache(SMALL, model.head.backend, batch=2)
+    ids, at, cache = batch(rng, SMALL, 2, 9)[0], 0, KVCache(SMALL, model.backend, batch=2)
     with no_grad():
         whole = model.logits(ids).numpy()
         for length in pieces:
@@ -159,7 +159,7 @@ def test_a_full_cache_slides_as_a_forward_pass_with_a_banded_mask(rng, backend, 
     model, prompt = model_of(config, parameters, backend("fp64")), max(1, block - 2)
     tensors = {name: torch.tensor(array) for name, array in parameters.items()}
     want = rotary_logits(config, tensors, ids, block).numpy()
-    cache, at = KVCache(config, model.head.backend, batch=2), 0
+    cache, at = KVCache(config, model.backend, batch=2), 0
     with no_grad():
         for length in [prompt] + [1] * (ids.shape[1] - prompt):
             got = model.logits(ids[:, at : at + length], cache).numpy()
@@ -170,7 +170,7 @@ def test_a_full_cache_slides_as_a_forward_pass_with_a_banded_mask(rng, backend, 
 
 def test_several_positions_beyond_a_full_cache_are_refused(rng):
     model = model_of(SMALL, random_parameters(SMALL, rng, np.float64), NumpyBackend("fp64"))
-    cache = KVCache(SMALL, model.head.backend)
+    cache = KVCache(SMALL, model.backend)
     cache.length = 11
     with pytest.raises(ConfigError, match=r"\(1, 2, 24\) after 11 positions do not fit 12 positions"), no_grad():
         model.logits(np.zeros((1, 2), np.int64), cache)
@@ -204,7 +204,7 @@ def test_the_faster_decoder_has_the_logits_of_the_model(rng, block):
     config = replace(SMALL, block_size=block)
     model = model_of(config, random_parameters(config, rng, np.float64), NumpyBackend("fp64"))
     step, ids = token_step(model), rng.integers(0, config.vocab_size, 2 * block + 3).tolist()
-    caches, at = [KVCache(config, model.head.backend) for _ in range(2)], 0
+    caches, at = [KVCache(config, model.backend) for _ in range(2)], 0
     for length in [block] + [1] * (len(ids) - block):
         piece = ids[at : at + length]
         assert relative(step(piece, caches[0]), model.next_logits(piece, caches[1])) <= 1e-10

@@ -160,7 +160,7 @@ class CountingDecoder:
 
 def test_a_backend_s_decoder_takes_only_the_steps_that_are_needed_and_is_reused(rng):
     model, made, decoders = random_model(rng), [], {}
-    model.head.backend.decoder = lambda model, batch: made.append((batch, CountingDecoder())) or made[-1][1]
+    model.backend.decoder = lambda model, batch: made.append((batch, CountingDecoder())) or made[-1][1]
     stream = generate(model, [40] * 2 * BLOCK, 4, decoders=decoders)
     launched = [(token, made[0][1].steps) for token in stream]
     assert launched == [(1, 3), (2, 4), (3, 4), (4, 4)]

@@ -223,7 +223,8 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
 
 @pytest.mark.parametrize(
     "function",
-    [parameter_hash, named_moments, current_model, verify, check_finite, lambda trainer: evaluate(trainer, windows_of(1)),
+    [parameter_hash, named_moments, current_model, verify, check_finite,
+     lambda trainer: evaluate(trainer, windows_of(1)),
      lambda trainer: load(trainer, dict(initial_parameters(CONFIG, 1)))],
 )  # fmt: skip
 def test_the_parameters_are_not_used_while_a_step_is_in_flight(function):

@@ -7,6 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from gpt2core import ops
+from gpt2core.parallel.part import mark_stream
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
@@ -103,7 +104,7 @@ def test_a_sum_that_is_computed_before_a_layernorm_reads_it_has_the_same_bits(ba
             y = x.layernorm(leaves.w, leaves.b, EPS)
             x = x + Branch(ops.gelu(y) * branch.output, branch.bias)
             if marked:
-                x = x.mark(lambda: reports.append(len(reports)))
+                x = mark_stream(x, lambda: reports.append(len(reports)))
             if cut:
                 x = Stream(x.tensor())
         return [x.layernorm(leaves.w, leaves.b, EPS), x.tensor()]
@@ -117,7 +118,7 @@ def test_a_mark_on_a_stream_reports_between_the_gradients_of_its_two_sides(backe
     leaves, seen = Leaves(backend), []
     first, _ = leaves.branches()
     front = Branch(ops.gelu(leaves.a), leaves.bias)
-    x = (Stream(leaves.x * 2) + front).mark(lambda: seen.append(set(leaves.gradients())))
+    x = mark_stream(Stream(leaves.x * 2) + front, lambda: seen.append(set(leaves.gradients())))
     x.layernorm(leaves.w, leaves.b, EPS).sum().backward()
     # the branch's bias is added by the LayerNorm after the mark
     assert seen == [{"w", "b", "bias"}]

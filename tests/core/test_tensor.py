@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
+from gpt2core.parallel.part import mark
 from gpt2core.tensor import AutogradError, ShapeError, Tensor, call, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -339,7 +340,7 @@ def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_f
         reports.append({name: None if each.grad is None else each.grad.copy() for name, each in leaves.items()})
 
     y = primitives.tanh(x @ w1 @ shared)
-    marked, passed = ops.mark((y, y * 2), report)
+    marked, passed = mark((y, y * 2), report)
     beside = primitives.tanh(x @ w2)  # made after the mark: it is differentiated before the mark is reached
     z = (marked @ w3 + beside) @ shared + passed
     later = []
@@ -357,9 +358,9 @@ def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_f
 def test_a_mark_is_the_identity_and_reports_again_when_a_kept_graph_runs_again(backend, rng):
     a, reports = rng.standard_normal(4), []
     x = leaf(a, backend)
-    (marked,) = ops.mark((x * 3,), lambda: reports.append(x.grad is None))
+    (marked,) = mark((x * 3,), lambda: reports.append(x.grad is None))
     y = marked * marked
-    assert np.shares_memory(marked.data, ops.mark((marked,), print)[0].data)
+    assert np.shares_memory(marked.data, mark((marked,), print)[0].data)
     y.backward(np.ones(4), retain_graph=True)
     close(x.grad, 18 * a)
     y.backward(np.ones(4))
@@ -369,12 +370,12 @@ def test_a_mark_is_the_identity_and_reports_again_when_a_kept_graph_runs_again(b
 
 def test_a_mark_of_which_one_tensor_is_not_used_gives_the_gradients_of_the_others(backend, rng):
     x, w, reports = leaf(rng.standard_normal(4), backend), leaf(rng.standard_normal(4), backend), []
-    used, _ = ops.mark((x * 2, w * 2), lambda: reports.append("used"))
+    used, _ = mark((x * 2, w * 2), lambda: reports.append("used"))
     used.backward(np.ones(4))
     assert_array_equal(x.grad, np.full(4, 2.0))
     assert w.grad is None and reports == ["used"]
     with no_grad():
-        assert not ops.mark((x * 2,), lambda: reports.append("never"))[0].requires_grad
+        assert not mark((x * 2,), lambda: reports.append("never"))[0].requires_grad
 
 
 def test_a_gradient_is_computed_as_soon_as_its_operation_is_differentiated(backend, rng):

@@ -34,7 +34,7 @@ def model_and_tokens(backend, tied=True):
 
 
 def gradients(model):
-    backend = model.head.backend
+    backend = model.backend
     backend.runtime.join()
     return {name: np.array(backend.to_host(tensor.grad)) for name, tensor in model.parameters.items()}
 
@@ -56,7 +56,7 @@ def run_parts(parts, ids, targets, dloss, later=None):
 def parts_of(model, cuts, completed=lambda name: None):
     edges = [0, *cuts, len(model.units)]
     return [
-        Part(model.units[start:stop], model.head.backend, completed=completed)
+        Part(model.units[start:stop], model.backend, completed=completed)
         for start, stop in zip(edges, edges[1:], strict=False)
     ]
 

@@ -145,7 +145,7 @@ def test_each_element_is_in_the_shards_of_one_rank(size, tied):
         assert sum(gap.stop - gap.start for gap in shards.padding()) == padding.sum()
         assert all(padding[gap].all() for gap in shards.padding())
         for unit in arena.units:
-            array, part = shards.allocate(unit), shards.parts[unit]
+            array, part = shards.allocate(unit, np.float32), shards.parts[unit]
             assert len(array) == size * (part.stop - part.start)
             for view in shards.views(unit, array).values():
                 view[...] = 0

@@ -206,14 +206,14 @@ def test_the_next_generation_reads_weights_that_were_changed_in_place():
     list(generate(model, [1, 2], 2, decoders=decoders))
     for name, array in arrays_of(UNTIED, seed=1).items():
         for each in (model, stage0):
-            each.parameters[name].data[...] = each.head.backend.asarray(array)
+            each.parameters[name].data[...] = each.backend.asarray(array)
     tokens = list(generate(model, [1, 2], 3, decoders=decoders))
     assert tokens == list(generate(stage0, [1, 2], 3)) and len(decoders[1]) == 1
 
 
 def test_a_large_batch_and_a_sharded_model_use_the_core_s_decoder():
     model, _ = models(UNTIED)
-    backend = model.head.backend
+    backend = model.backend
     assert backend.decoder(model, backend.decoder_batch + 1) is None
     model.group = SimpleNamespace(size=2)
     assert backend.decoder(model, 1) is None

@@ -11,6 +11,7 @@ import numpy as np
 from gpt2core import ops, primitives
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.model import GPT2
+from gpt2core.parallel.part import mark, mark_stream
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor, call
 
@@ -59,7 +60,7 @@ def stream(a, last):
     x = Stream(a.x)
     for _ in range(2):
         y = x.layernorm(a.scale, a.bias, 1e-5)
-        x = x.mark(lambda: None) + Branch(ops.linear(y, a.w), a.bias)
+        x = mark_stream(x, lambda: None) + Branch(ops.linear(y, a.w), a.bias)
     return last(x)
 
 
@@ -139,9 +140,9 @@ GRAPHS = {
     "a head and a product": lambda a: [a.head(a.embedding(a.wpe)), a.wte * a.wte],
     "a leaf that is the root": lambda a: [a.w],
     "a leaf that is the root and an input": lambda a: [a.w, ops.linear(a.x, a.w), a.w],
-    "a mark before a leaf": lambda a: [ops.linear(ops.linear(a.x, ops.mark((a.w,), lambda: None)[0]), a.w)],
+    "a mark before a leaf": lambda a: [ops.linear(ops.linear(a.x, mark((a.w,), lambda: None)[0]), a.w)],
     "a mark on two tensors, one of them not used": lambda a: [
-        ops.linear(ops.mark((a.x, ops.linear(a.x, a.w2)), lambda: None)[0], a.w)
+        ops.linear(mark((a.x, ops.linear(a.x, a.w2)), lambda: None)[0], a.w)
     ],
 }
 

@@ -21,7 +21,7 @@ class TiedTable:
 
     def __init__(self, config, ends, group, stored, backend):
         self.ends, self.backend, self.tensor = ends, backend, stored
-        self.first, self.last = bool(ends) and ends.rank == 0, bool(ends) and ends.rank == 1
+        self.first, self.last = bool(ends) and ends.is_root, stored is not None
         rows, C = config.vocab_size // group.size, config.n_embd
         if self.first:
             self.tensor = Tensor(backend.zeros((rows, C), backend.compute_dtype), backend)

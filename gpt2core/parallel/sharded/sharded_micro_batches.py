@@ -36,7 +36,7 @@ class ShardedMicroBatches(Accumulator):
         self.passes = count // self.merged
 
         self.tensors = {
-            name: Tensor(without_memory(shape, backend.dtype), backend, requires_grad=True)
+            name: Tensor(without_memory(shape, backend.compute_dtype), backend, requires_grad=True)
             for name, shape in parameter_shapes(config)
         }
         reads = {unit: [unit] for unit in self.units}

@@ -20,3 +20,4 @@ class UnitAdamW(DividedAdamW):
     def update(self, *arguments):
         with self.backend.runtime.range("optimizer"):
             super().update(*arguments)
+            self.clear_padding(self.parameters)

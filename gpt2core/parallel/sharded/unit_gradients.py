@@ -38,7 +38,7 @@ class UnitGradients:
     def point(self, unit):
         tensors = only(self.shards.arena.units[unit], self.tensors)
         if unit not in self.sums:
-            buffers = [self.shards.allocate(unit) for _ in range(buffers_of_sum(self.count))]
+            buffers = [self.shards.allocate(unit, self.backend.dtype) for _ in range(buffers_of_sum(self.count))]
             views = [self.shards.views(unit, array) for array in buffers]
             self.sums[unit] = UnitSum(tensors, buffers, views, self.backend, self.count, self.merged)
         lead = (self.merged,) if self.merged > 1 else ()

@@ -53,7 +53,7 @@ class UnitParameters:
     def start(self, unit):
         """Start to gather a unit, unless that was done."""
         if unit not in self.gathered:
-            array = self.shards.allocate(unit)
+            array = self.shards.allocate(unit, self.flat.dtype)
             handle = self.shards.group.all_gather_start(self.flat[self.shards.parts[unit]], out=array)
             self.gathered[unit] = array, handle
             for name, view in self.shards.views(unit, array).items():

@@ -83,9 +83,9 @@ class UnitShards:
         part = self.parts[unit]
         return self.group.size * (part.stop - part.start)
 
-    def allocate(self, unit):
+    def allocate(self, unit, dtype):
         """An array for a whole unit, with zeros in its padding; an all-gather of the shards of all ranks fills it."""
-        array = self.backend.empty((self.whole_size(unit),), self.backend.dtype)
+        array = self.backend.empty((self.whole_size(unit),), dtype)
         for gap in gaps(self.places(unit).values(), len(array)):
             array[gap] = 0
         return array
