@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from gpt2core.app import cli
+from gpt2core.app.checkpoints import run_folders
 from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.unsaved import unsaved
 
 WORDS = "the model reads one token, then another; it learns what follows and forgets nothing of café and naïve text."
 
@@ -48,6 +50,28 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit it: tests interrupt them
+
+
+def pytest_sessionstart(session):
+    session.config.own_runs = runs_of_the_reader()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail if a test has saved a run in the repository, where inference.py would find it."""
+    session.config.new_runs = runs_of_the_reader() - session.config.own_runs
+    if session.config.new_runs:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.new_runs:
+        names = ", ".join(sorted(config.new_runs))
+        terminalreporter.write_line(f"a test has trained without --out and without --no-save: {names}", red=True)
+
+
+def runs_of_the_reader():
+    return {str(path) for path in (run_folders.ROOT / "out").glob("stage*")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -98,13 +122,21 @@ class Result:
 
 
 @pytest.fixture
-def command(capsys):
-    """command(cli.train or cli.infer, *argv) -> Result of a stage's script, by default of stage 0."""
+def runs(tmp_path, monkeypatch):
+    """The directory in which the commands of this process look for runs that were trained without --out."""
+    monkeypatch.setattr(run_folders, "runs_folder", lambda: tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def command(capsys, runs):
+    """command(cli.train or cli.infer, *argv) -> Result of a stage's script, by default of stage 0; see unsaved()."""
 
     def run(entry, *argv, backend=NumpyBackend):
         capsys.readouterr()
+        words = [str(word) for word in argv]
         with pytest.raises(SystemExit) as exit:
-            entry(backend=backend, world=Solo, argv=[str(word) for word in argv])
+            entry(backend=backend, world=Solo, argv=unsaved(words) if entry is cli.train else words)
         return Result(exit.value.code, *capsys.readouterr())
 
     return run

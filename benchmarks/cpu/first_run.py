@@ -9,11 +9,12 @@ from benchmarks.cpu.classroom import measure
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from gpt2core.app.presets import WEIGHTS
 from testing.jobs import ROOT
 
 COMMANDS = {
-    "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
-    "inference.py (256 + 30 tokens)": [sys.executable, "inference.py"],
+    "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny", "--no-save"],
+    "inference.py (256 + 30 tokens)": [sys.executable, "inference.py", "--weights", str(WEIGHTS)],
 }
 
 

@@ -24,8 +24,8 @@ from testing.jobs import ROOT
 BENCHMARK = "benchmarks.gpu.start"
 COMMANDS = {  # {out} is a new directory
     "train": ("train_gpt2", "--preset paper --out {out}"),
-    "inference": ("inference", "--stats --prompt 'In the spring of'"),
-    "inference-bf16": ("inference", "--stats --precision bf16 --prompt 'In the spring of'"),
+    "inference": ("inference", "--weights data/gpt2-paper --stats --prompt 'In the spring of'"),
+    "inference-bf16": ("inference", "--weights data/gpt2-paper --stats --precision bf16 --prompt 'In the spring of'"),
 }
 STATES = "empty", "warm"  # of the caches
 LONG = 0.02  # seconds: shorter rows of the breakdown are omitted

@@ -26,7 +26,7 @@ def train(name, command, preset, steps, timeout):
     """Run one training; return its log, a list with one dictionary per step. The last one has the parameters' hash."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        flags = ["--preset", preset, "--steps", str(steps), "--sample", "0", "--log", str(log)]
+        flags = ["--preset", preset, "--steps", str(steps), "--sample", "0", "--log", str(log), "--no-save"]
         run_to_end(f"{preset}, {name}", [*command, *flags], blas_threads=1, timeout=timeout)
         return read_log(log)
 

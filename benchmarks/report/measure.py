@@ -99,8 +99,8 @@ def run_training(show, stage, ranks, preset, steps, flags=(), **environment):
     """Run a training; return (rows of its log, standard output). show: shows the last step that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        words = f"{STAGES[stage]}.train_gpt2", "--preset", preset, "--steps", str(steps), "--log", str(log), *flags
-        command = python_command(ranks, *words)
+        words = f"{STAGES[stage]}.train_gpt2", "--preset", preset, "--steps", str(steps), "--log", str(log), "--no-save"
+        command = python_command(ranks, *words, *flags)
 
         def tick():
             done = log.read_bytes().count(b"\n") if log.exists() else 0
@@ -138,7 +138,8 @@ def infer(show, stage, ranks, mode):
     With mode "batch", BATCH_PROMPTS prompts of 256 tokens. `seconds` is the time for all new tokens, without the start
     of the program: the median of REPEATS runs.
     """
-    words = ["--max-new-tokens", str(NEW_TOKENS), "--stats", *(["--mode", mode] if mode else [])]
+    words = ["--weights", str(WEIGHTS), "--max-new-tokens", str(NEW_TOKENS), "--stats"]
+    words += ["--mode", mode] if mode else []
     with tempfile.TemporaryDirectory() as folder:
         if mode == "batch":
             prompt_file = Path(folder, "prompts.txt")

@@ -22,7 +22,7 @@ from gpt2core.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 180  # seconds for one command
-STEP = ["--preset", "nano", "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--sample", "0"]
+STEP = ["--preset", "nano", "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--sample", "0", "--no-save"]
 TWO_RANKS = ["-m", "stage1_mpi.launch", "-n", "2", "--"]
 # (text about ranks and device for the report, arguments of Python) of stages 0 to 3; {} stands for the device's name
 STAGES = [

@@ -8,10 +8,11 @@ import numpy as np
 from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.checkpoints.run_folders import newest_run, shown, stage_of
 from gpt2core.app.continuations import write_batch, write_continuation, write_text
 from gpt2core.app.group_sampler import GroupSampler
 from gpt2core.app.one_process import check_many_ranks, check_one_process
-from gpt2core.app.presets import check_downloaded
+from gpt2core.app.presets import check_downloaded, shipped_weights
 from gpt2core.app.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.setting_fields import complete, flag
@@ -34,8 +35,7 @@ def inference_command(make_backend, world, args, cores):
     args = complete(args)
     if args.mode == "tensor":
         check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
-    on_root(world, lambda: check_downloaded(args.weights))
-    checkpoint = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
+    checkpoint = on_root(world, lambda: read_weights(args, stage_of(make_backend, world)))
     for note in edited_notes(checkpoint):
         print(note, file=sys.stderr)
     all_or_raise(world, lambda: check_mode(args))
@@ -43,6 +43,8 @@ def inference_command(make_backend, world, args, cores):
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
     all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
     inputs = on_root(world, lambda: read_request(args, checkpoint))
+    if checkpoint and not args.weights:
+        print(f"weights: {checkpoint.path}", file=sys.stderr)
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
@@ -65,6 +67,13 @@ def inference_command(make_backend, world, args, cores):
         rule = group_sampling_rule(world, args, args.seed)
         write_text(model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, args.stream, args.stats, emit)
         return 0
+
+
+def read_weights(args, stage):
+    """The Checkpoint that the flags select for the stage of this name; only the root calls it."""
+    check_downloaded(args.weights)
+    weights = args.weights or newest_run(stage, args.preset) or shown(shipped_weights(args.preset, stage))
+    return load_checkpoint(weights, accept_edited=args.accept_edited)
 
 
 def continue_typed_prompts(world, model, tokenizer, args, emit):

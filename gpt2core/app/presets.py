@@ -42,3 +42,17 @@ def check_downloaded(path):
             f"{path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
             f"hf download openai-community/{path.name} {files} --local-dir {path}"
         )
+
+
+def shipped_weights(preset, stage):
+    """The Path of the shipped weights of a preset, by default of paper; raises ConfigError if there are none.
+
+    stage: the name of the stage, in which no run of this preset was found.
+    """
+    shipped = {"paper": WEIGHTS, "book": BOOK_WEIGHTS}
+    if (preset or "paper") not in shipped:
+        raise ConfigError(
+            f"{stage} has no run of preset {preset}, and its weights are not shipped: train this preset first, or "
+            f"choose one of {', '.join(shipped)}"
+        )
+    return shipped[preset or "paper"]

@@ -65,6 +65,8 @@ def resolve_flags(args, saved, deterministic):
     """
     if args.trace_steps is not None and not args.trace:
         raise ConfigError(f"--trace-steps {args.trace_steps} traces nothing without a file: give --trace FILE.json")
+    if args.epochs is not None and args.steps is not None:
+        raise ConfigError(f"--epochs {args.epochs} and --steps {args.steps} exclude each other: give one of them")
     saved = dict(saved)
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from gpt2core.app.flag_parser import not_empty, stop_text
-from gpt2core.app.presets import BOOK, CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.presets import BOOK, CORPUS, PRESETS
 from gpt2core.app.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
 from gpt2core.architecture import POSITIONS
 from gpt2core.codecs import CODECS
@@ -54,8 +54,8 @@ class TrainSettings(Settings):
     memory_advice: ClassVar = "lower --batch-size, raise --micro-batches or use a smaller --preset"
     examples: ClassVar = (  # (flags, comment)
         ("", "the paper's training: 50 steps"),
-        ("--preset nano --steps 20 --out out/nano --overwrite", "a small model, saved"),
-        ("--resume out/nano --steps 40", "continue that run to step 40"),
+        ("--preset nano --steps 20 --out out/nano --overwrite", "a small model in a directory of your choice"),
+        ("--resume out/nano --out out/nano --steps 40", "continue that run to step 40"),
     )
 
     preset: str = setting(MODEL, f"model size and recipe: {', '.join(PRESETS)}", "paper", SAVED, choices=tuple(PRESETS))
@@ -75,6 +75,13 @@ class TrainSettings(Settings):
 
     steps: int = setting(
         RECIPE, "total number of optimizer steps, including the steps before a --resume", 50, SAVED, at_least=0
+    )
+    epochs: int = setting(
+        RECIPE,
+        "instead of --steps: the total number of passes over the training tokens, rounded up to whole steps; the paper "
+        "calls one batch an epoch, and so its 50 epochs are --steps 50 (default: --steps is used)",
+        metavar="E",
+        at_least=1,
     )
     batch_size: int = setting(RECIPE, "training sequences per step, over all ranks together", 16, SAVED, at_least=1)
     seq_len: int = setting(
@@ -137,9 +144,13 @@ class TrainSettings(Settings):
 
     out: Path = setting(
         OUTPUTS,
-        "directory for checkpoints; a checkpoint is always saved at the end (default: nothing is saved)",
+        "directory for checkpoints; a checkpoint is always saved at the end (default: a new directory "
+        "out/STAGE-PRESET of the repository, for example out/stage1-tiny; with -2, -3, ... after it if an older run "
+        "has this name. If the repository cannot be written or the package is installed without it: out/ of the "
+        "current directory)",
         metavar="DIR",
     )
+    save: bool = setting(OUTPUTS, "--no-save: save no checkpoint (default: yes)", True, switch=True)
     overwrite: bool = setting(
         OUTPUTS,
         "if the --out directory or the --log file belongs to an older run, rename it to DIR.1 or FILE.1 (or .2, ...) "
@@ -363,6 +374,8 @@ class TrainSettings(Settings):
         super().__post_init__()
         if self.resume and self.init_from:
             raise ConfigError("`resume` and `init_from` exclude each other: continue a run, or start a new one")
+        if self.out and self.save is False:
+            raise ConfigError(f"`out={self.out}` and `save=False` exclude each other: give one of them")
         if self.val_data and self.val_fraction:
             given = f"`val_data={self.val_data}` and `val_fraction={self.val_fraction}`"
             raise ConfigError(f"{given} exclude each other: give one of them")
@@ -393,7 +406,8 @@ class InferenceSettings(Settings):
     """The settings of inference.py, equal on all ranks; None: not given."""
 
     summary: ClassVar = (
-        "Continue a prompt. Without flags: the shipped weights continue the first tokens of the shipped corpus."
+        "Continue a prompt. Without flags: the newest run of this stage, or else the shipped weights, continue the "
+        "first tokens of the corpus that they were trained on."
     )
     memory_advice: ClassVar = "use a smaller model, or fewer or shorter prompts"
     examples: ClassVar = (
@@ -404,9 +418,15 @@ class InferenceSettings(Settings):
 
     weights: Path = setting(
         INPUT,
-        "directory of a checkpoint, or of a GPT-2 in Hugging Face's format (default: the shipped data/gpt2-paper)",
-        WEIGHTS,
+        "directory of a checkpoint, or of a GPT-2 in Hugging Face's format. Default: the newest checkpoint that "
+        "training in this stage without --out has saved; if there is none, the shipped data/gpt2-paper",
         metavar="DIR",
+    )
+    preset: str = setting(
+        INPUT,
+        "without --weights: only runs of this preset, and the shipped weights of this preset (default: any preset)",
+        choices=tuple(PRESETS),
+        metavar="NAME",
     )
     accept_edited: bool = setting(INPUT, EDITED, False)
     tokenizer: str = setting(
@@ -476,6 +496,12 @@ class InferenceSettings(Settings):
     )
     transport: str = setting(EXECUTION, TRANSPORT, metavar="HOW")
     precision: str = setting(EXECUTION, PRECISION, "fp32", choices=PRECISIONS, metavar="|".join(PRECISIONS))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.weights and self.preset:
+            given = f"`weights={self.weights}` and `preset={self.preset}`"
+            raise ConfigError(f"{given} exclude each other: give one of them")
 
 
 NAMES = {each.name for settings in (TrainSettings, InferenceSettings) for each in fields(settings)}

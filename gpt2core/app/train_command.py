@@ -6,10 +6,12 @@ raised it, the other ranks would wait for this rank forever.
 
 import contextlib
 import time
+from dataclasses import replace
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
+from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import naming_text, share_corpus, text_names
@@ -44,16 +46,30 @@ def train_command(make_backend, world, args, cores):
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
-    lock = on_root(world, lambda: RunLock(args.out) if args.out else None)
-    with lock or contextlib.nullcontext():
-        return run_training(make_backend, world, args, cores, transport, lock)
+    with contextlib.ExitStack() as locks:
+        return run_training(make_backend, world, args, cores, transport, locks)
 
 
-def run_training(make_backend, world, args, cores, transport, lock):
-    """Do the work of train_command(). lock: the RunLock of the output directory on the root, otherwise None."""
+def open_run(make_backend, world, args, transport, locks):
+    """Read the inputs and lock the output directory; all ranks call it.
+
+    Returns the lock and the Inputs, both None unless this is the root, and (RunConfig, Progress, Tokenizer) of the
+    Inputs. locks: the ExitStack that holds the lock.
+    """
+    lock = on_root(world, lambda: locks.enter_context(RunLock(args.out)) if args.out else None)
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
+    config, *others = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
+    if config.save and not config.out:
+        stage = stage_of(make_backend, world)
+        lock = on_root(world, lambda: locks.enter_context(lock_new_run(stage, config.preset)))
+        config = replace(config, out=world.broadcast_object(lock and lock.directory))
+    return lock, inputs, (config, *others)
+
+
+def run_training(make_backend, world, args, cores, transport, locks):
+    """Do the work of train_command(). locks: the ExitStack that holds the lock of the output directory on the root."""
+    lock, inputs, (config, progress, tokenizer) = open_run(make_backend, world, args, transport, locks)
     notes = inputs.notes if inputs else []
-    config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
     cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
@@ -76,7 +92,8 @@ def run_training(make_backend, world, args, cores, transport, lock):
     if first_step:
         log.print(f"resumed after {counted(first_step, 'step')}")
     signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log, trace)
-    command = trainer.backend.runtime.environment + resume_command(args, None if world.one_process else world.size)
+    resumed = resume_command(replace(args, out=config.out), None if world.one_process else world.size)
+    command = trainer.backend.runtime.environment + resumed
     if world.is_root:
         with noted("the last lines of the run are missing"):
             report_end(config, trainer, first_step, seconds, signal, command)

@@ -1,5 +1,6 @@
 """What the root reads before training: the checkpoint, the tokenizer, the corpus and the value of every setting."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,8 +59,17 @@ def read_inputs(world, args, transport, deterministic):
         check_tokenizer(tokenizer, source, settings.data if is_tokenized(settings.data) else None)
         check_vocabulary(tokenizer, source.config.vocab_size, f"the checkpoint in {source.path}")
     model = model_config(settings, source and source.config, tokenizer.vocab_size)
-    config = RunConfig(model=model, **vars(settings) | {"seq_len": settings.seq_len or model.block_size})
+    settings = replace(settings, seq_len=settings.seq_len or model.block_size)
+    if settings.epochs is not None:
+        settings = replace(settings, steps=total_steps(settings, len(corpus.tokens)))
+    config = RunConfig(model=model, **vars(settings))
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
     notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
     notes += schedule_notes(config, saved, progress)
     return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
+
+
+def total_steps(settings, count):
+    """The number of steps in which the settings' number of epochs of `count` training tokens are read."""
+    windows = settings.epochs * math.ceil(count / settings.seq_len)
+    return math.ceil(windows / settings.batch_size)

@@ -23,6 +23,7 @@ from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import ConfigError
 from tests.support.checkpoints import edit_json
 from tests.support.misuse_places import fill, snapshot
+from tests.support.unsaved import unsaved
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"
@@ -41,6 +42,7 @@ def directory(home, tmp_path):
 
 
 def script(name, *argv, **options):
+    argv = unsaved(argv) if name == "train_gpt2.py" else argv
     argv = [sys.executable, name, *map(str, argv)]
     options = dict(cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120) | options
     return subprocess.run(argv, **options)

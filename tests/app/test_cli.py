@@ -108,7 +108,7 @@ def assert_same_checkpoint(got, want):
     ids=["own directory", "root by path", "root as a module"],
 )
 def test_training_runs_from_its_directory_and_from_the_root(cwd, script):
-    done = python(*script, "--preset", "nano", "--steps", 2, "--sample", 3, cwd=cwd)
+    done = python(*script, "--preset", "nano", "--steps", 2, "--sample", 3, "--no-save", cwd=cwd)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step     1 | loss" in done.stdout and "Continuation:" in done.stdout
 
@@ -122,7 +122,7 @@ def test_rotary_positions_are_trained_resumed_and_continued_past_the_block(tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     assert_same_checkpoint(tmp_path / "half", tmp_path / "whole")
     assert curve(tmp_path / "half.jsonl") == curve(tmp_path / "whole.jsonl")
-    done = python(script, "--resume", tmp_path / "half", "--positions", "learned")
+    done = python(script, "--resume", tmp_path / "half", "--positions", "learned", "--no-save")
     assert done.returncode == 2
     assert done.stderr.strip() == "error: --positions learned is not the checkpoint's rotary; omit the flag"
     text = python("stage0_serial/inference.py", "--weights", tmp_path / "half", "--max-new-tokens", 40)
@@ -337,9 +337,9 @@ def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tm
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, code):
     reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup starts its children with SIG_IGN
-    done = python("-c", reset + SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
+    done = python("-c", reset + SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus, "--no-save")
     assert done.returncode == code and done.stderr == STOPPING.decode()
-    assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
+    assert done.stdout.endswith("after 3 of 20 steps: nothing was saved\n")
 
 
 @pytest.mark.parametrize("number, code, out", [(15, 0, "15"), (2, -signal.SIGTERM, ""), (None, -signal.SIGTERM, "")])
@@ -378,7 +378,7 @@ def test_a_signal_from_outside_in_mid_run_is_resumable(train, corpus, tmp_path):
 
 def test_a_second_interrupt_ends_at_once(corpus):
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "--preset", "nano", "--data", str(corpus), "--threads", "2"],
+        [sys.executable, "-c", SLOW, "--preset", "nano", "--data", str(corpus), "--threads", "2", "--no-save"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while process.stdout.readline() != "computing\n":
@@ -809,7 +809,7 @@ def test_a_step_without_its_tokenizer_names_that_of_another_step(train, infer, t
 
 def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
     process = subprocess.Popen(
-        [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000"],
+        [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000", "--no-save"],
         cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.stdout.readline()
@@ -819,7 +819,7 @@ def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_a_closed_standard_stream_is_read_as_empty_and_discards_output(weights, tmp_path, closed):
-    train = "train_gpt2.py --preset nano --steps 1"
+    train = "train_gpt2.py --preset nano --steps 1 --no-save"
     for script in (train, f"inference.py --weights {weights['word']} --interactive"):
         command = f"echo the model | {sys.executable} {script} {closed}"
         done = subprocess.run(["bash", "-c", command], cwd=STAGE, capture_output=True, text=True)

@@ -56,7 +56,7 @@ def test_it_writes_nothing_and_prints_the_plan(train, corpus, tmp_path, monkeypa
         ("--beta1", 2),
         ("--graph",),
         ("--n-head", 3),
-        ("--checkpoint-every", 1),
+        ("--checkpoint-every", 1, "--no-save"),
         ("--collectives", "ring"),
         ("--resume", "nowhere"),
     ],
@@ -108,7 +108,7 @@ def test_the_bytes_are_those_of_the_log_of_training(ranks, flags, tmp_path):
     command = [*mpiexec(), "-n", str(ranks), sys.executable, "stage1_mpi/train_gpt2.py", *given]
     dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert dry.returncode == 0, dry.stderr
-    done = subprocess.run([*command, "--log", log], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--no-save", "--log", log], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     sent = int(re.search(r"sent by rank 0 in a step: ([\d,]+) bytes", dry.stdout)[1].replace(",", ""))
     assert {json.loads(line)["bytes_sent"] for line in log.read_text().splitlines()} == {sent}

@@ -4,6 +4,7 @@ A fixture copies the files that pyproject.toml lists, as setuptools does, so tha
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,13 +54,15 @@ def test_training_finds_the_corpus_and_the_tokenizer_of_a_preset(installed, pres
     sizes = ["--steps", 1, "--batch-size", 1, "--seq-len", 8, "--sample", 1]
     done = installed("stage0_serial.train_gpt2", "--preset", preset, *sizes)
     assert (done.returncode, done.stderr) == (0, "") and f"tokens of {corpus}" in done.stdout
+    assert f"saved in out/stage0-{preset}\n" in done.stdout  # of the current directory: there is no repository
 
 
 @pytest.mark.parametrize("weights", [[], ["gpt2core/shipped/gpt2-book"]])
 def test_inference_finds_the_shipped_weights(installed, weights):
-    flags = ["--weights", installed.site / weights[0]] if weights else []
+    flags = ["--weights", installed.site / weights[0]] if weights else ["--preset", "paper"]
     done = installed("stage0_serial.inference", "--prompt", "the notebook", "--max-new-tokens", 1, *flags)
-    assert (done.returncode, done.stderr) == (0, "") and "Continuation:" in done.stdout
+    assert done.returncode == 0 and "Continuation:" in done.stdout
+    assert re.fullmatch("" if weights else r"weights: .*/gpt2-paper\n", done.stderr)
 
 
 def test_exercises_are_started_and_graded_and_name_commands_that_exist(installed):

@@ -326,8 +326,8 @@ def test_what_seldom_changes_is_printed_when_it_changes(capsys):
 def test_the_header_says_that_nothing_is_saved_and_the_last_line_how_long_it_took(nano, tmp_path):
     result = nano()
     header, _, rest = result.out.partition("step     0 ")
-    assert "no --out: nothing will be saved\n" in header
-    assert re.fullmatch(r"trained 2 steps in [\d.]+ s \(no --out: nothing was saved\)", rest.splitlines()[-1])
+    assert "nothing will be saved\n" in header
+    assert re.fullmatch(r"trained 2 steps in [\d.]+ s \(nothing was saved\)", rest.splitlines()[-1])
     result = nano("--out", tmp_path / "run")
     assert "nothing will be saved" not in result.out
     assert re.fullmatch(rf"trained 2 steps in [\d.]+ s, saved in {tmp_path}/run", result.out.splitlines()[-1])

@@ -83,7 +83,7 @@ print(*before, *blas_threads())
 
 def test_a_run_sends_each_line_to_a_pipe_at_once():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--preset", "nano", "--steps", "100000"]
+    command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--preset", "nano", "--steps", "100000", "--no-save"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as run:
         try:
             assert any(line.startswith("step     1 |") for line in run.stdout)

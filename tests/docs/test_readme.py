@@ -181,6 +181,29 @@ def test_the_commands_of_a_page_print_what_the_page_shows(page, shell):
     assert not failures, "\n".join(failures)
 
 
+TWO_COMMANDS = {
+    "stage0_serial": "python train_gpt2.py --preset tiny --steps 2",
+    "stage1_mpi": "mpirun -n 2 python train_gpt2.py --preset tiny --steps 2",
+    "stage2_cuda": "TRITON_INTERPRET=1 python train_gpt2.py --preset nano --n-layer 1 --steps 1 --batch-size 1",
+    "stage3_mpi_cuda": "mpirun -n 2 python train_gpt2.py --preset nano --n-layer 1 --steps 1 --batch-size 2",
+}
+LONG = "stage3_mpi_cuda"  # its script is that of stage 1, its kernels are those of stage 2
+
+
+@pytest.mark.parametrize(
+    "folder", [pytest.param(folder, marks=[pytest.mark.long] * (folder == LONG)) for folder in TWO_COMMANDS]
+)
+def test_a_model_that_was_trained_in_a_stage_folder_continues_a_text_there(folder, shell):
+    if NOT_RUN.match(TWO_COMMANDS[folder]):
+        pytest.skip("this machine cannot run the command")
+    trained = shell(f"{TWO_COMMANDS[folder]} --sample 0", folder)
+    saved = re.search(r"saved in (\.\./out/\S+)", trained.stdout)
+    assert saved and not trained.stderr, trained.stderr
+    done = shell("PYTHON=python TRITON_INTERPRET=1 ./run_inference.sh --prompt Grace --max-new-tokens 1", folder)
+    assert done.stderr.startswith(f"weights: {saved[1]}/step-") and done.stderr.count("\n") == 1
+    assert done.returncode == 0 and "Continuation:" in done.stdout
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_shows_only_digits_of_a_loss_that_are_those_of_every_cpu(page):
     """The library and the CPU of the matrix products decide the digits after these: three decimals, then "..."."""

@@ -513,7 +513,8 @@ if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
 def test_ctrl_c_of_one_rank_before_mpi_init_ends_the_rank_that_waits_there(mpi, tmp_path, program):
     end = "from mpi4py import MPI"
     if program == "train_gpt2.py":
-        end = f"import runpy\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[1:] = {list(map(str, TRAIN[1:]))}\n"
+        flags = [*map(str, TRAIN[1:]), "--no-save"]
+        end = f"import runpy\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[1:] = {flags}\n"
         end += 'runpy.run_module("stage1_mpi.train_gpt2", run_name="__main__")'
     process = start(*launcher("-n", 2, write(tmp_path / "program.py", f"{INTERRUPTED}{end}\n")))
     assert finish(process, timeout=30)[0] != 0

@@ -17,6 +17,7 @@ from gpt2core.app.stop_signals import STOPPING
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.misuse_tables import misuses
 from tests.support.mpi import ROOT, mpiexec
+from tests.support.unsaved import unsaved
 
 SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load
 LINUX = Path("/proc/self/environ").exists()
@@ -73,7 +74,7 @@ def run(corpus, tmp_path):
 def faulty(fault, *flags, ranks=4, **options):
     """Run FAULTY with `fault`, the body of a function of (trainer, rank); returns Done."""
     code = FAULTY.format(fault=textwrap.indent(textwrap.dedent(fault).strip(), "    "))
-    return mpi("-n", ranks, sys.executable, "-c", code, *flags, **options)
+    return mpi("-n", ranks, sys.executable, "-c", code, *unsaved(flags), **options)
 
 
 def assert_failed(done, *causes, code=None):
@@ -248,7 +249,7 @@ def two_commands(first, second):
     return mpi("-n", 1, *first, ":", "-n", 1, *second)
 
 
-SCRIPT = (sys.executable, "train_gpt2.py", *NANO, "--steps", 2)
+SCRIPT = (sys.executable, "train_gpt2.py", *NANO, "--steps", 2, "--no-save")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def prepare_tokens(text, path):
 
 @pytest.mark.parametrize("flag, name", [("--data", "corpus.txt"), ("--data", "tokens"), ("--val-data", "corpus.txt")])
 def test_a_rank_with_a_different_corpus_is_named(two_places, flag, name):
-    words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, flag, name)
+    words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, "--no-save", flag, name)
     done = two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words))
     assert_one_line(done, f"rank 1 has another {name}")
 
@@ -293,7 +294,7 @@ def test_a_rank_with_a_different_corpus_is_named(two_places, flag, name):
 def test_ranks_may_have_different_logs_because_only_the_root_writes_one(two_places):
     (two_places / "two" / "log.jsonl").write_text("an older one\n")
     (two_places / "one" / "log.jsonl").write_text("")
-    words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, "--log", "log.jsonl")
+    words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, "--no-save", "--log", "log.jsonl")
     succeeded(two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words)))
     assert (two_places / "two" / "log.jsonl").read_text() == "an older one\n"
 
@@ -303,7 +304,7 @@ def test_a_rank_with_a_different_version_of_the_code_is_named(tmp_path):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "gpt2core" / "optimizer.py", "a") as file:
         file.write("\n# one line more\n")
-    module = (sys.executable, "-m", "stage1_mpi.train_gpt2", *NANO, "--steps", 2)
+    module = (sys.executable, "-m", "stage1_mpi.train_gpt2", *NANO, "--steps", 2, "--no-save")
     other = ("-wdir", tmp_path, "env", f"PYTHONPATH={tmp_path}", *module)
     assert_one_line(two_commands(("-wdir", ROOT, *module), other), "rank 1 has code ", ", but rank 0 has ")
 
@@ -351,7 +352,7 @@ def test_help_and_version_are_printed_once(tmp_path):
 
 
 def test_stage_0_on_several_ranks_is_one_error_of_each_rank():
-    done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
+    done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", "--no-save", cwd=ROOT)
     assert (done.code, len(done.lines), done.left) == (2, 3, ()), done.err
     for rank, line in enumerate(sorted(done.lines)):
         assert line.startswith(f"error: rank {rank}: 3 processes were started")

@@ -48,6 +48,7 @@ from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
 from testing.fake_gpu import Event, Stream
 from tests.support.pooled_cupy import PooledCupy
+from tests.support.unsaved import unsaved
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -286,7 +287,7 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
 
 def train_in_new_process(*flags):
     """Run train_gpt2.py in a new process, because CuPy's pools of this process hold memory of other tests."""
-    words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *map(str, flags), "--sample", "0"]
+    words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *unsaved(map(str, flags)), "--sample", "0"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -26,6 +26,7 @@ from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 from tests.support.collectives import REDUCED, rank_inputs
 from tests.support.jobs import Job, mpi
 from tests.support.mpi import ROOT, mpiexec, run_mpi
+from tests.support.unsaved import unsaved
 
 pytestmark = pytest.mark.gpu
 
@@ -299,7 +300,8 @@ TINY = ("--preset", "tiny", "--sample", 0)
 
 
 def script(ranks, *flags, name="train_gpt2.py", **environment):
-    return mpi("-n", ranks, sys.executable, name, *flags, cwd=STAGE, **environment)
+    words = unsaved(flags) if name == "train_gpt2.py" else flags
+    return mpi("-n", ranks, sys.executable, name, *words, cwd=STAGE, **environment)
 
 
 def rows_of(log):
@@ -377,7 +379,7 @@ def test_a_missing_nccl_names_the_package_to_install(gpus):
     gpus(2)
     hide = "import cupy.cuda.nccl as nccl; nccl.available = False"
     code = f"{hide}; import runpy; runpy.run_path('train_gpt2.py', run_name='__main__')"
-    done = mpi("-n", 2, sys.executable, "-c", code, cwd=STAGE)
+    done = mpi("-n", 2, sys.executable, "-c", code, "--no-save", cwd=STAGE)
     assert done.code == 2 and "pip install nvidia-nccl-cu" in done.err and done.err.count("error: ") == 1
 
 
@@ -413,7 +415,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
 )
 def test_a_rank_that_fails_while_others_wait_in_nccl_ends_the_job(gpus, fault, cause):
     gpus(2)
-    with Job("-n", 2, sys.executable, "-c", FAULTY.format(fault=fault), *TINY, "--steps", 1000) as job:
+    with Job("-n", 2, sys.executable, "-c", FAULTY.format(fault=fault), *TINY, "--no-save", "--steps", 1000) as job:
         job.wait_for("step     3 ")
         done = job.done()
     assert done.code not in (0, None) and not done.left and done.seconds < SOON, done.err
@@ -422,7 +424,8 @@ def test_a_rank_that_fails_while_others_wait_in_nccl_ends_the_job(gpus, fault, c
 
 def test_a_rank_that_is_killed_during_replays_ends_the_job(gpus):
     gpus(2)
-    with Job("-n", 2, sys.executable, "train_gpt2.py", *TINY, "--steps", 10**6, "--dp", "bucket", cwd=STAGE) as job:
+    flags = (*TINY, "--no-save", "--steps", 10**6, "--dp", "bucket")
+    with Job("-n", 2, sys.executable, "train_gpt2.py", *flags, cwd=STAGE) as job:
         job.wait_for("step    50 ")
         os.kill(job.ranks()[1], signal.SIGKILL)
         done = job.done()

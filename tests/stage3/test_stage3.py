@@ -34,6 +34,7 @@ from testing.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
+from tests.support.unsaved import unsaved
 
 pytestmark = pytest.mark.skipif(
     not triton_launch.interpreted(), reason="needs the interpreter; test_nccl.py tests GPUs"
@@ -338,7 +339,7 @@ def stage3(mpi_is_here, corpus):
     """stage3(ranks, *flags, name=...) -> Done of the script, in the interpreter."""
 
     def run(ranks, *flags, name="train_gpt2.py"):
-        flags = (*FLAGS, "--data", corpus, *flags) if name == "train_gpt2.py" else flags
+        flags = unsaved((*FLAGS, "--data", corpus, *flags)) if name == "train_gpt2.py" else flags
         return mpi("-n", ranks, sys.executable, name, *flags, cwd=ROOT / "stage3_mpi_cuda", TRITON_INTERPRET="1")
 
     return run
@@ -402,7 +403,7 @@ def test_a_transport_is_for_many_ranks(train, train2, infer, infer2, stage):
 
 
 def test_without_a_gpu_the_error_names_the_interpreter_once(mpi_is_here):
-    words = ("-n", 2, sys.executable, "train_gpt2.py", *FLAGS)
+    words = ("-n", 2, sys.executable, "train_gpt2.py", *FLAGS, "--no-save")
     done = mpi(*words, cwd=ROOT / "stage3_mpi_cuda", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
     assert done.code == 2 and "TRITON_INTERPRET=1" in done.err and done.err.count("\n") == 1, done.err
 
@@ -469,7 +470,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
 
 
 def test_a_rank_out_of_gpu_memory_ends_the_job_and_is_named(mpi_is_here, corpus):
-    done = mpi("-n", 2, sys.executable, "-c", FULL, *FLAGS, "--data", corpus, TRITON_INTERPRET="1")
+    done = mpi("-n", 2, sys.executable, "-c", FULL, *FLAGS, "--no-save", "--data", corpus, TRITON_INTERPRET="1")
     assert done.code == 2 and not done.left
     assert done.err.count("error: rank 1: out of memory on the GPU: use --batch-size 1\n") == 1, done.err
 
@@ -499,7 +500,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
 
 @pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has sent no heartbeat for 4 s"), ("SIGKILL", "")])
 def test_a_rank_that_is_stopped_or_killed_ends_the_job(mpi_is_here, corpus, name, cause):
-    code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--data", corpus)
+    code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--no-save", "--data", corpus)
     done = mpi("-n", 2, *code, TRITON_INTERPRET="1")
     assert done.code not in (0, None) and not done.left
     assert cause in done.err and done.err.count("error: rank 0: ") == bool(cause), done.err

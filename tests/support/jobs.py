@@ -3,6 +3,7 @@
 import sys
 
 from testing.jobs import ROOT, Job
+from tests.support.unsaved import unsaved
 
 STAGE = ROOT / "stage1_mpi"
 
@@ -14,8 +15,9 @@ def mpi(*words, cwd=STAGE, **environment):
 
 
 def script(ranks, *argv, name="train_gpt2.py", **options):
-    """Run `mpiexec -n ranks python train_gpt2.py ...` to its end -> Done."""
-    return mpi("-n", ranks, sys.executable, name, *argv, **options)
+    """Run `mpiexec -n ranks python train_gpt2.py ...` to its end -> Done; see unsaved()."""
+    words = unsaved(argv) if name == "train_gpt2.py" else argv
+    return mpi("-n", ranks, sys.executable, name, *words, **options)
 
 
 def succeeded(done):

@@ -88,7 +88,8 @@ class Job:
         """Start train_gpt2.py in `checkout`, by default the job's; return its process."""
         script = ["-m", f"{STAGES[self.case.stage]}.train_gpt2"]
         launch = ["-m", "stage1_mpi.launch", "-n", str(self.case.ranks), "--"] if self.case.ranks else []
-        run = ["--steps", str(steps), "--sample", "0", "--log", str(self.log), *map(str, flags)]
+        run = ["--out", str(self.out), "--steps", str(steps), "--sample", "0", "--log", str(self.log)]
+        run += map(str, flags)  # they may have another --out
         return start([*launch, *script, *self.case.flags, *run], checkout or self.checkout)
 
     def run(self, steps, *flags, checkout=None):
@@ -294,7 +295,8 @@ def train_timing(name, stage, steps, bound, *flags):
 
 def decode_timing(name, stage, tokens, bound, *flags):
     """The Timing of an inference with `tokens` new tokens."""
-    script = ("-m", f"{STAGES[stage]}.inference", "--stats", "--max-new-tokens", str(tokens))
+    model = ("--weights", "data/gpt2-paper", "--max-new-tokens", str(tokens))
+    script = ("-m", f"{STAGES[stage]}.inference", "--stats", *model)
     return Timing(f"{name}, seconds per token", (*script, *flags), bound)
 
 
@@ -348,6 +350,7 @@ def measure(timing, checkout):
             program = Path(directory) / "timed.py"
             program.write_text(TIMING_PROGRAM)
             arguments = (*arguments[:index], str(program), str(times_file), *arguments[index + 1 :])
+            arguments += ("--out", str(Path(directory) / "run"))  # an older checkout has no --no-save
         process = start(arguments, checkout)
         out, error = communicate(process)
         if process.returncode:

@@ -22,15 +22,16 @@ LOCK = ".lock"
 class RunLock(contextlib.AbstractContextManager):
     """A context manager that holds the lock of an output directory. The constructor creates the directory if needed.
 
-    At the end of the context the lock file is removed. The directory is removed too if this object created it and it is
-    empty. On a file system without locks (some network file systems) a second run is not detected, and `notes`, a list
-    of lines to print, has a warning. The constructor raises CheckpointError if the directory is not writable, or if
-    another run has locked it; the message then has the process and host of that run.
+    At the end of the context the lock file is removed. The directory is removed too if it is empty and was created for
+    this run, by this object or by its caller (is_new). On a file system without locks (some network file systems) a
+    second run is not detected, and `notes`, a list of lines to print, has a warning. The constructor raises
+    CheckpointError if the directory is not writable, or if another run has locked it; the message then has the process
+    and host of that run.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, is_new=False):
         self.directory, self.notes = Path(directory), []
-        self.created = not os.path.lexists(directory)
+        self.created = is_new or not os.path.lexists(directory)
         self.file = self.open_lock_file()
 
     def open_lock_file(self):

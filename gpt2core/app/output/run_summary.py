@@ -34,8 +34,8 @@ def run_header(config, trainer, corpus):
         lines.append(with_flags(str(trainer.bucket_size)))
     if config.zero:
         lines.append(describe_zero(config.zero, trainer))
-    if not config.out:
-        lines.append("no --out: nothing will be saved")
+    if not config.save:
+        lines.append("nothing will be saved")
     return "\n".join(lines)
 
 
@@ -80,11 +80,11 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command):
         print(wrapped(nothing_left(config, first_step), training_width()))
     if stopped_by and trainer.steps < config.steps:
         done = f"{signal_reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
-        advice = f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"
+        advice = f"continue with\n  {command}" if out else "nothing was saved"
         print(f"{done}: {advice}")
         return
     total = f", {trainer.steps} in total" if first_step else ""
-    saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
+    saved = f", saved in {out}" if out else " (nothing was saved)"
     print(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
     if trainer.loss_scale.value is not None:
         factor, repetitions = trainer.loss_scale.value, trainer.loss_scale.skipped
