@@ -5,6 +5,7 @@ import difflib
 import re
 import warnings
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 
@@ -58,6 +59,13 @@ def checked(settings, **given):
             advice = f"did you mean `{near[0]}`?" if near else "docs/USAGE.md lists the settings"
             raise ConfigError(f"`{name}={value!r:.60}`: there is no such setting: {advice}")
     return settings(**{name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()})
+
+
+def checked_path(path):
+    """The path of a directory; raises ConfigError for another type."""
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"`path={path!r:.60}` must be the path of a directory")
+    return Path(path)
 
 
 def token_array(name, tokens, config):

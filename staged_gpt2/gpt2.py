@@ -2,7 +2,6 @@
 
 # B batch, T time, V vocabulary
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, overload
@@ -26,7 +25,7 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from gpt2core.text.tokenizer import Tokenizer
-from staged_gpt2.arguments import checked, python_errors, token_array, warn
+from staged_gpt2.arguments import checked, checked_path, python_errors, token_array, warn
 from staged_gpt2.stages import backend_class, chosen_stage, own_cores
 
 
@@ -77,17 +76,15 @@ class GPT2:
 
         stage: 0 and 1 compute on CPUs, 2 and 3 on a GPU; "auto": on a GPU if CuPy finds one. precision: fp32, tf32,
         bf16 or fp16. tokenizer: "word", "byte" or the path of a tokenizer.json, instead of the one in the directory.
-        threads: of the matrix products on CPUs; None: the cores of this process. accept_edited: load files that were
-        changed after they were saved.
+        threads: of the matrix products on CPUs, which BLAS then uses in the whole process; None: all its cores.
+        accept_edited: load files that were changed after they were saved.
 
         Raises CheckpointError for files that are missing or damaged, DataError for a tokenizer that cannot be read,
         ConfigError for an argument that cannot be used.
         """
         with python_errors():
             stage = chosen_stage(stage)
-            if not isinstance(path, str | Path):
-                raise ConfigError(f"`path={path!r:.60}` must be the path of a directory")
-            given = dict(weights=path, precision=precision, tokenizer=tokenizer, threads=threads)
+            given = dict(weights=checked_path(path), precision=precision, tokenizer=tokenizer, threads=threads)
             settings = complete(checked(InferenceSettings, accept_edited=accept_edited, **given))
             check_downloaded(settings.weights)
             checkpoint = load_checkpoint(settings.weights, accept_edited=settings.accept_edited)
@@ -104,7 +101,7 @@ class GPT2:
         """
         if read_launcher_env().rank:
             return
-        with python_errors(), RunLock(path):
+        with python_errors(), RunLock(checked_path(path)):
             older = newest_step(path)
             if older and (older / STATE).exists():
                 raise CheckpointError(
@@ -230,4 +227,4 @@ class GPT2:
         return array.astype(np.float32)
 
     def _memory_errors(self):
-        return memory_errors(self.backend, self.config) if hasattr(self, "backend") else contextlib.nullcontext()
+        return memory_errors(self.backend, self.config)

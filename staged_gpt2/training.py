@@ -15,7 +15,7 @@ from gpt2core.app.settings import InferenceSettings, TrainSettings
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.train_command import prepared_run, run_steps
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.evaluation import mean_loss
 from gpt2core.parallel.whole_parameters import named_parameters
 from gpt2core.text.token_file import load_tokens
@@ -51,7 +51,7 @@ class Run:
 
     def __repr__(self):
         last = f", last loss {self.losses[-1]:.4f}" if self.steps else ""
-        return f"Run({len(self.steps)} steps{last}{', interrupted' * self.interrupted})"
+        return f"Run({counted(len(self.steps), 'step')}{last}{', interrupted' * self.interrupted})"
 
 
 class QuietLog(RunLog):

@@ -50,6 +50,7 @@ class TrainingRun:
     log: RunLog | SilentLog
     trace: Trace | None
     notes: list[str]  # lines for the user
+    threads: int  # the worker threads that this rank may use
 
 
 @contextlib.contextmanager
@@ -88,9 +89,9 @@ def prepare_run(make_backend, world, args, cores, transport, lock, make_log):
     recorded = progress and progress.last_log_row
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes, make_log)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
+    notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     threads = usable_threads(make_backend, config.threads, cores)
-    notes = [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]
-    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes)
+    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads)
 
 
 def train_command(make_backend, world, args, cores):
@@ -103,7 +104,8 @@ def run_training(world, args, prepared):
     """Do the work of train_command() with a TrainingRun: train, report and sample."""
     config, corpus, trainer, log = prepared.config, prepared.corpus, prepared.trainer, prepared.log
     first_step = trainer.steps
-    for text in (run_header(config, trainer, corpus), *prepared.notes):
+    unused = unused_threads(prepared.threads, config, trainer)
+    for text in (run_header(config, trainer, corpus), *unused, *prepared.notes):
         log.print(wrapped(text, training_width()))
     if first_step:
         log.print(f"resumed after {counted(first_step, 'step')}")

@@ -22,7 +22,6 @@ from staged_gpt2.stages import chosen_stage
 from tests.support.interpreter import interpreter_works
 
 ROOT = Path(__file__).resolve().parents[2]
-PAPER, BOOK = ROOT / "data" / "gpt2-paper", ROOT / "data" / "gpt2-book"
 NANO = dict(preset="nano", steps=4, stage=0)
 
 
@@ -36,8 +35,16 @@ def nothing_is_printed(capsys):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return sg.GPT2.from_pretrained(PAPER, stage=0)
+def weights(tmp_path_factory):
+    """The path of a model of preset tiny, with the words of the shipped corpus."""
+    path = tmp_path_factory.mktemp("weights") / "tiny"
+    sg.train(preset="tiny", steps=20, stage=0).model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(weights):
+    return sg.GPT2.from_pretrained(weights, stage=0)
 
 
 def flags_of(settings):
@@ -54,20 +61,20 @@ def continuation(done):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(top_k=10, seed=1), dict(top_p=0.9, temperature=0.8, seed=2), dict(stop="year,")]
+    "options", [dict(), dict(top_k=10, seed=1), dict(top_p=0.9, temperature=0.8, seed=2), dict(stop=" the")]
 )
-def test_generate_returns_the_text_of_the_command(model, infer, options):
+def test_generate_returns_the_text_of_the_command(model, weights, infer, options):
     prompt = "In the spring of"
-    done = infer("--weights", PAPER, "--prompt", prompt, "--max-new-tokens", 9, *flags_of(options))
+    done = infer("--weights", weights, "--prompt", prompt, "--max-new-tokens", 9, *flags_of(options))
     assert model.generate(prompt, 9, **options) == continuation(done)
     assert "".join(model.generate(prompt, 9, stream=True, **options)) == continuation(done)
 
 
-def test_a_list_of_prompts_gives_the_texts_of_mode_batch(model, infer, tmp_path):
+def test_a_list_of_prompts_gives_the_texts_of_mode_batch(model, weights, infer, tmp_path):
     prompts = ["In the spring of", "the notebook", "the model"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     done = infer(
-        "--weights", PAPER, "--mode", "batch", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 5,
+        "--weights", weights, "--mode", "batch", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 5,
         "--top-k", 5, "--seed", 3,
     )  # fmt: skip
     texts = model.generate(prompts, 5, top_k=5, seed=3)
@@ -106,21 +113,18 @@ def test_evaluate_is_the_validation_loss(corpus):
 
 
 @pytest.mark.skipif(not interpreter_works(), reason="Triton's interpreter does not work here")
-def test_stage_2_has_the_losses_and_the_text_of_its_commands(train2, infer2, corpus, tmp_path):
+def test_stage_2_has_the_loss_the_text_and_the_gradients_of_stage_0(corpus):
     recipe = dict(preset="nano", steps=1, batch_size=1, seq_len=8)
-    train2("--data", corpus, *flags_of(recipe), "--log", tmp_path / "log.jsonl", "--out", tmp_path / "out")
-    wanted = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    run = sg.train(corpus, stage=2, **recipe)
-    done = infer2("--weights", tmp_path / "out", "--prompt", "the", "--max-new-tokens", 1)
-    assert run.losses == wanted and run.model.generate("the", 1) == continuation(done)
-    ids, targets = [[1, 2, 3]], [[2, 3, 4]]
-    other = sg.GPT2.from_pretrained(tmp_path / "out", stage=0)
-    losses = [model.loss(ids, targets) for model in (run.model, other)]
+    runs = [sg.train(corpus, stage=stage, **recipe) for stage in (0, 2)]
+    losses = [run.model.loss([[1, 2, 3]], [[2, 3, 4]]) for run in runs]
     for loss in losses:
         loss.backward()
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)  # fp32, other order of sums
-    for name, tensor in other.parameters.items():
-        assert_allclose(run.model.parameters[name].grad, tensor.grad, atol=1e-5)  # gradients are up to 0.3
+    serial, gpu = runs
+    assert gpu.losses == pytest.approx(serial.losses, rel=1e-5)  # fp32, another order of sums
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    assert gpu.model.generate("the", 1) == serial.model.generate("the", 1)
+    for name, tensor in serial.model.parameters.items():
+        assert_allclose(gpu.model.parameters[name].grad, tensor.grad, atol=1e-5)  # gradients are up to 0.3
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -181,8 +185,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(model):
     assert model.loss(ids, targets).item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_text_follows_parameters_that_were_changed(model, tmp_path):
-    changed = sg.GPT2.from_pretrained(PAPER, stage=0)
+def test_text_follows_parameters_that_were_changed(model, weights, tmp_path):
+    changed = sg.GPT2.from_pretrained(weights, stage=0)
     before = changed.generate("In the spring of", 5)
     assert before == model.generate("In the spring of", 5)
     changed.parameters["transformer.ln_f.bias"].data += np.linspace(-2, 2, changed.config.n_embd, dtype=np.float32)
@@ -240,7 +244,7 @@ def test_notes_are_warnings(corpus, tmp_path, model):
     sg.train(corpus, **NANO, out=tmp_path / "run")
     with pytest.warns(UserWarning, match="run held step-00000004 .* of an earlier run: it is now"):
         sg.train(corpus, **NANO, out=tmp_path / "run", overwrite=True)
-    with pytest.warns(UserWarning, match="300 tokens, the model reads at most 256: only the last 256 are used"):
+    with pytest.warns(UserWarning, match="300 tokens, the model reads at most 64: only the last 64 are used"):
         model.generate(" the" * 300, 1)
 
 
@@ -287,9 +291,10 @@ def test_a_missing_file_is_refused_with_its_path(tmp_path, model):
 
 
 @pytest.mark.parametrize("path", [None, 5, True])
-def test_a_model_is_loaded_from_a_path(path):
-    with pytest.raises(sg.ConfigError, match=f"^`path={path}` must be the path of a directory"):
-        sg.GPT2.from_pretrained(path)
+def test_a_model_is_loaded_from_a_path_and_saved_to_one(model, path):
+    for call in (sg.GPT2.from_pretrained, model.save_pretrained):
+        with pytest.raises(sg.ConfigError, match=f"^`path={path}` must be the path of a directory"):
+            call(path)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,7 @@ def test_a_wrong_argument_of_generate_is_refused_with_its_value(model, prompt, o
         ([[1, 2], [3]], sg.ShapeError, "`ids`: the rows have different lengths, but they must be (B, T)"),
         ([[172]], sg.ShapeError, "`ids`: token 172 is outside the vocabulary of 172"),
         ([[-1]], sg.ShapeError, "`ids`: token -1 is outside the vocabulary of 172"),
-        (np.zeros((1, 257), int), sg.ShapeError, "`ids`: 257 tokens exceed the model's block of 256"),
+        (np.zeros((1, 65), int), sg.ShapeError, "`ids`: 65 tokens exceed the model's block of 64"),
     ],
 )
 def test_wrong_ids_are_refused_with_their_value(model, ids, error, message):
@@ -340,7 +345,7 @@ def test_targets_of_another_shape_and_a_wrong_model_are_refused(model, corpus):
         model.loss([[1, 2]], [[3]])
     with pytest.raises(sg.ConfigError, match="^`model='out'` must be a GPT2: use GPT2.from_pretrained"):
         sg.evaluate("out", corpus)
-    with pytest.raises(sg.ConfigError, match="^`seq_len=300` exceeds the model's block of 256 tokens"):
+    with pytest.raises(sg.ConfigError, match="^`seq_len=300` exceeds the model's block of 64 tokens"):
         sg.evaluate(model, corpus, seq_len=300)
 
 
