@@ -6,7 +6,6 @@ NCCL transfers large arrays directly from GPU to GPU.
 # p: number of ranks in a group
 
 import platform
-import sys
 import warnings
 from dataclasses import dataclass, field
 
@@ -76,7 +75,7 @@ class NcclCommunicator(Communicator):
     def _choose_transport(self, name):
         """The transport to use with the GPUs that the ranks have selected. name: the value of --transport, or None.
 
-        Rank 0 prints a note if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
+        Rank 0 warns if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
         is "nccl" and ranks share a GPU.
         """
         gpus = self.mpi_group.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
@@ -94,7 +93,7 @@ class NcclCommunicator(Communicator):
             raise shared_error(ConfigError(f"`transport=nccl`: needs a GPU for each rank, but {found}; {advice}"))
         if self.is_root:
             reason = "so ranks share GPUs, which NCCL does not support"
-            print(f"note: {found}, {reason}: using --transport mpi", file=sys.stderr)
+            warnings.warn(f"{found}, {reason}: using `transport=mpi`", stacklevel=2)
         return "mpi"
 
     native_algorithm, capturable, prefers_zero, measures_buckets = map(

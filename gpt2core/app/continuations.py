@@ -75,14 +75,8 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats,
     which depend on the prompts that are decoded together.
     """
     world.barrier()
-    start, texts, tokens, decoders = time.perf_counter(), [], 0, {}
-    share, batch = even_slices(len(prompts), world.size)[world.rank], model.backend.decoder_batch
-    for first in range(share.start, share.stop, batch):
-        end = min(first + batch, share.stop)
-        rules = [make_rule(i) for i in range(first, end)]
-        continuations, new = continue_prompts(model, tokenizer, prompts[first:end], count, rules, stop, decoders)
-        texts += continuations
-        tokens += new
+    start, share = time.perf_counter(), even_slices(len(prompts), world.size)[world.rank]
+    texts, tokens = continue_share(model, tokenizer, prompts, count, make_rule, stop, share)
     texts = [text for part in world.all_gather_object(texts) for text in part]
     seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
@@ -93,6 +87,18 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats,
             f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "
             f"{tokens / seconds:,.1f} tokens/s"
         )
+
+
+def continue_share(model, tokenizer, prompts, count, make_rule, stop, share):
+    """(list of the continuations of prompts[share] as text, total number of new tokens); see write_batch()."""
+    texts, tokens, decoders, batch = [], 0, {}, model.backend.decoder_batch
+    for first in range(share.start, share.stop, batch):
+        end = min(first + batch, share.stop)
+        rules = [make_rule(i) for i in range(first, end)]
+        continuations, new = continue_prompts(model, tokenizer, prompts[first:end], count, rules, stop, decoders)
+        texts += continuations
+        tokens += new
+    return texts, tokens
 
 
 def continue_prompts(model, tokenizer, prompts, count, rules, stop, decoders=None):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-import sys
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +65,10 @@ def text_names(settings):
 
 
 def note_large_text(path):
-    """Print a note if the corpus at `path` is a text of LARGE_TEXT bytes or more: encoding it prints nothing else."""
+    """Warn if the corpus at `path` is a text of LARGE_TEXT bytes or more: encoding it prints nothing else."""
     if os.path.isfile(path) and not is_tokenized(path) and (size := os.path.getsize(path)) >= LARGE_TEXT:
         advice = "data/prepare.py converts it once to a token file"
-        print(f"note: encoding {path} ({size / 1e6:.0f} MB) can take minutes at each start: {advice}", file=sys.stderr)
+        warnings.warn(f"encoding {path} ({size / 1e6:.0f} MB) can take minutes at each start: {advice}", stacklevel=2)
 
 
 def read_corpus(path, tokenizer, source, default):

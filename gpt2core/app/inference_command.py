@@ -144,14 +144,20 @@ def read_request(args, checkpoint):
 
     The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.
     """
-    tokenizer, config = load_tokenizer(args.tokenizer, checkpoint.path), checkpoint.config
-    check_tokenizer(tokenizer, checkpoint)
-    check_vocabulary(tokenizer, config.vocab_size, f"the weights in {checkpoint.path}")
+    tokenizer, config = tokenizer_of(args, checkpoint), checkpoint.config
     if args.interactive:
         return config, tokenizer, []
     if args.prompts:
         return config, tokenizer, read_prompts(args.prompts, tokenizer)
     return config, tokenizer, [read_prompt(args.prompt, args.prompt_file, tokenizer, checkpoint)]
+
+
+def tokenizer_of(args, checkpoint):
+    """The Tokenizer of a Checkpoint, or the one that the flags name; raises an error if it is not for these weights."""
+    tokenizer = load_tokenizer(args.tokenizer, checkpoint.path)
+    check_tokenizer(tokenizer, checkpoint)
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size, f"the weights in {checkpoint.path}")
+    return tokenizer
 
 
 def fit_prompt(prompt, block, emit):

@@ -10,7 +10,7 @@ STOPPING = b"stopping after the current step; a second signal stops at once\n"
 
 
 class StopSignals(contextlib.AbstractContextManager):
-    """In this context, the first SIGINT, SIGTERM or SIGHUP only sets `received` to its number.
+    """In this context, the first of the signals `numbers` only sets `received` to its number.
 
     A second signal of the same number has its usual effect, for example KeyboardInterrupt. prints: whether the first
     signal prints STOPPING on standard error; of many ranks, only the root should print it.
@@ -21,13 +21,13 @@ class StopSignals(contextlib.AbstractContextManager):
 
     ended_by = None
 
-    def __init__(self, prints=True):
-        self.prints = prints
+    def __init__(self, prints=True, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        self.prints, self.numbers = prints, numbers
+        self.received, self.previous = None, {}
 
     def __enter__(self):
-        self.received, self.previous = None, {}
         with contextlib.suppress(ValueError):  # only the main thread can set handlers; in tests, a rank is a thread
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in self.numbers:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP is ignored and remains so
                     self.previous[number] = signal.signal(number, self.receive)
         return self
@@ -42,6 +42,10 @@ class StopSignals(contextlib.AbstractContextManager):
                 os.write(sys.stderr.fileno(), text)  # not print(), which the signal may have interrupted
 
     def __exit__(self, *error):
+        self.restore(self.ended_by)
+
+    def restore(self, kept=None):
+        """Set the handlers of before the context again, except that of the signal number `kept`."""
         for number, handler in self.previous.items():
-            if number != self.ended_by:
+            if number != kept:
                 signal.signal(number, handler)

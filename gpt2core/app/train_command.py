@@ -6,7 +6,7 @@ raised it, the other ranks would wait for this rank forever.
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
@@ -14,21 +14,22 @@ from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.continuations import write_text
-from gpt2core.app.corpus import naming_text, share_corpus, text_names
+from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
-from gpt2core.app.output.run_log import SilentLog, open_run_log
+from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
 from gpt2core.app.resume import restore, run_state
-from gpt2core.app.run_config import data_parallel_ranks
+from gpt2core.app.run_config import RunConfig, data_parallel_ranks
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_inputs import read_inputs
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
+from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
@@ -37,17 +38,35 @@ from gpt2core.parallel.whole_parameters import current_model, named_moments, nam
 from gpt2core.tracing.trace import Trace
 
 
-def train_command(make_backend, world, args, cores):
-    """Train with the parsed flags; returns the exit code. All ranks must call it with equal flags.
+@dataclass
+class TrainingRun:
+    """What run_steps() needs, on one rank. log: a RunLog on the root, a SilentLog on the other ranks."""
+
+    config: RunConfig
+    corpus: Corpus
+    trainer: FastTrainer
+    windows: Windows | LocalWindows
+    validation: Windows | None
+    schedule: Schedule
+    log: RunLog | SilentLog
+    trace: Trace | None
+    notes: list[str]  # lines for the user
+    threads: int  # the worker threads that this rank may use
+
+
+@contextlib.contextmanager
+def prepared_run(make_backend, world, args, cores, make_log=RunLog):
+    """A context with the TrainingRun of the settings `args`, in which its output directory is locked.
 
     make_backend: the class of the Backend, called as make_backend(precision, deterministic) once per thread. cores: the
-    number of cores that this rank may use. Only the root reads the inputs, writes log and checkpoints, and samples.
+    number of cores that this rank may use. make_log: RunLog or a subclass. All ranks must call it with equal settings.
+    Only the root reads the inputs, and writes log and checkpoints.
     """
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
     with contextlib.ExitStack() as locks:
-        return run_training(make_backend, world, args, cores, transport, locks)
+        yield prepare_run(make_backend, world, args, cores, transport, locks, make_log)
 
 
 def open_run(make_backend, world, args, transport, locks):
@@ -66,8 +85,8 @@ def open_run(make_backend, world, args, transport, locks):
     return lock, inputs, (config, *others)
 
 
-def run_training(make_backend, world, args, cores, transport, locks):
-    """Do the work of train_command(). locks: the ExitStack that holds the lock of the output directory on the root."""
+def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
+    """Do the work of prepared_run(). locks: the ExitStack that holds the lock of the output directory on the root."""
     lock, inputs, (config, progress, tokenizer) = open_run(make_backend, world, args, transport, locks)
     notes = inputs.notes if inputs else []
     cores = usable_cores(config, cores)
@@ -83,15 +102,29 @@ def run_training(make_backend, world, args, cores, transport, locks):
         notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
     inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
     recorded = progress and progress.last_log_row
-    log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
+    log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes, make_log)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
-    first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
-    log.print(wrapped(run_header(config, trainer, corpus), training_width()))
-    for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
-        log.print(wrapped(note, training_width()))
+    notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
+    threads = usable_threads(make_backend, config.threads, cores)
+    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads)
+
+
+def train_command(make_backend, world, args, cores):
+    """Train with the parsed flags; returns the exit code. The arguments are those of prepared_run()."""
+    with prepared_run(make_backend, world, args, cores) as prepared:
+        return run_training(world, args, prepared)
+
+
+def run_training(world, args, prepared):
+    """Do the work of train_command() with a TrainingRun: train, report and sample."""
+    config, corpus, trainer, log = prepared.config, prepared.corpus, prepared.trainer, prepared.log
+    first_step = trainer.steps
+    unused = unused_threads(prepared.threads, config, trainer)
+    for text in (run_header(config, trainer, corpus), *unused, *prepared.notes):
+        log.print(wrapped(text, training_width()))
     if first_step:
         log.print(f"resumed after {counted(first_step, 'step')}")
-    signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log, trace)
+    signal, seconds = run_steps(prepared, StopSignals(world.is_root))
     resumed = resume_command(replace(args, out=config.out), None if world.one_process else world.size)
     command = trainer.backend.runtime.environment + resumed
     if world.is_root:
@@ -157,23 +190,26 @@ def make_data_and_schedule(config, corpus, group):
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace):
-    """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds).
+def run_steps(prepared, signals, on_step=None):
+    """Run the training loop of a TrainingRun and close its log; returns (number of the signal that stopped it or None,
+    seconds).
 
-    trace: a Trace or None.
+    signals: the StopSignals of this rank. on_step(step, validation_loss), if given, is called after each step, on every
+    rank; it must raise no error.
     """
+    config, trainer, log, trace = prepared.config, prepared.trainer, prepared.log, prepared.trace
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
-    outputs, first_step, start = Outputs(config, corpus, trainer, log, trace), trainer.steps, time.perf_counter()
+    outputs, first_step, start = Outputs(prepared, on_step), trainer.steps, time.perf_counter()
     try:
-        with StopSignals(trainer.world.is_root) as stop, memory_errors(trainer.backend, trainer.config, *sizes):
+        with signals as stop, memory_errors(trainer.backend, trainer.config, *sizes):
             if trace:
                 trace.begin()
             signal = run(
                 trainer,
-                windows,
-                schedule,
+                prepared.windows,
+                prepared.schedule,
                 config.steps,
-                validation=validation,
+                validation=prepared.validation,
                 eval_every=config.eval_every,
                 on_step=outputs.report,
                 save=outputs.save if config.out else None,
@@ -198,9 +234,10 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
 class Outputs:
     """What the training loop calls after a step: report() and save(). All ranks call both."""
 
-    def __init__(self, config, corpus, trainer, log, trace):
-        self.config, self.corpus, self.trainer, self.log, self.trace = config, corpus, trainer, log, trace
-        self.first_step = trainer.steps
+    def __init__(self, prepared, on_step=None):
+        self.config, self.corpus, self.trainer = prepared.config, prepared.corpus, prepared.trainer
+        self.log, self.trace, self.on_step = prepared.log, prepared.trace, on_step
+        self.first_step = self.trainer.steps
 
     def save(self, trainer):
         parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
@@ -226,6 +263,8 @@ class Outputs:
             note = f"note: there is no trace: {error}"
         if last and self.config.schedule_picture and self.config.pp > 1:
             lines += pictures(trainer.accumulator, trainer.mesh.pipeline, training_width())
+        if self.on_step:
+            self.on_step(step, validation_loss)
         log(step, validation_loss, fields)
         # If the first step is captured as a CUDA graph, its time is not that of later steps.
         if step.step == self.first_step and not trainer.backend.runtime.uses_graphs:

@@ -11,7 +11,7 @@ from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
 from gpt2core.parallel.losses import total_loss
-from gpt2core.parallel.parallel_trainer import ParallelTrainer
+from gpt2core.parallel.parallel_trainer import ParallelTrainer, list_of_backends
 from gpt2core.trainer import Step
 
 
@@ -33,7 +33,7 @@ class FastTrainer(ParallelTrainer):
     """
 
     def __init__(self, config, backends, *, capture=True, loss_scale=None, **options):
-        self.loss_scale = LossScale(backends[0], **(loss_scale or {}))
+        self.loss_scale = LossScale(list_of_backends(backends)[0], **(loss_scale or {}))
         super().__init__(config, backends, dloss=self.loss_scale.factor, **options)
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
         self.compiled = self.compile_update(capture)

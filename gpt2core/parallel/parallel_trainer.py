@@ -54,7 +54,7 @@ class ParallelTrainer(TrainingStep):
         super().__init__(config, batch_size, seq_len, micro_batches)
         self.updating = False
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
-        self.pool, self.backend = WorkerPool(backends), backends[0]
+        self.pool, self.backend = WorkerPool(list_of_backends(backends)), backends[0]
         if self.backend.scales_loss and dloss is None:
             raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
         limit_blas(1)
@@ -176,6 +176,13 @@ class ParallelTrainer(TrainingStep):
             [(prepare(x, wte_rows, tensor.rank * wte_rows), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
+
+
+def list_of_backends(backends):
+    """`backends`; raises ConfigError unless it is a list, or a tuple, with at least one backend."""
+    if not isinstance(backends, list | tuple) or not backends:
+        raise ConfigError(f"`backends={backends!r:.60}` must be a list, one for each worker thread: use [backend]")
+    return backends
 
 
 def own_rows(batch_size, micro_batches, group):

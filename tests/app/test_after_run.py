@@ -168,7 +168,8 @@ def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(
     monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
     trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
     config = SimpleNamespace(schedule_picture=False)
-    outputs = train_command.Outputs(config, None, SimpleNamespace(steps=0), log, trace)
+    parts = dict(config=config, corpus=None, trainer=SimpleNamespace(steps=0), log=log, trace=trace)
+    outputs = train_command.Outputs(SimpleNamespace(**parts))
     with pytest.raises(OSError, match="no space"):
         outputs.report(SimpleNamespace(step=0), None, last=True)
     assert sorted(together) == ["hash", "trace"]

@@ -65,6 +65,26 @@ def test_inference_finds_the_shipped_weights(installed, weights):
     assert re.fullmatch("" if weights else r"weights: .*/gpt2-paper\n", done.stderr)
 
 
+def test_the_python_api_works_from_any_directory(installed):
+    """The five lines of docs/PYTHON.md, with the weights that are installed."""
+    (installed.here / "my.txt").write_text("one two three four " * 50, encoding="utf-8")
+    program = f"""
+import staged_gpt2 as sg
+model = sg.GPT2.from_pretrained({str(installed.site / "gpt2core/shipped/gpt2-book")!r})
+print(model.generate("Call me", 4, top_k=10, seed=1))
+run = sg.train("my.txt", preset="nano", steps=2, on_step=lambda step: print(step.step))
+print(run.losses)
+run.model.save_pretrained("out/mine")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=installed.here, env=os.environ | {"PYTHONPATH": str(installed.site)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-3:-1] == ["0", "1"] and (installed.here / "out" / "mine" / "config.json").exists()
+    assert (installed.site / "staged_gpt2" / "py.typed").exists()
+
+
 def test_exercises_are_started_and_graded_and_name_commands_that_exist(installed):
     pytest.importorskip("triton")
     missing = installed("exercises.grade", "--stage", 3)

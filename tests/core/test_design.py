@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
 CORE = sorted((ROOT / "gpt2core").rglob("*.py"))
 BRIDGE = sorted((ROOT / "torch_bridge").rglob("*.py"))
+API = sorted((ROOT / "staged_gpt2").rglob("*.py"))
 EXERCISES = sorted((ROOT / "exercises").rglob("*.py"))
 LESSON = "first.py"  # a file that the lesson of stage 2 tells a reader to save
 CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py") if file.name != LESSON)
@@ -89,9 +90,15 @@ def test_neither_the_core_nor_a_stage_imports_the_bridge(path):
     assert imports_below(path, "torch_bridge") == []
 
 
-@pytest.mark.parametrize("path", CODE + BRIDGE, ids=name_of)
-def test_neither_the_core_nor_a_stage_nor_the_bridge_imports_the_exercises(path):
+@pytest.mark.parametrize("path", CODE + BRIDGE + API, ids=name_of)
+def test_neither_the_core_nor_a_stage_nor_the_bridge_nor_the_api_imports_the_exercises(path):
     assert imports_below(path, "exercises") == []
+
+
+@pytest.mark.parametrize("path", CODE + BRIDGE + EXERCISES, ids=name_of)
+def test_nothing_imports_the_api(path):
+    """staged_gpt2 is above the stages, as their scripts are."""
+    assert imports_below(path, "staged_gpt2") == []
 
 
 @pytest.mark.parametrize("path", [path for path in EXERCISES if path.parent.name != "checks"], ids=name_of)
@@ -136,7 +143,7 @@ def test_parallel_imports_neither_the_trainer_nor_a_loop_nor_the_engine(path):
 
 # {folder on Python's path: the packages in it}: the code of the repository
 SOURCES = {
-    ROOT: ("gpt2core", *STAGES, "torch_bridge", "exercises", "testing", "benchmarks", "data", "tests"),
+    ROOT: ("gpt2core", *STAGES, "staged_gpt2", "torch_bridge", "exercises", "testing", "benchmarks", "data", "tests"),
     ROOT / "docs" / "notebooks": ("walkthrough",),
 }
 
@@ -225,8 +232,8 @@ def test_what_tests_benchmarks_and_exercises_share_imports_none_of_them(path):
     assert imports_below(path, "tests", "benchmarks", "exercises", "pytest") == []
 
 
-@pytest.mark.parametrize("path", CODE + BRIDGE, ids=name_of)
-def test_neither_the_core_nor_a_stage_nor_the_bridge_imports_fakes(path):
+@pytest.mark.parametrize("path", CODE + BRIDGE + API, ids=name_of)
+def test_neither_the_core_nor_a_stage_nor_the_bridge_nor_the_api_imports_fakes(path):
     assert imports_below(path, "testing") == []
 
 
@@ -497,7 +504,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 def test_every_package_is_listed_for_installation():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    roots = [ROOT / name for name in ("gpt2core", *STAGES, "torch_bridge", "exercises", "testing")]
+    roots = [ROOT / name for name in ("gpt2core", *STAGES, "staged_gpt2", "torch_bridge", "exercises", "testing")]
     there = [path.parent for root in roots if root.exists() for path in root.rglob("__init__.py")]
     shipped = ["gpt2core.shipped"]  # data/, which has no __init__.py
     assert sorted(packages) == sorted([".".join(path.relative_to(ROOT).parts) for path in there] + shipped)

@@ -42,7 +42,7 @@ NEEDS_MPI = r"|mpirun\b|make .*STAGE=[13]" * (not MPICH)
 NOT_RUN = re.compile(
     r"(make (?!train|generate)|(git|pip|python3? -m (pip|venv)|ssh)\b|cd \S+$" + NEEDS_MPI + NEEDS_INTERPRETER + ")"
 )
-PACKAGES = "gpt2core", "stage*", "torch_bridge", "exercises"
+PACKAGES = "gpt2core", "stage*", "staged_gpt2", "torch_bridge", "exercises"
 CODE = [path for folder in PACKAGES for path in ROOT.glob(f"{folder}/**/*.py")]
 SCRIPTS = [path for folder in ("benchmarks", "data", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 

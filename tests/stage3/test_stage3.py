@@ -184,11 +184,13 @@ def test_zero_1_is_the_default_with_transport_nccl(transport, shares):
     assert world.prefers_zero == shares
 
 
-def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine, capsys):
-    assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
-    assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
-    assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
-    assert capsys.readouterr().err.count("note: 3 ranks have 2 GPUs, so ranks share GPUs") == 1
+def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine):
+    with pytest.warns(UserWarning) as notes:
+        assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
+        assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and not notes.list
+        assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
+    (note,) = (str(each.message) for each in notes)
+    assert note.startswith("3 ranks have 2 GPUs, so ranks share GPUs") and note.endswith("using `transport=mpi`")
 
 
 @pytest.mark.parametrize(

@@ -340,14 +340,14 @@ def test_wrong_validation_fraction_is_named(fraction):
         split_validation(np.arange(10), fraction)
 
 
-def test_only_a_large_text_gets_a_note_that_names_prepare(tmp_path, monkeypatch, capsys):
+def test_only_a_large_text_gets_a_note_that_names_prepare(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt2core.app.corpus.LARGE_TEXT", 100)
     tokenizer = Tokenizer.byte_level()
     write_token_file(tmp_path / TOKEN_FILE, [np.zeros(200, np.uint8)], tokenizer)
     (tmp_path / "small.txt").write_text("a" * 99)
     (tmp_path / "large.txt").write_text("a" * 100)
-    for name in ("small.txt", "large.txt", TOKEN_FILE):
-        note_large_text(tmp_path / name)
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and shown.startswith(f"note: encoding {tmp_path / 'large.txt'} ")
-    assert "data/prepare.py" in shown
+    with pytest.warns(UserWarning) as shown:
+        for name in ("small.txt", "large.txt", TOKEN_FILE):
+            note_large_text(tmp_path / name)
+    (text,) = (str(each.message) for each in shown)
+    assert text.startswith(f"encoding {tmp_path / 'large.txt'} ") and "data/prepare.py" in text

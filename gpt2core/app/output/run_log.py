@@ -34,6 +34,8 @@ class RunLog:
     log cannot be written, for example because the disk is full. A plot that cannot be written is only noted.
     """
 
+    hides_bar = None  # whether there is no progress bar; None: only if standard error is no terminal
+
     def __init__(self, path, plot, every, next_step, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
         self.file, self.rows = continue_log(path, next_step, recorded) if path else (None, [])
@@ -43,7 +45,8 @@ class RunLog:
         self.complete_bytes = os.path.getsize(path) if path else 0  # size of the log up to its last complete line
         self.lost = False  # whether rows are lost because another program has changed the log
         self.previous_lines = []  # the rarely_changing_lines() of the step that was printed last
-        self.bar = tqdm(total=steps, initial=next_step, unit="step", disable=None, leave=False, dynamic_ncols=True)
+        options = dict(unit="step", leave=False, dynamic_ncols=True)
+        self.bar = tqdm(total=steps, initial=next_step, disable=self.hides_bar, **options)
 
     def __call__(self, step, val_loss, final_fields):
         """Report a Step. val_loss: None without validation. final_fields: a dict of more fields of the last row."""
@@ -118,12 +121,12 @@ class RunLog:
                 write_plot(run_curves(self.rows), self.title, self.plot)
 
 
-def open_run_log(config, next_step, recorded, lock, notes):
+def open_run_log(config, next_step, recorded, lock, notes, make_log=RunLog):
     """The RunLog of a RunConfig; if it may overwrite an older run, its directory and log are renamed first.
 
     next_step, recorded: arguments of RunLog. lock: the RunLock of the output directory, or None. notes: a list to which
-    this function appends lines to print. Raises ConfigError, before anything is renamed, if this run may not write its
-    log, plot or trace.
+    this function appends lines to print. make_log: RunLog or a subclass. Raises ConfigError, before anything is
+    renamed, if this run may not write its log, plot or trace.
     """
     row_count = rows_of_older_run(config)
     if older := checkpoint_of_older_run(config):
@@ -133,7 +136,8 @@ def open_run_log(config, next_step, recorded, lock, notes):
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    return RunLog(config.log, config.plot, config.log_every, next_step, max(config.steps, next_step), title, recorded)
+    steps = max(config.steps, next_step)
+    return make_log(config.log, config.plot, config.log_every, next_step, steps, title, recorded)
 
 
 def rows_of_older_run(config):
