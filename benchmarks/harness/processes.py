@@ -109,8 +109,9 @@ class BenchmarkProcess:
             return json.loads(line)
         status = self.process.wait()
         self.errors.seek(0)
-        reports = [line.removeprefix("error: ").strip() for line in self.errors if line.startswith("error: ")]
-        if status == USER_ERROR and reports:  # for example, there is no GPU
+        lines = self.errors.read().splitlines()
+        reports = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if reports and not any(line.startswith("Traceback") for line in lines):  # for example, there is no GPU
             raise UserError(f"{self.spec.name}: {reports[0]}")
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
@@ -213,8 +214,12 @@ def serve(job):
 
     try:
         benchmark, module = import_module(job["benchmark"]), import_module(job["module"])
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not (ROOT / error.name.split(".")[0]).exists():
+            advice = "`make bench` installs it, on a machine with GPUs `make bench-gpu`"
+            print(f"error: the package {error.name} is not installed: {advice}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         os.kill(os.getpid(), signal.SIGKILL)  # MPICH does not detect a rank that exits before MPI_Init
     options, world = job["options"], Solo()
     if job["ranks"]:

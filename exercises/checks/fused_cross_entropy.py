@@ -15,21 +15,23 @@ FP32 = 1e-5  # relative norm: a few roundings of 6e-8, more in a sum
 class EntropyCase:
     """Logits (3, width) whose first V columns are tokens, targets, and all results in float64; scale 0.5."""
 
-    def __init__(self, vocab, width):
+    def __init__(self, vocab, width, targets=None):
         rng = random()
         self.vocab, self.width, self.scale = vocab, width, 0.5
         # the maximum rises along a row, so that an online softmax must rescale its sum
         rows = rng.standard_normal((3, width)) + np.linspace(0, 8, width)
         self.logits, _ = guarded(rows)
         self.logits[:, vocab:] = 77  # padding, which must not change a result
-        self.targets = np.array([0, vocab // 2, vocab - 1], np.int32)
+        self.targets = np.array([0, vocab // 2, vocab - 1] if targets is None else targets, np.int32)
+        own = np.flatnonzero((self.targets >= 0) & (self.targets < vocab))  # the rows whose target this rank has
         x = self.x = self.logits[:, :vocab].astype(np.float64)
-        self.maxima, self.target_logits = x.max(1), x[range(3), self.targets]
+        self.maxima, self.target_logits = x.max(1), np.zeros(3)
+        self.target_logits[own] = x[own, self.targets[own]]
         self.sums = np.exp(x - self.maxima[:, None]).sum(1)
         softmax = np.exp(x - self.maxima[:, None]) / self.sums[:, None]
         self.softmax, self.onehot = np.zeros((3, width)), np.zeros((3, width))
         self.softmax[:, :vocab] = softmax
-        self.onehot[range(3), self.targets] = 1
+        self.onehot[own, self.targets[own]] = 1
 
     def empty(self, *shape):
         return guarded(np.full(shape, np.nan))[0]
@@ -64,7 +66,14 @@ class EntropyCase:
         p, onehot, scale = self.softmax, self.onehot, self.scale
         padding = np.zeros_like(p)
         padding[:, self.vocab :] = 1
+        stray = np.zeros_like(onehot)  # the column of a target of another rank, if it is in the padding
+        inside = np.flatnonzero((self.targets >= self.vocab) & (self.targets < self.width))
+        stray[inside, self.targets[inside]] = 1
         wrong = [
+            (
+                scale * (p - onehot - stray),
+                "A target of another rank is subtracted in the padding: columns >= vocab become 0.",
+            ),
             (scale * p, "The gradient lacks the term of the target: subtract scale in the target's column."),
             (scale * (p + onehot), "The sign of the target's term is wrong: it is subtracted."),
             (scale * p - onehot, "The target's term lacks the factor scale."),
@@ -94,7 +103,11 @@ def cross_entropy_statistics():
 
 
 def cross_entropy_gradient():
-    case = EntropyCase(20, 24)
+    expect_separate(EntropyCase(20, 24))
+    expect_separate(EntropyCase(20, 24, targets=[3, 22, -5]))  # two targets of other ranks, one of them in the padding
+
+
+def expect_separate(case):
     dlogits = case.empty(3, 24)
     maxima, sums = (np.float32(array) for array in (case.maxima, case.sums))
     arguments = dlogits, case.logits, case.targets, maxima, sums, case.scale, case.vocab

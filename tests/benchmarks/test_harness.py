@@ -232,11 +232,18 @@ def test_a_number_of_a_benchmark_that_is_not_positive_or_is_too_large_is_one_lin
         parser.parse_args(words.split())
 
 
-def test_an_error_that_a_compared_program_explains_is_one_line():
+@pytest.mark.parametrize(
+    "command, says",
+    [("import sys; sys.argv.append('--preset=nano'); from benchmarks.gpu import step as script", "no GPU was found"),
+     ("from benchmarks.cpu import train_step as script; "
+      "script.OURS = script.ProcessSpec('ours', 'no_such_package.module', 1)", "the package no_such_package is not")],
+)  # fmt: skip
+def test_an_error_that_a_compared_program_explains_is_one_line(command, says):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = "from benchmarks.harness.processes import run_main; run_main(script.main)"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.step", "--preset", "nano"],
+        [sys.executable, "-c", f"{command}; {run}"],
         cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
     )  # fmt: skip
     *load, line = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("error: ours: no GPU was found") and len(load) <= 1
+    assert done.returncode == 2 and line.startswith("error: ours: ") and says in line and len(load) <= 1
