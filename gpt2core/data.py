@@ -19,9 +19,9 @@ def even_slices(n, parts):
 class Windows:
     """Windows of seq_len tokens in a circular buffer: after its last token follows its first. No window is padded.
 
-    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has the tokens
-    w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T) windows once, in an order seeded by
-    (seed, epoch). An offset, also seeded by (seed, epoch), shifts all windows of an epoch.
+    tokens: (n,) integers, never copied: an array, a memory map, or many files (TokenFiles). seq_len: T. order:
+    "sequential": window w has the tokens w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T)
+    windows once, in an order seeded by (seed, epoch). An offset, also seeded by these, shifts all windows of an epoch.
 
     `position` is the number of windows that training has read before, over all ranks. It is the only state needed to
     resume. A rank reads its own rows of the global batch with batch(position + first row, number of rows).
@@ -36,17 +36,16 @@ class Windows:
             raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
         if seed < 0:
             raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
-        buffer = np.asarray(tokens)[...]  # a new view, so that the caller's array stays writeable
-        if buffer.ndim != 1 or buffer.dtype.kind not in "iu":
-            raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
-        if len(buffer) < seq_len + 1:
+        tokens = tokens if hasattr(tokens, "dtype") else np.asarray(tokens)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"tokens must be one row of integers, but they are {tokens.dtype} of shape {tokens.shape}")
+        if len(tokens) < seq_len + 1:
             raise DataError(
-                f"the text has {counted(len(buffer), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
+                f"the text has {counted(len(tokens), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
                 "(the last one is a target): give more text or a shorter `seq_len`"
             )
-        buffer.flags.writeable = False  # batches are views of the buffer
-        self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
-        self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
+        self.tokens, self.seq_len, self.order, self.seed = tokens, seq_len, order, seed
+        self.windows_per_epoch = math.ceil(len(tokens) / seq_len)
         self._starts = functools.lru_cache(maxsize=1)(self.starts_of_epoch)
 
     def batch(self, position, count):
@@ -59,7 +58,7 @@ class Windows:
         if self.order == "sequential":
             return self._consecutive(position * self.seq_len, count)
         starts = np.array([self._shuffled_start(position + row) for row in range(count)])
-        rows = self._circular(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
+        rows = self._read((starts[:, None] + np.arange(self.seq_len + 1)) % len(self.tokens))  # (count, T + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def once(self, count):
@@ -75,15 +74,16 @@ class Windows:
         """Return (inputs, targets) of `count` consecutive windows from token `start` on."""
         start, length = start % len(self.tokens), count * self.seq_len
         if start + length + 1 <= len(self.tokens):
-            tokens = self.tokens[start : start + length + 1]
+            tokens = self._read(slice(start, start + length + 1))
         else:
-            tokens = self._circular(start + np.arange(length + 1))
+            tokens = self._read((start + np.arange(length + 1)) % len(self.tokens))
         return tokens[:-1].reshape(count, self.seq_len), tokens[1:].reshape(count, self.seq_len)
 
-    def _circular(self, index):
-        rows = self.tokens[index % len(self.tokens)]  # a copy
-        rows.flags.writeable = False
-        return rows
+    def _read(self, index):
+        """Return the tokens at `index`, a slice or an array, as a read-only array: of an array's slice a view."""
+        tokens = np.asarray(self.tokens[index])
+        tokens.flags.writeable = False
+        return tokens
 
     def _shuffled_start(self, window):
         """Return the index of the first token of shuffled window number `window` (from 0, over all epochs)."""

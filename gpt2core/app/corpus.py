@@ -13,9 +13,10 @@ from gpt2core.app.fingerprints import file_fingerprints, token_fingerprint
 from gpt2core.app.presets import BOOK_WEIGHTS
 from gpt2core.app.rank_agreement import compare_files
 from gpt2core.app.setting_fields import flag
-from gpt2core.errors import ConfigError, DataError
-from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise
-from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens, split_validation
+from gpt2core.errors import ConfigError, DataError, counted
+from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
+from gpt2core.text.token_file import split_validation
+from gpt2core.text.token_files import TokenFiles, has_tokenizer, is_tokenized, load_tokens, token_paths
 from gpt2core.text.tokenizer import Tokenizer, UnknownWord
 
 LARGE_TEXT = 32 << 20  # bytes; word tokens of a text of this size are encoded in about 20 s on two idle cores
@@ -25,8 +26,8 @@ LARGE_TEXT = 32 << 20  # bytes; word tokens of a text of this size are encoded i
 class Corpus:
     """The token ids for training and validation, and their tokenizer."""
 
-    tokens: np.ndarray
-    validation: np.ndarray | None
+    tokens: np.ndarray | TokenFiles
+    validation: np.ndarray | TokenFiles | None
     tokenizer: Tokenizer
 
     @functools.cached_property
@@ -74,10 +75,13 @@ def note_large_text(path):
 def read_corpus(path, tokenizer, source, default):
     """(tokens, Tokenizer) of the corpus at `path`; tokenizer: the value of --tokenizer.
 
-    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if that is None.
+    For a corpus without a tokenizer, and without --tokenizer, it is that of the Checkpoint `source`. If that is None,
+    it is `default` for a text, and for files of tokens the one beside them.
     """
-    if not tokenizer and not is_tokenized(path):
-        tokenizer = load_tokenizer(None, source.path) if source else default
+    if not tokenizer and source and not has_tokenizer(path):
+        tokenizer = load_tokenizer(None, source.path)
+    elif not tokenizer and not is_tokenized(path):
+        tokenizer = default
     return load_tokens(path, tokenizer)
 
 
@@ -121,12 +125,18 @@ def share_corpus(world, config, texts, tokenizer):
 def share_tokens(world, path, tokens, tokenizer):
     """The token ids of the file at `path`, on every rank; `tokens`: the ids that the root has read, None elsewhere.
 
-    A token file (of data/prepare.py) can be larger than memory. If it exists on every rank, each rank memory-maps its
-    own copy, and ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
+    Files of tokens can be larger than memory. If they exist on every rank, each rank reads its own copies, and
+    ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
     """
-    if all(gather_or_raise(world, lambda: is_tokenized(path))):
-        file = path / TOKEN_FILE if path.is_dir() else path
-        compare_files(gather_or_raise(world, lambda: file_fingerprints([file])))
+    paths = gather_or_raise(world, lambda: list(map(str, token_paths(path))))
+    if all(paths):
+        for rank, own in enumerate(paths):
+            if own != paths[0]:
+                here, there = (f"{counted(len(each), 'file')} of tokens up to {each[-1]}" for each in (own, paths[0]))
+                problem = f"rank {rank} has {here}, but rank 0 has {there}"
+                raise shared_error(ConfigError(f"{path}: {problem}: copy the files of rank 0"))
+        compare_files(gather_or_raise(world, lambda: file_fingerprints(token_paths(path))))
         return all_or_raise(world, lambda: load_tokens(path, tokenizer)[0] if tokens is None else tokens)
+    tokens = None if tokens is None else np.asarray(tokens)
     shape, dtype = world.broadcast_object(tokens is not None and (tokens.shape, tokens.dtype))
     return world.broadcast(np.empty(shape, dtype) if tokens is None else tokens)

@@ -5,14 +5,21 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from gpt2core.errors import DataError
 
 EDGE = 1 << 22  # bytes of a file, or tokens, that are hashed at each end
 
 
 def token_fingerprint(tokens):
-    """Text with the number of training tokens and their hash; see hash_of_ends()."""
-    hashed = hash_of_ends(len(tokens), lambda start, count: tokens[start : start + count].tobytes())
+    """Text with the number of training tokens and their hash; see hash_of_ends().
+
+    The hash of tokens in several files includes the names and sizes of the files.
+    """
+    hashed = hash_of_ends(len(tokens), lambda start, count: np.asarray(tokens[start : start + count]).tobytes())
+    if len(getattr(tokens, "files", ())) > 1:
+        hashed = hashlib.sha256(f"{hashed} {tokens.layout}".encode()).hexdigest()[:16]
     return f"{len(tokens):,} tokens with hash {hashed}"
 
 

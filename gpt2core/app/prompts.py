@@ -10,7 +10,8 @@ from gpt2core.app.command import error_text
 from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, SHIPPED
 from gpt2core.app.resume import saved_corpus
 from gpt2core.errors import ConfigError, DataError
-from gpt2core.text.token_file import first_tokens, read_text
+from gpt2core.text.token_file import read_text
+from gpt2core.text.token_files import data_files, first_tokens
 from gpt2core.text.tokenizer import UnknownWord
 
 # A prompt file is longer only by mistake. Byte pairs of a text that cannot be divided need 200 bytes a character.
@@ -29,7 +30,7 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     if prompt is None and prompt_file is None:
         shipped = SHIPPED.get(checkpoint.path.resolve(), CORPUS)
         corpus = saved_corpus(checkpoint) or shipped
-        corpus = corpus if corpus.exists() else CORPUS
+        corpus = corpus if data_files(corpus) else CORPUS
         try:
             return first_tokens(corpus, tokenizer, min(256, checkpoint.config.block_size)).tolist()
         except DataError as error:

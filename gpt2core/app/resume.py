@@ -1,6 +1,5 @@
 """Create the content of state.json, which has the progress and the flags of a run, and continue a run from it."""
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from gpt2core.app.settings import TrainSettings
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
+from gpt2core.text.token_files import data_files
 from gpt2core.text.tokenizer import Tokenizer
 
 LIMIT = 1 << 31  # numbers of steps and of sequences per step are always smaller than this
@@ -96,7 +96,7 @@ def find_data(checkpoint, args):
     saved, notes = saved_arguments(checkpoint), []
     for name in names_of(TrainSettings, compared=True):
         path = saved.get(name)
-        if path is None or getattr(args, name) or os.path.exists(path):
+        if path is None or getattr(args, name) or data_files(path):
             continue
         if name == "data" and (shipped := shipped_corpus(checkpoint, saved)):
             notes.append(f"note: {path} does not exist: the shipped {shipped.name}, which has the same tokens, is used")

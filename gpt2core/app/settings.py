@@ -107,7 +107,8 @@ class TrainSettings(Settings):
 
     data: Path = setting(
         DATA,
-        "corpus: a UTF-8 text file or the output of data/prepare.py (default: the preset's)",
+        "corpus: a UTF-8 text file, the output of data/prepare.py, or files of tokens as llm.c or nanoGPT write them; "
+        "'DIR/*.bin', in quotes, joins all files of a pattern in the order of their names (default: the preset's)",
         CORPUS,
         SAVED,
         compared=True,
@@ -128,7 +129,7 @@ class TrainSettings(Settings):
     )
     val_data: Path = setting(
         DATA,
-        "validation data: a text or the output of data/prepare.py (default: no validation)",
+        "validation data, of the same kinds as --data (default: no validation)",
         None,
         SAVED,
         compared=True,

@@ -8,6 +8,8 @@ import contextlib
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
@@ -298,5 +300,5 @@ def final_fields(trainer):
 def write_sample(config, corpus, trainer, model):
     """Continue the first tokens of the corpus with the trained `model`; only the root calls it."""
     trainer.backend.runtime.use_threads(trainer.pool.size)
-    prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
+    prompt = np.asarray(corpus.tokens[: min(256, trainer.config.block_size)]).tolist()
     write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())

@@ -21,7 +21,7 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     schedule_notes,
 )
-from gpt2core.text.token_file import is_tokenized
+from gpt2core.text.token_files import TokenFiles, is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
 
 
@@ -34,8 +34,8 @@ class Inputs:
     source: Checkpoint | None  # the checkpoint that the run loads
     progress: Progress | None  # the progress of a resumed run
     tokenizer: Tokenizer
-    tokens: np.ndarray  # token ids for training
-    validation: np.ndarray | None  # token ids of the text for validation
+    tokens: np.ndarray | TokenFiles  # token ids for training
+    validation: np.ndarray | TokenFiles | None  # token ids of the text for validation
 
 
 def read_inputs(world, args, transport, deterministic):

@@ -124,7 +124,7 @@ def is_token_file(path):
         return False
 
 
-def _read_header(path):
+def read_header(path):
     """Return (dtype, fingerprint, vocab_size, number of tokens); raises DataError if the file size does not fit."""
     try:
         with open(path, "rb") as file:
@@ -160,7 +160,7 @@ def open_token_file(path):
     Raises DataError if the file is missing, truncated, corrupt or not a token file. If its ids have at most CHECKED
     bytes, also raises DataError if an id is outside the vocabulary.
     """
-    dtype, _, vocab_size, count = _read_header(path)
+    dtype, _, vocab_size, count = read_header(path)
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(count,))
     if count * dtype.itemsize <= CHECKED and (largest := int(tokens.max())) >= vocab_size:
         raise DataError(
@@ -223,7 +223,7 @@ def _load_token_file(path, requested):
             advice = "convert the text again with data/prepare.py"
             raise DataError(f"cannot read the tokenizer {path.parent / FILE_NAME}: {path} needs this file; {advice}")
         tokenizer = Tokenizer.load(path.parent if own else requested)
-    _, fingerprint, vocab_size, _ = _read_header(path)
+    _, fingerprint, vocab_size, _ = read_header(path)
     if requested in ("word", "byte") and tokenizer.kind != requested:
         raise DataError(f"`tokenizer={requested}`: {path} contains {tokenizer.kind} tokens; omit the flag")
     if tokenizer.vocab_size != vocab_size or tokenizer.fingerprint != fingerprint:

@@ -45,8 +45,8 @@ def counted_step(comm, parallel, options):
     trainer.step(read_batch(trainer, windows), 1e-3)
     calls, hooks, mesh = collections.Counter(), Hooks(), trainer.mesh
     workers = [worker.group for worker in trainer.accumulator.workers]
-    groups = [comm, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, *workers]
-    for group in {id(group): group for group in groups}.values():
+    groups = [comm, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, mesh.ends, *workers]
+    for group in {id(group): group for group in groups if group}.values():
         if group.size > 1:
             record(hooks, group, calls)
     step = trainer.step(read_batch(trainer, windows), 1e-3)

@@ -267,10 +267,13 @@ def test_a_rank_with_different_flags_is_named(flags, words):
 
 @pytest.fixture
 def two_places(tmp_path, corpus):
-    """Two directories with different corpora, each as corpus.txt and as a token file."""
+    """Two directories with different corpora: corpus.txt, a token file, and parts/*.bin."""
     for name, text in (("one", "a b c d e f g h " * 30), ("two", "a b c d e f g i " * 30)):
         (tmp_path / name / "tokens").mkdir(parents=True)
         (tmp_path / name / "corpus.txt").write_text(text)
+        (tmp_path / name / "parts").mkdir()
+        for part in ["a.bin"] if name == "one" else ["a.bin", "b.bin"]:
+            (tmp_path / name / "parts" / part).write_bytes(bytes(200))
         prepare_tokens(text, tmp_path / name / "tokens")
     return tmp_path
 
@@ -289,6 +292,14 @@ def test_a_rank_with_a_different_corpus_is_named(two_places, flag, name):
     words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, "--no-save", flag, name)
     done = two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words))
     assert_one_line(done, f"rank 1 has another {name}")
+
+
+def test_a_rank_with_more_files_of_a_corpus_is_named(two_places):
+    flags = ("--steps", 2, "--no-save", "--tokenizer", "byte", "--data", "parts/*.bin")
+    words = (sys.executable, STAGE / "train_gpt2.py", *NANO, *flags)
+    done = two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words))
+    problem = "rank 1 has 2 files of tokens up to parts/b.bin, but rank 0 has 1 file of tokens up to parts/a.bin"
+    assert_one_line(done, f"{problem}: copy the files of rank 0")
 
 
 def test_ranks_may_have_different_logs_because_only_the_root_writes_one(two_places):

@@ -29,6 +29,8 @@ FILES = {
     "none.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
     "list.json": b"[]",
     "file": b"another program's file",
+    "odd.bin": bytes(33),
+    "far.bin": bytes(64) + b"\x00\x01",
     "noise.bin": b"\x93GPT2TOK" + bytes(range(60)),
 }
 
