@@ -131,7 +131,7 @@ def run_training(stage, on_step, progress, settings):
     recorder = Recorder(on_step if world.is_root else None, signals)
     make_log = functools.partial(QuietLog, progress=progress)
     with prepared_run(make_backend, world, settings, cores, make_log) as prepared:
-        for note in prepared.notes:
+        for note in prepared.notes if world.is_root else ():
             warn(note)
         try:
             stopped, _ = run_steps(prepared, signals, recorder)

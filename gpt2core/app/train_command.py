@@ -193,8 +193,7 @@ def make_data_and_schedule(config, corpus, group):
 
 
 def run_steps(prepared, signals, on_step=None):
-    """Run the training loop of a TrainingRun and close its log; returns (number of the signal that stopped it or None,
-    seconds).
+    """Run the loop of a TrainingRun, close its log; returns (number of the signal that stopped it or None, seconds).
 
     signals: the StopSignals of this rank. on_step(step, validation_loss), if given, is called after each step, on every
     rank; it must raise no error.

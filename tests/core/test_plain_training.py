@@ -56,6 +56,13 @@ def test_the_plain_trainer_has_the_bits_of_the_others(backend, micro_batches, ot
     assert plain.steps == fast.steps == 5
 
 
+@pytest.mark.parametrize("trainer", [ParallelTrainer, FastTrainer])
+@pytest.mark.parametrize("backends", [NumpyBackend(), []], ids=["a backend", "no backend"])
+def test_a_backend_that_is_not_in_a_list_is_refused(trainer, backends):
+    with pytest.raises(ConfigError, match=r"^`backends=.*` must be a list, .*: use \[backend\]"):
+        trainer(PRESETS["nano"], backends, batch_size=1, seq_len=8, micro_batches=1)
+
+
 WITHOUT_ENGINE = """
 import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
