@@ -11,6 +11,7 @@ import pytest
 
 from gpt2core.app import cli
 from gpt2core.communicator import Solo
+from stage0_serial.cpu_runtime import blas_libraries
 from stage0_serial.numpy_backend import NumpyBackend
 
 WORDS = "the model reads one token, then another; it learns what follows and forgets nothing of café and naïve text."
@@ -46,6 +47,7 @@ def pytest_configure(config):
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of PyTorch, as pytest_runtest_setup() limits BLAS
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit it: tests interrupt them
 
@@ -62,6 +64,14 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
         items[:] = filter(is_fast, items)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures compute anything
+def pytest_runtest_setup(item):
+    """Without a GPU, start each test with one BLAS thread: the threads of two xdist workers would wait in busy loops."""
+    if not item.config.has_gpu:
+        for library in blas_libraries():
+            library.set_num_threads(1)
 
 
 def starts_ranks(module):

@@ -1,6 +1,6 @@
 """Every kernel compiles for real GPUs within their shared memory and registers; the test needs no GPU.
 
-`make test` compiles one variant of each kernel, in most cases that of preset gpt2 on a Hopper GPU; `make test-long` all.
+`make test` compiles one variant of each kernel, in most cases that of preset gpt2 on an H200; `make test-long` all.
 """
 
 import json
