@@ -36,7 +36,7 @@ def has_gpu():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--mutations", type=int, default=500, help="changed input files to try (tests/app/misuse)")
+    parser.addoption("--mutations", type=int, default=100, help="changed input files to try (tests/app/misuse)")
     parser.addoption("--mutation-seed", type=int, help="seed of the first changed file (default: a new one)")
     parser.addoption("--fast", action="store_true", help="run only tests marked fast: each rung of the parity ladder")
     parser.addoption("--long", action="store_true", help="also run the tests marked long (make test-long)")
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures compute anything
 def pytest_runtest_setup(item):
-    """Without a GPU, start each test with one BLAS thread: the threads of two xdist workers would wait in busy loops."""
+    """Without a GPU, start each test with one BLAS thread: those of two xdist workers would wait in busy loops."""
     if not item.config.has_gpu:
         for library in blas_libraries():
             library.set_num_threads(1)
