@@ -12,6 +12,7 @@ import pytest
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import run_folders
 from gpt2core.communicator import Solo
+from stage0_serial.cpu_runtime import blas_libraries
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.unsaved import unsaved
 
@@ -37,7 +38,7 @@ def has_gpu():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--mutations", type=int, default=500, help="changed input files to try (tests/app/misuse)")
+    parser.addoption("--mutations", type=int, default=100, help="changed input files to try (tests/app/misuse)")
     parser.addoption("--mutation-seed", type=int, help="seed of the first changed file (default: a new one)")
     parser.addoption("--fast", action="store_true", help="run only tests marked fast: each rung of the parity ladder")
     parser.addoption("--long", action="store_true", help="also run the tests marked long (make test-long)")
@@ -48,6 +49,7 @@ def pytest_configure(config):
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of PyTorch, as pytest_runtest_setup() limits BLAS
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit it: tests interrupt them
 
@@ -79,6 +81,14 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
         items[:] = filter(is_fast, items)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures compute anything
+def pytest_runtest_setup(item):
+    """Without a GPU, start each test with one BLAS thread: those of two xdist workers would wait in busy loops."""
+    if not item.config.has_gpu:
+        for library in blas_libraries():
+            library.set_num_threads(1)
 
 
 def starts_ranks(module):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +15,9 @@ from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory
 from gpt2core.parallel.thread_communicator import run_ranks
-from tests.support.mpi import ROOT, mpiexec
+from tests.support.jobs import succeeded
+from tests.support.mpi import mpiexec
+from tests.support.rank_server import RankServers
 from tests.support.training import make_trainer
 
 NANO = PRESETS["nano"]
@@ -102,15 +102,20 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def servers():
+    mpiexec()  # or skip
+    with RankServers() as servers:
+        yield servers
+
+
 @pytest.mark.parametrize("ranks, flags", RUNS, ids=str)
-def test_the_bytes_are_those_of_the_log_of_training(ranks, flags, tmp_path):
+def test_the_bytes_are_those_of_the_log_of_training(servers, ranks, flags, tmp_path):
     log, given = tmp_path / "log.jsonl", arguments("--steps", 2, "--batch-size", 4, *flags)
-    command = [*mpiexec(), "-n", str(ranks), sys.executable, "stage1_mpi/train_gpt2.py", *given]
-    dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert dry.returncode == 0, dry.stderr
-    done = subprocess.run([*command, "--no-save", "--log", log], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    sent = int(re.search(r"sent by rank 0 in a step: ([\d,]+) bytes", dry.stdout)[1].replace(",", ""))
+    dry, _ = (
+        succeeded(servers.run(ranks, "train_gpt2.py", *given, *more)) for more in (("--dry-run",), ("--log", log))
+    )
+    sent = int(re.search(r"sent by rank 0 in a step: ([\d,]+) bytes", dry.out)[1].replace(",", ""))
     assert {json.loads(line)["bytes_sent"] for line in log.read_text().splitlines()} == {sent}
 
 

@@ -291,7 +291,7 @@ def test_a_file_system_without_locks_is_noted(nano, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_paths.fcntl, "flock", flock)
     result = nano("--out", tmp_path / "run")
-    assert (result.code, result.err) == (0, "") and "this file system has no locks (No locks available)" in result.out
+    assert (result.code, result.err) == (0, "") and "this file system has no locks (No locks available)" in result.words
 
 
 # -- the screen -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+OTHER = "OMP_NUM_THREADS"  # OpenBLAS reads it too, and tests/conftest.py sets it
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "gpt2core").rglob("*.py"))
 CORE = [".".join(path.with_suffix("").parts) for path in FILES if path.parts[1] not in ("app", "__init__.py")]
 
@@ -22,7 +23,7 @@ def blas_threads():
 
 def python(program, **environment):
     """What a fresh Python without BLAS variables prints while it runs `program`."""
-    inherited = {name: value for name, value in os.environ.items() if name not in BLAS}
+    inherited = {name: value for name, value in os.environ.items() if name not in (*BLAS, OTHER)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=inherited | environment, capture_output=True, text=True,
         timeout=60,

@@ -390,7 +390,7 @@ PLAY = """new Promise((done, fail) => {
 })"""
 
 
-@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)])
+@pytest.mark.parametrize("width, dark", [pytest.param(1280, False, marks=pytest.mark.long), (390, True)])
 def test_the_page_shows_every_picture_without_errors_and_outside_requests(browser, page, width, dark):
     browser.open(page.as_uri(), width, dark=dark)
     pictures = browser.evaluate(PICTURES)

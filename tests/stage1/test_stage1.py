@@ -1,4 +1,4 @@
-"""Stage 1 scripts under mpiexec: every way to divide the work gives the serial curve, and only the root prints."""
+"""The commands of stage 1: every way to divide the work gives the serial curve, and only the root prints."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import pytest
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from tests.support.jobs import script, succeeded
 from tests.support.mpi import mpiexec
+from tests.support.rank_server import RankServers
 
 ROUNDING = 1e-5  # relative error of a loss in float32 after at most 20 steps with another order of the sums
 STRATEGIES = ("naive", "flat", "overlap", "bucket")
@@ -67,15 +68,22 @@ def serial(train, corpus, logs):
     return run
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with RankServers() as servers:
+        yield servers
+
+
 @pytest.fixture
-def ranks(corpus, tmp_path):
-    """ranks(number, *flags) -> (Done of the job, its log)."""
+def ranks(servers, corpus, tmp_path):
+    """ranks(number, *flags) -> (Done of train_gpt2.py, its log)."""
 
     def run(number, *flags, threads=1):
         log = tmp_path / "ranks.jsonl"
         log.unlink(missing_ok=True)
         flags = (*flags, "--data", corpus, "--threads", threads, "--log", log)
-        return succeeded(script(number, *flags, *(() if "--sample" in flags else ("--sample", 0)))), log
+        flags += () if "--sample" in flags else ("--sample", 0)
+        return succeeded(servers.run(number, "train_gpt2.py", *flags)), log
 
     return run
 
@@ -251,8 +259,10 @@ def test_a_checkpoint_resumes_on_any_number_of_ranks(serial, train, ranks, tmp_p
 FILES = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}
 
 
-def test_only_the_root_prints_and_logs(ranks, tmp_path):
-    done, log = ranks(4, "--preset", "nano", "--steps", 3, "--sample", 5, "--out", tmp_path / "run")
+def test_only_the_root_prints_and_logs(corpus, tmp_path):
+    log = tmp_path / "ranks.jsonl"
+    flags = ("--preset", "nano", "--data", corpus, "--threads", 1, "--steps", 3, "--sample", 5, "--log", log)
+    done = succeeded(script(4, *flags, "--out", tmp_path / "run"))
     lines = done.out.splitlines()
     for start in ("GPT-2 nano", "4 ranks", "step     0 ", "step     1 ", "step     2 ", "trained 3 steps", "Prompt"):
         assert sum(line.startswith(start) for line in lines) == 1, start
@@ -292,12 +302,11 @@ def weights(tmp_path_factory, corpus):
 
 
 @pytest.fixture
-def generate(weights):
+def generate(servers, weights):
     """generate(ranks, *flags) -> stdout of inference.py."""
 
     def run(number, *flags):
-        flags = ("--weights", weights, "--threads", 1, *flags)
-        return succeeded(script(number, *flags, name="inference.py")).out
+        return succeeded(servers.run(number, "inference.py", "--weights", weights, "--threads", 1, *flags)).out
 
     return run
 
@@ -317,8 +326,9 @@ def test_any_number_of_ranks_generates_the_serial_text(generate, infer, weights,
         assert generate(2, *PROMPT, *DRAWN[:-1], 4) != want.out
 
 
-def test_statistics_are_printed_once(generate):
-    out = generate(2, *PROMPT, "--stats")
+def test_statistics_are_printed_once(weights):
+    flags = ("--weights", weights, "--threads", 1, *PROMPT, "--stats")
+    out = succeeded(script(2, *flags, name="inference.py")).out
     assert len(re.findall(r"^prompt tokens 3 \| new tokens 20 \| time to first token [\d.]+ ms", out, re.M)) == 1
 
 

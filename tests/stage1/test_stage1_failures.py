@@ -17,6 +17,7 @@ from gpt2core.app.stop_signals import STOPPING
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.misuse_tables import misuses
 from tests.support.mpi import ROOT, mpiexec
+from tests.support.rank_server import RankServers
 from tests.support.unsaved import unsaved
 
 SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load
@@ -333,12 +334,26 @@ def places(tmp_path_factory, corpus):
     return {"corpus": corpus} | {name: home / name for name in ("less", "run", "missing")}
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with RankServers() as servers:
+        yield servers
+
+
 @pytest.mark.parametrize("misuse", misuses("ranks"))
-def test_a_mistake_is_one_error_line_of_one_rank(places, misuse):
-    name, *flags = misuse.words(**places)
-    done = script(misuse.ranks, *flags, name=name)
+def test_a_mistake_is_one_error_line_of_one_rank(servers, places, misuse):
+    done = servers.run(misuse.ranks, *misuse.words(**places))
     assert_one_line(done)
     misuse.check(done.code, done.out, done.err)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mistake_ends_the_job(ranks):
+    assert_one_line(script(ranks, *NANO, "--tp", 3), f"error: --tp 3 does not divide {ranks} ranks: use one of 1, 2")
+
+
+def test_a_mistake_ends_the_job_of_inference():
+    assert_one_line(script(2, "--mode", "x", name="inference.py"), "error: --mode x is unknown: choose from ")
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")

@@ -100,18 +100,22 @@ def emulated(tmp_path_factory):
     return build
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("C", [long(256), long(512), 768])
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("C", cluster_step.UNITS)
 def test_the_kernels_compile_without_spills(tmp_path, C, name):
     """With two blocks per multiprocessor, a thread may use 128 registers."""
     assert spills(cluster_step.SOURCES, cluster_step.macros(C, np.dtype(DTYPES[name])), tmp_path) == [0, 0, 0]
 
 
 CASES = [
-    (768, "bf16", 700, 12),
+    long(768, "bf16", 700, 12),
     (256, "bf16", 300, 16),
     (256, "fp16", 1, 0),
-    (256, "bf16", 1024, 3),
+    long(256, "bf16", 1024, 3),
     (512, "fp16", 17, 16),
 ]
 
@@ -135,7 +139,7 @@ def test_attention_equals_float64_in_the_emulator(emulated, C, name, length, par
     assert_close(partials, want, TOLERANCE[name])
 
 
-@pytest.mark.parametrize("C, name, parts", [(256, "bf16", 4), (768, "bf16", 12), (512, "fp16", 8)])
+@pytest.mark.parametrize("C, name, parts", [(256, "bf16", 4), long(768, "bf16", 12), long(512, "fp16", 8)])
 def test_the_mlp_equals_float64_in_the_emulator(emulated, C, name, parts):
     layer = Layer(np.random.default_rng(C), C, DTYPES[name], 1, parts)
     clusters = cluster_step.mlp_clusters(C)

@@ -141,7 +141,10 @@ def test_rules_with_different_options_sample_on_the_host():
     assert list(generate_batch(ours, prompts, 3, mixed())) == list(generate_batch(stage0, prompts, 3, mixed()))
 
 
-@pytest.mark.parametrize("name, B", [*((name, 1) for name in RULES), ("top-k, top-p", 3)])
+@pytest.mark.parametrize("name, B", [
+    ("greedy", 1), *(pytest.param(name, 1, marks=pytest.mark.long) for name in RULES if name != "greedy"),
+    ("top-k, top-p", 3),
+])  # fmt: skip
 def test_the_device_never_chooses_an_id_without_a_token(rng, name, B):
     rule = RULES[name]
     (ours, stage0), decoders = models(UNTIED), {}

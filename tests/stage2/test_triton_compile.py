@@ -1,4 +1,7 @@
-"""Every kernel compiles for real GPUs within their shared memory and registers; the test needs no GPU."""
+"""Every kernel compiles for real GPUs within their shared memory and registers; the test needs no GPU.
+
+`make test` compiles one variant of each kernel, in most cases that of preset gpt2 on an H200; `make test-long` all.
+"""
 
 import json
 import os
@@ -13,7 +16,7 @@ pytest.importorskip("ml_dtypes")
 
 from tests.tools.sanitize import all_kernels
 
-pytestmark = pytest.mark.xdist_group("compile")  # all tests read one result, which takes minutes
+pytestmark = pytest.mark.xdist_group("compile")  # all tests read one result, which takes a minute, and all minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Bytes of shared memory per program: CUDA C programming guide, table of compute capabilities.
@@ -58,12 +61,12 @@ SPILLS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["one", pytest.param("all", marks=pytest.mark.long)])
 def compiled(request, tmp_path_factory):
     """The output of tests/tools/compiled.py --suite, in a child process, because this one uses the interpreter."""
     kept = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
     cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
-    words = [sys.executable, ROOT / "tests" / "tools" / "compiled.py", "--suite"]
+    words = [sys.executable, ROOT / "tests" / "tools" / "compiled.py", "--suite", request.param]
     done = subprocess.run(words, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 60  # seconds after which the kernel ends a process with SIGALRM: a process that hangs is a failure, not a wait
-MODULES = "gpt2core.app.cli", "stage0_serial.numpy_backend"  # loaded before the first fork
+MODULES = (  # loaded before the first fork
+    "gpt2core.app.cli", "gpt2core.app.train_command", "gpt2core.app.planning.dry_run", "stage0_serial.numpy_backend",
+    "numpy.random", "tokenizers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

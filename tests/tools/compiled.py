@@ -67,6 +67,7 @@ class Target(NamedTuple):
     shared: int
 
 
+ADDED_ROWS = "fp32", "bf16"  # precisions in which the suite compares the order of the sums of add_rows()
 GPUS = {"a100": Target((8, 0), 163 << 10), "h200": Target((9, 0), 227 << 10)}
 REGISTERS, WARPS = 1 << 16, 64  # of one multiprocessor of either GPU
 
@@ -337,24 +338,30 @@ def everything(preset, precision):
 
 
 def suite(gpu):
-    """The programs that the tests compile: all for a Hopper GPU, for an older one those with descriptors and tl.dot."""
+    """The programs that the tests compile: all for a Hopper GPU, for an older one those with descriptors and tl.dot.
+
+    Those of preset gpt2 are first: print_suite("one") keeps the first variant of each kernel.
+    """
     greedy, narrowed = Greedy(), Sampling(top_k=40, top_p=0.9)
+    if gpu == "a100":
+        attend("bf16", 256, 64)
+        multiply("fp32", 4096, 768, 3072)
+        fuse("fp16", 2048, 2048, 2048)
+        return write(two_layers("paper"), "bf16", 8, [greedy])
+    train(two_layers("gpt2"), "bf16", 8)
+    write(two_layers("gpt2"), "bf16", 1, [greedy, OnlyTokens(greedy, np.arange(9)), custom_rule, narrowed])
     attend("bf16", 256, 64)
     multiply("fp32", 4096, 768, 3072)
     fuse("fp16", 2048, 2048, 2048)
-    if gpu == "a100":
-        return write(two_layers("paper"), "bf16", 8, [greedy])
     train(two_layers("paper"), "fp32", 16)
     train(two_layers("paper"), "bf16", 16, rounding="stochastic")
-    for precision in ("fp32", "bf16"):
+    for precision in ADDED_ROWS:
         add_rows(precision, two_layers("paper").n_embd)
     for precision in ("tf32", "fp16"):
         attend(precision, 256, 64)
     divide(two_layers("paper"), "fp32")
     for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
         write(two_layers("paper"), precision, batch, [greedy])
-    train(two_layers("gpt2"), "bf16", 8)
-    write(two_layers("gpt2"), "bf16", 1, [greedy, OnlyTokens(greedy, np.arange(9)), custom_rule, narrowed])
     wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
     train(wide, "bf16", 8)
     write(wide, "bf16", 1, [greedy])
@@ -466,11 +473,13 @@ def main():
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write PTX and machine code to this directory")
     parser.add_argument(
-        "--suite", action="store_true", help="print the JSON that tests/stage2/test_triton_compile.py reads"
+        "--suite",
+        choices=("one", "all"),
+        help="print the JSON that tests/stage2/test_triton_compile.py reads: one variant of each kernel, or all",
     )
     args = parser.parse_args()
     if args.suite:
-        return print_suite()
+        return print_suite(args.suite)
     variants = []
     for precision in args.precision:
         variants += variants_of(args.gpu, everything, args.preset, precision)
@@ -480,18 +489,25 @@ def main():
     print_table(compile_all(wanted, args.keep))
 
 
-def print_suite():
+def print_suite(which):
     """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON.
 
-    A kernel that no program of the suite launches is compiled as sanitize.py launches it.
+    which: "all", or "one" for the first variant of each kernel on a Hopper GPU, and those of add_rows(). A kernel that
+    no program of the suite launches is compiled as sanitize.py launches it.
     """
     launcher = RecordingLauncher("h200")
     with launcher.active():
         unsanitized = sanitize.call_all_launches(np, ("float32", "float16", "bfloat16"))
-    variants = [variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]
+    variants = variants_of("h200", suite, "h200")
     launched = {variant.kernel for variant in variants}
-    rows = list(compile_all(variants + [each for each in launcher.variants if each.kernel not in launched]))
-    print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))
+    variants += [each for each in launcher.variants if each.kernel not in launched]
+    if which == "all":
+        variants += variants_of("a100", suite, "a100")
+    else:
+        first = {variant.kernel: variant for variant in reversed(variants)}
+        sums = [each for kind in ADDED_ROWS for each in variants_of("h200", add_rows, kind, two_layers("paper").n_embd)]
+        variants = list(dict.fromkeys([*first.values(), *sums]))
+    print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=list(compile_all(variants)))))
 
 
 if __name__ == "__main__":
