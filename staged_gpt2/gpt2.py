@@ -12,10 +12,10 @@ from gpt2core.app.backend_setup import memory_errors
 from gpt2core.app.checkpoints.directory import describe_step, load_checkpoint, newest_step, save_checkpoint
 from gpt2core.app.checkpoints.files import STATE
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.continuations import continue_share, text_pieces
-from gpt2core.app.inference_command import fit_prompt, make_inference_backend, sampling_rule, tokenizer_of
+from gpt2core.app.inference.continuations import continue_share, text_pieces
+from gpt2core.app.inference.inference_command import fit_prompt, make_inference_backend, sampling_rule, tokenizer_of
+from gpt2core.app.inference.prompts import encode_prompt
 from gpt2core.app.presets import check_downloaded
-from gpt2core.app.prompts import encode_prompt
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.setting_fields import complete
 from gpt2core.app.settings import InferenceSettings

@@ -20,7 +20,8 @@ START = "STAGED_GPT2_TRACE_START"
 IMPORTS = "numpy", "torch", "triton", "cupy", "tokenizers", "stage2_cuda.cuda_backend", "gpt2core.app.cli"
 # module: its functions and methods to record. A function that a module imported by name is listed under this module.
 FUNCTIONS = {
-    "gpt2core.app.inference_command": "load_checkpoint make_inference_backend read_request load_model write_text",
+    "gpt2core.app.inference.inference_command": "load_checkpoint make_inference_backend read_request load_model "
+    "write_text",
     "gpt2core.app.train_command": "read_inputs make_trainer run_steps save_checkpoint write_sample",
     "stage2_cuda.runtime.triton_launch": "GpuLauncher.__init__ start_driver triton_utils cupy_driver "
     "GpuLauncher.compile_ahead GpuLauncher.new_variant GpuLauncher.load",

@@ -6,7 +6,7 @@ The flags are the settings of settings.py.
 import gpt2core
 from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import HelpPrinted, Parser
-from gpt2core.app.inference_command import inference_command
+from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.rank_agreement import agree_on_start
 from gpt2core.app.setting_fields import add_flags
 from gpt2core.app.settings import InferenceSettings, TrainSettings

@@ -15,9 +15,9 @@ from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.continuations import write_text
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
+from gpt2core.app.inference.continuations import write_text
 from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log

@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import cli, run_paths
+from gpt2core.app import cli, exclusive_paths
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoints.out_flag import resume_command
 from gpt2core.app.checkpoints.run_lock import RunLock
+from gpt2core.app.exclusive_paths import rename_with_number
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.output.output_files import continue_log, is_plot
 from gpt2core.app.output.run_log import RunLog, rarely_changing_lines, read_log, step_line
 from gpt2core.app.output.run_summary import duration
 from gpt2core.app.output.terminal import WordWrap
-from gpt2core.app.run_paths import rename_with_number
 from gpt2core.app.train_command import train_command
 from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import CheckpointError, ConfigError
@@ -289,7 +289,7 @@ def test_a_file_system_without_locks_is_noted(nano, tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(run_paths.fcntl, "flock", flock)
+    monkeypatch.setattr(exclusive_paths.fcntl, "flock", flock)
     result = nano("--out", tmp_path / "run")
     assert (result.code, result.err) == (0, "") and "this file system has no locks (No locks available)" in result.words
 
@@ -360,7 +360,7 @@ def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchan
     plain = infer(*flags).out
     assert max(map(len, plain.splitlines())) > 200
     monkeypatch.setattr("gpt2core.app.output.terminal.terminal_width", lambda: 39)
-    monkeypatch.setattr("gpt2core.app.continuations.terminal_width", lambda: 39)
+    monkeypatch.setattr("gpt2core.app.inference.continuations.terminal_width", lambda: 39)
     for wrapped in (infer(*flags).out, infer(*flags, "--stream").out):
         assert max(map(len, wrapped.splitlines())) <= 39
         assert wrapped.split() == plain.split()

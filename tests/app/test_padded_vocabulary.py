@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from gpt2core.app import cli, inference_command
+from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import save_checkpoint
-from gpt2core.app.continuations import continue_prompts, text_pieces
+from gpt2core.app.inference import inference_command
+from gpt2core.app.inference.continuations import continue_prompts, text_pieces
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_model

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gpt2core import architecture
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import directory as checkpoint
-from gpt2core.app.group_sampler import GroupSampler
+from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo

@@ -72,7 +72,7 @@ def test_the_breakdown_of_a_start_adds_the_calls_of_each_function():
 
 def test_a_trace_records_imports_and_functions(tmp_path):
     (tmp_path / "program.py").write_text(
-        "from contextlib import suppress\nfrom gpt2core.app import inference_command\n"
+        "from contextlib import suppress\nfrom gpt2core.app.inference import inference_command\n"
         "def main():\n    with suppress(Exception):\n        inference_command.load_checkpoint('missing')\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", start_trace.START: "0"}

@@ -31,7 +31,7 @@ from gpt2core.app.checkpoints.files import (
     read_step,
     write_step,
 )
-from gpt2core.app.run_paths import renamed
+from gpt2core.app.exclusive_paths import renamed
 from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import CheckpointError
 from gpt2core.text.input_file import read_file

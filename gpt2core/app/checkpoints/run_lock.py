@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import writable_directory
-from gpt2core.app.run_paths import is_open_file, lock, rename_with_number
+from gpt2core.app.exclusive_paths import is_open_file, lock, rename_with_number
 from gpt2core.errors import CheckpointError
 
 LOCK = ".lock"

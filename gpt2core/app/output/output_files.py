@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from gpt2core.app.run_paths import lock
+from gpt2core.app.exclusive_paths import lock
 from gpt2core.errors import ConfigError
 from gpt2core.tracing.trace_file import check_trace_file
 

@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from gpt2core.app.checkpoints.directory import describe_step
 from gpt2core.app.checkpoints.out_flag import checkpoint_of_older_run
+from gpt2core.app.exclusive_paths import is_open_file, of_another_run, rename_with_number
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.loss_plot import run_curves, write_plot
 from gpt2core.app.output.output_files import check_output_files, continue_log, log_rows
 from gpt2core.app.output.terminal import wrapped
-from gpt2core.app.run_paths import is_open_file, of_another_run, rename_with_number
 from gpt2core.errors import ConfigError, counted
 
 

@@ -9,11 +9,11 @@ from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.checkpoints.run_folders import newest_run, shown, stage_of
-from gpt2core.app.continuations import write_batch, write_continuation, write_text
-from gpt2core.app.group_sampler import GroupSampler
+from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
+from gpt2core.app.inference.group_sampler import GroupSampler
+from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.one_process import check_many_ranks, check_one_process
 from gpt2core.app.presets import check_downloaded, shipped_weights
-from gpt2core.app.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.setting_fields import complete, flag
 from gpt2core.architecture import parameter_shapes

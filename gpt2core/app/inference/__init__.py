@@ -1,0 +1,1 @@
+"""The inference command: weights and prompts in, continuations out."""
