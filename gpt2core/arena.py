@@ -14,7 +14,8 @@ class Arena:
     """The layout of named arrays in a flat buffer of `size` elements; `shapes`: pairs (name, shape).
 
     Parameters, gradients and moments have this layout, so AdamW is one loop, and a sum over ranks is one message.
-    Between two arrays there may be elements of padding. They are zero and stay zero, because their gradient is zero.
+    Between two arrays there may be elements of padding. They are zero and stay zero, because their gradient is zero
+    (unless AdamW's eps is 0).
 
     owners: the number of ranks that divide the buffer, in segments. It is the same for 1, 2, 4, ... and 64 of
     them; for other numbers, such as 3, there are more segments, so that all have equal shares.

@@ -9,8 +9,8 @@ from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. Arrays (B, T, ...) of one micro-batch may also be
 # (M, B, T, ...) for M of them, if the backend merges micro-batches. A group of p ranks divides the vocabulary: the
 # tokens of rank r are [r V/p, (r+1) V/p). Rank r holds their rows of an embedding (V, C) and computes their logits.
-# The graph keeps only the arrays that a backward kernel reads. It reads the data of a weight when it runs; gradients of
-# weights that are functions need only its shape, so a weight may be freed after backward(when=...).
+# The graph keeps only the arrays that a backward kernel reads. At first reading, group is SOLO, whose collectives
+# return their input, and dloss is None.
 
 
 def linear(x, w, b=None):

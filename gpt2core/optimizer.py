@@ -59,7 +59,7 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    own: the slice of the flat arrays that is updated here; the subclasses in parallel/ divide the update.
+    own: the slice whose moments are kept here; a subclass that gives another one than all overrides update().
     """
 
     def __init__(

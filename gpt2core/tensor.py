@@ -3,6 +3,7 @@
 dy is the gradient of the loss with respect to y. For y = f(x) the chain rule is dx = (dy/dx)' dy, where ' transposes.
 Each operation has a function backward(dy) that computes this product. If x is used several times, its gradient is the
 sum of the results. Operations are visited in the reverse order of their creation, so dy is complete when it is used.
+At first reading, a gradient is an array, and `when` is `call`: the other cases make a device faster (see Destination).
 """
 
 import contextlib
@@ -188,7 +189,7 @@ class Destination(NamedTuple):
     """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
 
     A fast backend computes a gradient where it belongs, in a flat buffer, so it returns a function of a Destination.
-    PlainBackend returns arrays: at first reading, read "gradient" as "array".
+    PlainBackend returns arrays.
     """
 
     array: object

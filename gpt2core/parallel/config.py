@@ -101,37 +101,3 @@ def plan_deterministic(batch_size, micro_batches, threads, ranks):
         raise ConfigError(f"`micro_batches={micro_batches}` is not divisible by {ranks} ranks: use {advice}")
     threads = min(threads, micro_batches // ranks)
     return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
-
-
-def check_pipeline(config, parallel, backends, count, replicas):
-    """Raise ConfigError if these options do not fit together in a pipeline; without one, do nothing.
-
-    count: the number of micro-batches of each of the `replicas`. backends: those of this rank, one per thread.
-    """
-    pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
-    if pp == 1:
-        return
-    if not backends[0].on_host:
-        raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
-    if chunks > 1 and name != "interleaved":
-        raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
-    for option, only in (("zero_gather", "end"), ("compress", "none")):
-        if (value := getattr(parallel, option)) != only:
-            raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
-    if len(backends) > 1:
-        raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
-    if config.n_layer < pp * chunks:
-        raise ConfigError(
-            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` ranks with "
-            f"{counted(chunks, 'chunk')} each: use fewer ranks or chunks"
-        )
-    if count < pp:
-        raise ConfigError(
-            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
-            f"`micro_batches={pp * replicas}` or more"
-        )
-    if name == "interleaved" and count % pp:
-        raise ConfigError(
-            f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
-            f"ranks: use `micro_batches={count // pp * pp * replicas}`"
-        )

@@ -114,9 +114,7 @@ class MicroBatches(Accumulator):
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
     def backward(self, batch, scale):
-        self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.completed = dict.fromkeys(self.arena.units, 0)
-        self.data_parallel.begin()
         with self.all_gather:  # the previous update may still be sending parameters
             losses = self.pool.map(lambda worker, part: worker.run(part, scale), self.workers, batch)
         return [loss for worker in losses for loss in worker]

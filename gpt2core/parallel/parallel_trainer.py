@@ -9,13 +9,13 @@ from gpt2core.model import initial_parameters
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.parallel.bucket_size import measured_bucket
-from gpt2core.parallel.config import ParallelConfig, check_pipeline
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import make_data_parallel
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
-from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
+from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches, check_pipeline
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
 from gpt2core.parallel.sharded.unit_adamw import UnitAdamW
@@ -40,9 +40,9 @@ class ParallelTrainer(TrainingStep):
     arena: the layout of the parameters of this pipeline rank. layout: that of the flat arrays `parameters` and
     `gradients`, and of `compute_parameters`, which kernels read: the parameters, or a copy in compute_dtype. It is the
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
-    micro-batches.
-    data_parallel: sums them over the ranks. bucket_mb: the size of a message; bucket_size: its measurement, or None.
-    updating: whether an update has begun that is not counted in `steps`. in_flight: see FastTrainer.
+    micro-batches. data_parallel: sums them over the ranks (with ZeRO-2 and ZeRO-3, a UnitGradients). bucket_mb: the
+    size of a message; bucket_size: its measurement, or None. updating: whether an update has begun that is not counted
+    in `steps`. in_flight: see FastTrainer.
     """
 
     in_flight = ()
@@ -134,6 +134,8 @@ class ParallelTrainer(TrainingStep):
 
     def compute_gradients(self, batch):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
+        self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
+        self.data_parallel.begin()
         losses = self.accumulator.backward(batch, self.scale)
         self.data_parallel.finish()
         return losses

@@ -56,7 +56,7 @@ class TokenFiles:
     vocab_size: int
     start: int = 0  # of this view, in tokens of all files
     stop: int = None
-    ends: np.ndarray = field(default=None, repr=False)  # ends[i]: number of tokens of the first i files
+    ends: np.ndarray = field(default=None, repr=False, compare=False)  # ends[i]: number of tokens of the first i files
     ndim = 1
 
     def __post_init__(self):

@@ -289,7 +289,7 @@ class GpuDecoder:
 
 
 class PrefillCache:
-    """The KV cache that GPT2.trunk uses in a prefill: attend() stores keys and values and computes causal attention.
+    """The KV cache that GPT2.stream uses in a prefill: attend() stores keys and values and computes causal attention.
 
     cache: an array (B, block, 2C) for each layer. The attention kernel is that of training.
     """

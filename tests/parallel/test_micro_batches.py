@@ -90,7 +90,9 @@ def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, 
 
 
 def backward(run, inputs, targets, scale):
-    """The losses of one batch, as numbers."""
+    """The losses of one batch, as numbers; as ParallelTrainer.compute_gradients() calls it."""
+    run.pool.wait()
+    run.data_parallel.begin()
     return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale)]
 
 

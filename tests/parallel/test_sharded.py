@@ -173,7 +173,7 @@ def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, pa
         trainer = make_trainer(comm, ParallelConfig(zero=zero), config, micro_batches=4 * passes)
         if zero > 1 and comm.is_root:
             allocate = trainer.layout.allocate
-            trainer.layout.allocate = lambda unit: count(allocate(unit))
+            trainer.layout.allocate = lambda unit, dtype: count(allocate(unit, dtype))
         trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
         arrays = trainer.parameters, trainer.gradients, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq
         return [array.size for array in arrays], trainer

@@ -9,23 +9,25 @@ from gpt2core.tensor import call, no_grad
 class Executor:
     """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
 
-    chunks: {chunk: its parts}; chunk c is on rank c % pipeline.size, and `count` is the number of chunks on all ranks.
-    ends: Mesh.ends, which sends the messages of E actions, or None for a model that is not tied. width: C, the last
-    axis of messages (B, T, C). dloss: the array of shape () with which backward begins. gradients: an object with
-    point(c), which is called before gradients of parameters of chunk c are computed, and for a tied model with
-    add_embedding(ids, dy), which is called for an E action. peak: the largest number of graphs of one chunk and one
-    micro-batch that were kept at the same time; what W actions still need is not counted. times: {action: (start, end)}
-    of the last run() in seconds of time.perf_counter(), where an action starts when its message is there.
+    chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline); `count`: the number of chunks on all
+    ranks. groups: {kind of an action: the group that sends its messages}: Mesh.pipeline for F and B, and if the model
+    is tied Mesh.ends for E. width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which
+    backward begins. gradients: an object with point(c), which is called before gradients of parameters of chunk c are
+    computed, and for a tied model with add_embedding(ids, dy), which is called for an E action. peak: the largest
+    number of graphs of one chunk and one micro-batch that were kept at the same time; what W actions still need is not
+    counted. times: {action: (start, end)} of the last run() in seconds of time.perf_counter(), where an action starts
+    when its message is there.
 
     Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
     they are sent. Only those of E are not, so they have a group of their own.
     """
 
-    def __init__(self, chunks, count, pipeline, ends, backend, width, dloss, gradients):
-        self.chunks, self.last, self.pipeline, self.ends = chunks, count - 1, pipeline, ends
+    def __init__(self, chunks, count, groups, backend, width, dloss, gradients):
+        self.chunks, self.last, self.groups = chunks, count - 1, groups
         self.backend, self.width, self.dloss, self.gradients = backend, width, dloss, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
-        self.peak, self.times = 0, {}
+        self.peak, self.times, self.started = 0, {}, 0.0
+        self.begin((), 1.0)
 
     def run(self, actions, batch, scale):
         """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
@@ -89,7 +91,7 @@ class Executor:
             self.gradients.point(c)
         with self.backend.runtime.range("backward"):
             while graphs:
-                if self.ends and c == 0 and len(graphs) == 1:  # the graph of the embedding
+                if "E" in self.groups and c == 0 and len(graphs) == 1:  # the graph of the embedding
                     self.send("E", m, c, self.last, dx)
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
@@ -139,4 +141,5 @@ class Executor:
 
     def place(self, kind, c):
         """(the group that sends messages of this kind, the rank in it that has chunk c)."""
-        return (self.ends, 1 if c else 0) if kind == "E" else (self.pipeline, c % self.pipeline.size)
+        group = self.groups[kind]
+        return group, (1 if c else 0) if kind == "E" else c % group.size

@@ -5,6 +5,7 @@ of one, and each unit's gradients are added in the canonical order (tree_sum.py)
 """
 
 from gpt2core.data import even_slices
+from gpt2core.errors import ConfigError, counted
 from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.gradient_sums import arena_sums
@@ -38,8 +39,8 @@ class PipelineMicroBatches(Accumulator):
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         chunks = {c: self.parts(config, units, parallel.recompute) for c, units in self.units.items()}
-        ends = mesh.ends if config.tied else None
-        self.executor = Executor(chunks, len(all_units), pipeline, ends, backend, config.n_embd, self.dloss, self)
+        groups = {"F": pipeline, "B": pipeline} | ({"E": mesh.ends} if config.tied else {})
+        self.executor = Executor(chunks, len(all_units), groups, backend, config.n_embd, self.dloss, self)
         self.schedule = make_schedule(parallel, count, config.tied)
         self.actions = self.schedule[pipeline.rank]
 
@@ -55,7 +56,6 @@ class PipelineMicroBatches(Accumulator):
         return [[(inputs[part], targets[part]) for part in even_slices(rows, self.count)]]
 
     def backward(self, batch, scale):
-        self.data_parallel.begin()
         for each in self.sums.values():
             each.begin()
         self.refresh()
@@ -98,3 +98,37 @@ def make_schedule(parallel, count, tied):
     """The schedule of a ParallelConfig for `count` micro-batches."""
     schedule = SCHEDULES[parallel.pp_schedule](parallel.pp, count, parallel.chunks)
     return with_tied_embedding(schedule) if tied else schedule
+
+
+def check_pipeline(config, parallel, backends, count, replicas):
+    """Raise ConfigError if these options do not fit together in a pipeline; without one, do nothing.
+
+    count: the number of micro-batches of each of the `replicas`. backends: those of this rank, one per thread.
+    """
+    pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
+    if pp == 1:
+        return
+    if not backends[0].on_host:
+        raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
+    if chunks > 1 and name != "interleaved":
+        raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
+    for option, only in (("zero_gather", "end"), ("compress", "none")):
+        if (value := getattr(parallel, option)) != only:
+            raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
+    if len(backends) > 1:
+        raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
+    if config.n_layer < pp * chunks:
+        raise ConfigError(
+            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` ranks with "
+            f"{counted(chunks, 'chunk')} each: use fewer ranks or chunks"
+        )
+    if count < pp:
+        raise ConfigError(
+            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
+            f"`micro_batches={pp * replicas}` or more"
+        )
+    if name == "interleaved" and count % pp:
+        raise ConfigError(
+            f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
+            f"ranks: use `micro_batches={count // pp * pp * replicas}`"
+        )

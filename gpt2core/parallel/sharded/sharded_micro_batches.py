@@ -54,7 +54,6 @@ class ShardedMicroBatches(Accumulator):
         return [passes_of(inputs, targets, rows, self.count, merged)]
 
     def backward(self, batch, scale):
-        self.unit_gradients.begin()
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
             for number, (ids, targets) in enumerate(batch[0]):
                 self.unit_gradients.begin_pass()

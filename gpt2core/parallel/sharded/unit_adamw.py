@@ -12,10 +12,9 @@ class UnitAdamW(DividedAdamW):
 
     def __init__(self, shards, parameters, backend, *, rounding="nearest", seed=0, **options):
         super().__init__(shards, parameters, backend, **options)
-        self.shards = shards
 
     def page_sums(self, flat):
-        return self.shards.join(self.backend.page_sums(flat))
+        return self.arena.join(self.backend.page_sums(flat))
 
     def update(self, *arguments):
         with self.backend.runtime.range("optimizer"):

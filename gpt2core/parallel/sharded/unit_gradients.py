@@ -18,6 +18,7 @@ class UnitGradients:
         self.shards, self.flat, self.tensors, self.reads = shards, flat, tensors, reads
         self.backend, self.count, self.merged, self.twice = backend, count, merged, twice
         self.sums = {}  # {unit: its UnitSum, from the first to the last pass}
+        self.begun = set()  # the units that have destinations in the present pass
         self.sending = []  # (Handle of a reduce-scatter, the array that it reads)
 
     def begin(self):

@@ -16,6 +16,7 @@ class UnitParameters:
 
     def __init__(self, shards, flat, tensors, reads, keeps):
         self.shards, self.flat, self.tensors, self.reads, self.keeps = shards, flat, tensors, reads, keeps
+        self.current, self.next, self.following = None, None, iter([])  # units: read now, the next one, those after it
         self.gathered = {}  # {unit: (the array of its parameters, Handle of the all-gather)}
         for unit in shards.parts:
             self.clear(unit)
