@@ -233,16 +233,16 @@ def test_a_number_of_a_benchmark_that_is_not_positive_or_is_too_large_is_one_lin
 
 
 @pytest.mark.parametrize(
-    "command, says",
-    [("import sys; sys.argv.append('--preset=nano'); from benchmarks.gpu import step as script", "no GPU was found"),
-     ("from benchmarks.cpu import train_step as script; "
-      "script.OURS = script.ProcessSpec('ours', 'no_such_package.module', 1)", "the package no_such_package is not")],
+    "program, says",
+    [("import sys; sys.argv.append('--preset=nano'); from benchmarks.gpu.step import main", "no GPU was found"),
+     ("main = BenchmarkProcess(ProcessSpec('ours', 'no_such_package.module', 1), 'benchmarks.cpu.train_step', 60)"
+      ".__enter__", "the package no_such_package is not installed")],
 )  # fmt: skip
-def test_an_error_that_a_compared_program_explains_is_one_line(command, says):
+def test_an_error_that_a_compared_program_explains_is_one_line(program, says):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = "from benchmarks.harness.processes import run_main; run_main(script.main)"
+    harness = "from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main"
     done = subprocess.run(
-        [sys.executable, "-c", f"{command}; {run}"],
+        [sys.executable, "-c", f"{harness}\n{program}\nrun_main(main)"],
         cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
     )  # fmt: skip
     *load, line = done.stderr.splitlines()

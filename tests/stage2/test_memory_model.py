@@ -273,7 +273,7 @@ SHARED = [
 def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
     tensor = EqualRanks(parallel.tp) if parallel.tp > 1 else Solo()
-    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=tensor, pipeline=Solo(), replica=tensor)
+    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=tensor, pipeline=Solo(), replica=tensor, ends=None)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)

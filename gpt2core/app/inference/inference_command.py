@@ -43,17 +43,17 @@ def inference_command(make_backend, world, args, cores):
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
     all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
     inputs = on_root(world, lambda: read_request(args, checkpoint))
+    config, tokenizer, prompts = world.broadcast_object(inputs)
+    group = world if args.mode == "tensor" else Solo()  # the ranks that divide each layer
+    all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
+    all_or_raise(world, lambda: backend.runtime.check_generation(config, args.max_new_tokens))
     if checkpoint and not args.weights:
         print(f"weights: {checkpoint.path}", file=sys.stderr)
-    config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
-    group = world if args.mode == "tensor" else Solo()  # the ranks that divide each layer
     emit = print if world.is_root else print_nothing
     with memory_errors(backend, config, parallel=ParallelConfig(tp=group.size)):
-        all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
         model = load_model(config, arrays, backend, group)
-        all_or_raise(world, lambda: backend.runtime.check_generation(config, args.max_new_tokens))
         if args.mode == "batch":
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
