@@ -48,15 +48,18 @@ def test_make_train_and_generate_work_inside_the_folder_of_stage_0(tmp_path):
     assert "Continuation:" in generated.stdout, generated.stderr
 
 
+WEIGHTS = "--weights", ROOT / "data" / "gpt2-paper"  # by default the newest run of whoever uses this checkout
+
+
 def test_run_inference_continues_a_text_from_any_directory(tmp_path):
-    done = run(ROOT / "stage0_serial" / "run_inference.sh", *PROMPT, cwd=tmp_path)
+    done = run(ROOT / "stage0_serial" / "run_inference.sh", *WEIGHTS, *PROMPT, cwd=tmp_path)
     assert (done.returncode, "the second year," in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.long
 def test_run_inference_of_stage_1_starts_n_ranks(tmp_path):
     pytest.importorskip("mpi4py")
-    done = run(ROOT / "stage1_mpi" / "run_inference.sh", "--mode", "tensor", *PROMPT, cwd=tmp_path, N="2")
+    done = run(ROOT / "stage1_mpi" / "run_inference.sh", "--mode", "tensor", *WEIGHTS, *PROMPT, cwd=tmp_path, N="2")
     assert (done.returncode, "the second year," in done.stdout) == (0, True), done.stderr
 
 

@@ -46,6 +46,7 @@ def inference_command(make_backend, world, args, cores):
     config, tokenizer, prompts = world.broadcast_object(inputs)
     group = world if args.mode == "tensor" else Solo()  # the ranks that divide each layer
     all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
+    all_or_raise(world, lambda: backend.check_model(config))
     all_or_raise(world, lambda: backend.runtime.check_generation(config, args.max_new_tokens))
     if checkpoint and not args.weights:
         print(f"weights: {checkpoint.path}", file=sys.stderr)
