@@ -34,8 +34,8 @@ class Accumulator(ABC):
     def backward(self, batch, scale):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
 
-        Starts to sum the gradients, times dloss, over the ranks; they are complete after data_parallel.finish(). The
-        losses are 0 on a rank of a pipeline without the head.
+        Call data_parallel.begin() before. Starts to sum the gradients, times dloss, over the ranks; they are complete
+        after data_parallel.finish(). The losses are 0 on a rank of a pipeline without the head.
         """
 
     @abstractmethod

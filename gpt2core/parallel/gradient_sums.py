@@ -72,8 +72,7 @@ def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=())
     zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(count) - 1))
     flats = [gradients, *zeros]
     views = [arena.views(flat) for flat in flats]
-    lead = (merged,) if merged > 1 else ()
-    apart = {name: backend.empty((*lead, *arena.shapes[name]), backend.dtype) for name in twice}
+    apart = arrays_apart(only(twice, tensors), backend, merged)
     return {
         unit: UnitSum(
             only(names, tensors), [flat[arena.unit_slice(unit)] for flat in flats], views, backend, count, merged,
@@ -83,5 +82,17 @@ def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=())
     }  # fmt: skip
 
 
+def arrays_apart(tensors, backend, merged):
+    """New arrays for UnitSum.apart; tensors: {name: Tensor} of the parameters."""
+    lead = (merged,) if merged > 1 else ()
+    return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
+
+
+def tensors_of(sums):
+    """{name: Tensor} of all parameters, in the order of the arena; sums: from arena_sums()."""
+    return {name: tensor for each in sums.values() for name, tensor in each.tensors.items()}
+
+
 def only(names, arrays):
+    """The items of the dictionary `arrays` with these names; names that it does not have are omitted."""
     return {name: arrays[name] for name in names if name in arrays}

@@ -16,7 +16,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator, loss_arrays
 from gpt2core.parallel.async_all_gather import NoGather
-from gpt2core.parallel.gradient_sums import arena_sums
+from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
 from gpt2core.tensor import no_grad
@@ -43,7 +43,7 @@ class Worker:
         # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
         twice = [config.head] if config.tied and merged * count > 1 else []
         self.sums = arena_sums(arena, parameters, gradients, backend, count, merged, twice)
-        self.tensors = {name: tensor for each in self.sums.values() for name, tensor in each.tensors.items()}
+        self.tensors = tensors_of(self.sums)
         # of each pass: its loss, then merged - 1 zeros
         self.losses, self.merged = loss_arrays(backend, count * merged), merged
         self.model = GPT2(config, self.tensors, group)

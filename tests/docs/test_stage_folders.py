@@ -48,7 +48,8 @@ def test_make_train_and_generate_work_inside_the_folder_of_stage_0(tmp_path):
     assert "Continuation:" in generated.stdout, generated.stderr
 
 
-WEIGHTS = "--weights", ROOT / "data" / "gpt2-paper"  # by default the newest run of whoever uses this checkout
+# Without --weights, inference continues the newest run in out/, which another program may have saved.
+WEIGHTS = "--weights", ROOT / "data" / "gpt2-paper"
 
 
 def test_run_inference_continues_a_text_from_any_directory(tmp_path):

@@ -8,7 +8,7 @@ from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
-from gpt2core.parallel.gradient_sums import arena_sums
+from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
@@ -30,8 +30,7 @@ class PipelineMicroBatches(Accumulator):
         pipeline, self.group, self.backend, self.data_parallel = mesh.pipeline, mesh.tensor, backend, data_parallel
         self.arena, self.gradients, self.on_complete = arena, gradients, data_parallel.unit_completed
         self.sums = arena_sums(arena, parameters, gradients, backend, count)
-        self.tensors = {name: tensor for each in self.sums.values() for name, tensor in each.tensors.items()}
-        self.tied = None
+        self.tensors, self.tied = tensors_of(self.sums), None
         if config.tied:
             self.tied = TiedTable(config, mesh.ends, mesh.tensor, self.tensors.get(config.head), backend)
             self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}

@@ -1,6 +1,6 @@
 """The gradient of a unit is summed over the ranks when it is complete, and a rank keeps its shard (ZeRO-2, ZeRO-3)."""
 
-from gpt2core.parallel.gradient_sums import UnitSum, buffers_of_sum, only
+from gpt2core.parallel.gradient_sums import UnitSum, arrays_apart, buffers_of_sum, only
 
 
 class UnitGradients:
@@ -42,11 +42,7 @@ class UnitGradients:
             buffers = [self.shards.allocate(unit, self.backend.dtype) for _ in range(buffers_of_sum(self.count))]
             views = [self.shards.views(unit, array) for array in buffers]
             self.sums[unit] = UnitSum(tensors, buffers, views, self.backend, self.count, self.merged)
-        lead = (self.merged,) if self.merged > 1 else ()
-        self.sums[unit].apart = {
-            name: self.backend.empty((*lead, *tensor.shape), self.backend.dtype)
-            for name, tensor in only(self.twice, tensors).items()
-        }
+        self.sums[unit].apart = arrays_apart(only(self.twice, tensors), self.backend, self.merged)
         self.sums[unit].point()
 
     def completed(self, unit):
