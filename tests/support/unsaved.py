@@ -5,4 +5,5 @@ SAVING = {"--out", "--save", "--no-save", "--dry-run"}
 
 def unsaved(words):
     """The arguments of train_gpt2.py, with --no-save unless one of them is in SAVING."""
-    return [*words] if SAVING & {str(word).partition("=")[0] for word in words} else [*words, "--no-save"]
+    words = [*words]
+    return words if SAVING & {str(word).partition("=")[0] for word in words} else [*words, "--no-save"]
