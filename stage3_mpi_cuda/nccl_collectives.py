@@ -1,24 +1,24 @@
-"""Collectives of NCCL on GPU arrays, on a communication stream, so that they overlap with the caller's kernels.
+"""Collectives and messages of NCCL on GPU arrays, on streams of their own, so that the caller's kernels overlap.
 
-No call blocks the host. A call records an event, `ready`, on the caller's stream and makes the communication stream
-wait for this event. The call then enqueues NCCL's kernel on the communication stream, and records a second event,
-`done`, after the kernel. wait() makes the caller's stream wait for `done`. During stream capture these two events
-become the fork and the join of the CUDA graph, so capture needs no other code.
+No call blocks the host, except the first message of a group, which connects its ranks. A call records an event,
+`ready`, on the caller's stream and makes the communication stream wait for this event. The call then enqueues NCCL's
+kernel on the communication stream, and records a second event, `done`, after the kernel. wait() makes the caller's
+stream wait for `done`. During stream capture these two events become the fork and the join of the CUDA graph, so
+capture needs no other code. Messages (nccl_channels.py) do the same, with a stream for each pair of ranks and direction.
 """
 # p: number of ranks in the group; r: this rank; n: number of elements of x on one rank
 
 import contextlib
-import ctypes
 
 from gpt2core.communicator import Communicator, Handle, address, check_op, check_out, rows_per_part, textbook_bytes
 from gpt2core.errors import ConfigError
+from stage3_mpi_cuda.nccl_channels import BYTE, new_communicator, open_channels
 from stage3_mpi_cuda.tree_sum import tree_sum
 
 NATIVE = "nccl"  # the algorithm name that selects NCCL's own sums
 # Values of ncclDataType_t and ncclRedOp_t in nccl.h. Collectives that only copy data use the type BYTE for any dtype.
 TYPES = {"int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "max": 2, "min": 3}
-BYTE = 1
 
 
 class NcclCollectives(Communicator):
@@ -46,24 +46,14 @@ class NcclCollectives(Communicator):
     measures_buckets = True
 
     def __init__(self, mpi_group, gpu):
+        self._mpi_group, self._gpu = mpi_group, gpu
         self.rank, self.size, self.bytes_sent = mpi_group.rank, mpi_group.size, 0
         self.local_rank, self.local_size = mpi_group.local_rank, mpi_group.local_size
         self._xp, self._cuda, self._stream, self._nccl = gpu.cupy, gpu.cupy.cuda, gpu.stream, gpu.nccl
         self._algorithm = "canonical"
-        self._stored_messages = []  # messages that are not yet enqueued
-        unique_id = mpi_group.broadcast_object(self._nccl.get_unique_id() if mpi_group.is_root else None)
-        try:
-            self._comm = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
-        except self._nccl.NcclError as error:
-            raise ConfigError(
-                f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
-                f"cause, or use `transport=mpi`"
-            ) from error
-        # This reference is never released, so NCCL's destructor never runs. It would wait until every CUDA graph that
-        # contains a call of this communicator is destroyed. Python destroys objects at exit in an undefined order, so
-        # the destructor could wait forever.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
-        gpu.communicators.append(self._comm)
+        unique_id = mpi_group.broadcast_object(gpu.nccl.get_unique_id() if mpi_group.is_root else None)
+        self._comm = new_communicator(gpu, self.size, unique_id, self.rank)
+        self._channels = {}  # {(source, to): Channel} of this rank's messages; empty before the first one
 
     @staticmethod
     def sent_on_device(mpi_group, call, size, rank):
@@ -164,40 +154,26 @@ class NcclCollectives(Communicator):
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages ------------------------------------------------------------------------------------------------------
-    # send_start() and recv_start() only store a message. The first wait() enqueues all stored messages as one NCCL
-    # group: outside a group, two ranks that first send to each other and then receive would both wait forever.
+    # -- messages; all ranks of the group must send or receive a first one, which opens the channels -------------------
 
     def send_start(self, x, to, tag=0):
         self.check_peer(to, "to")
-        x = self._xp.ascontiguousarray(x)
+        x, channel = self._xp.ascontiguousarray(x), self._channel(self.rank, to, tag)
         self.bytes_sent += x.nbytes
-        return self._message(self._comm.send, x, to, tag)
+        return self._enqueue(lambda: channel.send(x), x, None, stream=channel.stream)
 
     def recv_start(self, out, source, tag=0):
         self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
-        return self._message(self._comm.recv, out, source, tag, result=out)
+        channel = self._channel(source, self.rank, tag)
+        return self._enqueue(lambda: channel.receive(out), out, stream=channel.stream)
 
-    def _message(self, call, array, peer, tag, result=None):
+    def _channel(self, source, to, tag):
         if tag:
             raise ConfigError(f"tag {tag}: NCCL has no tags; use tag 0 and receive in the order of sending")
-        message = _Message(self, lambda: call(address(array), array.nbytes, BYTE, peer, self._stream.ptr), result)
-        self._stored_messages.append(message)
-        return message
-
-    def _enqueue_messages(self):
-        messages, self._stored_messages = self._stored_messages, []
-
-        def run():
-            with grouped(self._nccl):
-                for message in messages:
-                    message.call()
-
-        if messages:
-            operation = self._enqueue(run)
-            for message in messages:
-                message.operation = operation
+        if not self._channels:
+            self._channels = open_channels(self._mpi_group, self._gpu)
+        return self._channels[source, to]
 
     def _send_recv(self, sends, receives):
         """Send buffer j of `sends` to rank j and receive buffer j of `receives` from rank j, for every rank j.
@@ -212,19 +188,20 @@ class NcclCollectives(Communicator):
 
     # -- streams and events --------------------------------------------------------------------------------------------
 
-    def _enqueue(self, run, *arrays):
-        """Call run() with the communication stream as current stream, after all earlier work on the caller's stream.
+    def _enqueue(self, run, *arrays, stream=None):
+        """Call run() with `stream` as current stream, after all earlier work on the caller's stream.
 
         Returns a Handle. arrays: the arrays that run() uses; the last one is the result. The handle keeps the arrays
-        alive until wait(), so that CuPy's memory pool does not reuse their memory earlier.
+        alive until wait(), so that CuPy's memory pool does not reuse their memory earlier. stream: by default the
+        communication stream.
         """
-        self._enqueue_messages()
+        stream = stream or self._stream
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
-        self._stream.wait_event(ready)
-        with self._stream:  # temporary arrays belong to this stream, which reuses their memory in order
+        stream.wait_event(ready)
+        with stream:  # temporary arrays belong to this stream, which reuses their memory in order
             run()
-        done.record(self._stream)
+        done.record(stream)
         return _StreamOperation(self._cuda, done, arrays)
 
     # -- arguments -----------------------------------------------------------------------------------------------------
@@ -267,20 +244,6 @@ class _StreamOperation(Handle):
             cuda, done, _ = self._pending
             cuda.get_current_stream().wait_event(done)
             self._pending = None
-        return self._result
-
-
-class _Message(Handle):
-    """A message that may not be enqueued yet; wait() enqueues it, with all other such messages, as one group."""
-
-    def __init__(self, collectives, call, result):
-        super().__init__(result)
-        self._collectives, self.call, self.operation = collectives, call, None
-
-    def wait(self):
-        if self.operation is None:
-            self._collectives._enqueue_messages()
-        self.operation.wait()
         return self._result
 
 

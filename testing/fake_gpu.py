@@ -5,6 +5,8 @@ tests/support/fake_cupy.py has a fake of CuPy, for tests of launches, graphs and
 
 import contextlib
 import ctypes
+import queue
+import uuid
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,30 +20,37 @@ OPS = {0: "sum", 2: "max", 3: "min"}  # ncclRedOp_t
 
 
 class Stream(contextlib.AbstractContextManager):
-    """A stream whose work is always complete."""
+    """A stream whose work is complete, except the messages that it receives: they are when another stream waits for it.
 
-    ptr = 0
+    ptr: its index in the list of all streams of a fake GPU.
+    """
+
+    def __init__(self, ptr=0):
+        self.ptr, self.receiving = ptr, []  # Receives
 
     def __exit__(self, *error):
         pass
 
     def wait_event(self, event):
         assert event.recorded, "a stream waits for an event that was not recorded"
+        for receive in event.receiving:
+            receive.wait()
 
     def record(self, event):
         event.record(self)
         return event
 
     def synchronize(self):
-        pass
+        for receive in self.receiving:
+            receive.wait()
 
 
 class Event:
     def __init__(self, disable_timing):
-        self.recorded = False
+        self.recorded, self.receiving = False, []
 
     def record(self, stream=None):
-        self.recorded = True
+        self.recorded, self.receiving = True, list(stream.receiving if stream else [])
 
     def synchronize(self):
         assert self.recorded
@@ -61,19 +70,58 @@ def assert_apart(x, out, offset=None):
     assert not overlap or x[0] - out[0] == offset, "NCCL would overwrite its input"
 
 
+class Receive:
+    """A message from a queue, which wait() copies to an array."""
+
+    def __init__(self, queue, out):
+        self.queue, self.out = queue, out
+
+    def wait(self):
+        if self.queue:
+            self.out[...] = self.queue.get(timeout=60)
+            self.queue = None
+
+
+class Pair:
+    """A fake NCCL communicator of two ranks. Outside of groupStart() and groupEnd(), messages go from rank 0 to 1."""
+
+    def __init__(self, nccl, queue, rank):
+        self.nccl, self.queue, self.rank = nccl, queue, rank
+
+    def __getattr__(self, name):  # the collectives
+        return getattr(self.nccl, name)
+
+    def send(self, at, count, kind, peer, stream):
+        if self.nccl.group is not None:
+            return self.nccl.send(at, count, kind, peer, stream)
+        assert (kind, peer, self.rank) == (1, 1, 0)
+        self.queue.put(memory(at, count).copy())
+
+    def recv(self, at, count, kind, peer, stream):
+        if self.nccl.group is not None:
+            return self.nccl.recv(at, count, kind, peer, stream)
+        assert (kind, peer, self.rank) == (1, 0, 1)
+        self.nccl.streams[stream].receiving.append(Receive(self.queue, memory(at, count)))
+
+
 class Nccl:
-    """A fake of the module cupy.cuda.nccl for one rank of a group of threads."""
+    """A fake of the module cupy.cuda.nccl for one rank of a group of threads; streams: of its fake GPU."""
 
     NcclError = RuntimeError
+    queues = {}  # {unique id: the messages of a Pair}
 
-    def __init__(self, threads):
-        self.threads, self.group = threads.split(0), None
+    def __init__(self, threads, streams):
+        self.threads, self.streams, self.group = threads.split(0), streams, None
 
     def get_unique_id(self):
-        return "unique"
+        unique = str(uuid.uuid4())
+        self.queues[unique] = queue.SimpleQueue()
+        return unique
 
     def NcclCommunicator(self, size, unique, rank):
-        assert (size, unique, rank) == (self.threads.size, "unique", self.threads.rank)
+        if size == 2:
+            return Pair(self, self.queues[unique], rank)
+        assert (size, rank) == (self.threads.size, self.threads.rank)
         return self
 
     def groupStart(self):
@@ -133,16 +181,22 @@ def copy(to, source, length, kind, stream):
 def fake_gpu(threads):
     """A fake of nccl_communicator.bind_gpu() for one rank of a group of threads."""
     stream = Stream()
+    streams = [stream]
+
+    def new_stream(non_blocking, priority=0):
+        streams.append(Stream(len(streams)))
+        return streams[-1]
+
     cuda = SimpleNamespace(
         Event=Event,
-        Stream=lambda non_blocking: stream,
+        Stream=new_stream,
         Device=lambda number: contextlib.nullcontext(),
         get_current_stream=lambda: stream,
         alloc_pinned_memory=bytearray,
         runtime=SimpleNamespace(memcpyAsync=copy),
     )
     cupy = SimpleNamespace(cuda=cuda, empty=np.empty, ascontiguousarray=np.ascontiguousarray)
-    return SimpleNamespace(cupy=cupy, stream=stream, device_id=0, nccl=Nccl(threads), communicators=[])
+    return SimpleNamespace(cupy=cupy, stream=stream, device_id=0, nccl=Nccl(threads, streams), communicators=[])
 
 
 class OnFakeGpu(NcclCommunicator):

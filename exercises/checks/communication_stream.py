@@ -25,7 +25,7 @@ class Streams:
     def collectives(self):
         """NcclCollectives of the student that has only what _enqueue() needs."""
         found = object.__new__(NcclCollectives)
-        found._cuda, found._stream, found._stored_messages = self.cuda, self.communication, []
+        found._cuda, found._stream = self.cuda, self.communication
         return found
 
 
@@ -95,12 +95,13 @@ def stream_order():
     _, on_stream, before, _ = enqueue(streams)
     if not on_stream:
         raise Mismatch(
-            "run() is called with the caller's stream as current stream", "Call it inside `with self._stream`."
+            "run() is called with the caller's stream as current stream",
+            "Call it inside `with stream`, where stream is self._stream if none is given.",
         )
     if "gradient" not in before:
         raise Mismatch(
             "NCCL's call may start before the caller's kernel has written the gradient",
-            "Record the event `ready` on the caller's stream, and call self._stream.wait_event(ready) before run().",
+            "Record the event `ready` on the caller's stream, and call stream.wait_event(ready) before run().",
         )
     if streams.host_waits:
         raise Mismatch("_enqueue waits on the host", "Use events between streams: do not call synchronize().")
@@ -118,7 +119,7 @@ def stream_join():
     if "nccl" not in streams.caller.kernel("optimizer"):
         raise Mismatch(
             "after wait(), a kernel of the caller may start before NCCL's call is complete",
-            "Record `done` on self._stream after run(), and let wait() call wait_event(done) of the current stream.",
+            "Record `done` on the stream after run(), and let wait() call wait_event(done) of the current stream.",
         )
     if streams.host_waits:
         raise Mismatch("wait() blocks the host", "Use wait_event(): do not call synchronize().")

@@ -300,10 +300,6 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class OtherDevice(PlainBackend):
-    name, xp = "cuda", None
-
-
 @pytest.mark.parametrize("ranks, parallel, options, message", [
     (2, dict(pp=2, pp_schedule="2f2b"), {},
      "`pp_schedule=2f2b` is unknown: choose from gpipe, 1f1b, interleaved, zero-bubble"),
@@ -323,7 +319,6 @@ class OtherDevice(PlainBackend):
     (2, dict(pp=2, pp_schedule="interleaved"), dict(micro_batches=5, batch_size=10),
      "`pp_schedule=interleaved`: each replica has 5 micro-batches, not divisible by `pp=2` ranks: use "
      "`micro_batches=4`"),
-    (2, dict(pp=2), dict(backend=OtherDevice), "`pp=2`: cuda has no pipeline: use stage 1, or omit the flag"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(ranks, parallel, options, message):
     def refused(comm):

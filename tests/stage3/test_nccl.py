@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from gpt2core.codecs import CODECS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
 from gpt2core.training_loop import read_batch
@@ -216,13 +218,14 @@ def test_collectives_are_captured_with_the_kernels_around_them(gpus, ranks):
 STEPS, SHARDS = 5, 4  # the first is run, the second is captured, the others are replays
 
 
-def trained(world, precision, deterministic=True, micro_batches=SHARDS, **parallel):
+def trained(world, precision, deterministic=True, micro_batches=SHARDS, capture=True, layers=2, tied=False, **parallel):
     """[(loss, gradient norm) of each step], and the hash of the parameters."""
     tokens, _ = load_tokens(CORPUS, None)
-    config, recipe = PRESETS["tiny"], dict(clip=0.5, weight_decay=0.1)
+    config, recipe = replace(PRESETS["tiny"], n_layer=layers, tied=tied), dict(clip=0.5, weight_decay=0.1)
     sizes = dict(batch_size=16, seq_len=config.block_size, micro_batches=micro_batches)
     backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
-    trainer = Trainer(config, [backend], **sizes, optimizer=recipe, world=world, parallel=sharing)
+    options = dict(optimizer=recipe, world=world, parallel=sharing, capture=capture)
+    trainer = Trainer(config, [backend], **sizes, **options)
     windows = Windows(tokens, config.block_size)
     steps = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(STEPS)]
     return [(step.loss, step.grad_norm) for step in steps], parameter_hash(trainer)
@@ -249,6 +252,45 @@ def test_every_dp_strategy_and_zero_has_stage_2_s_bits(gpus, ranks, precision):
     ways = [dict(precision=precision, **way) for way in WAYS]
     for results in run_mpi(ranks, runs, "nccl", ways, timeout=LIMIT):
         assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("precision, tied", [("fp32", False), ("bf16", True), ("fp16", True)])
+def test_every_schedule_of_a_pipeline_has_stage_2_s_bits(gpus, precision, tied):
+    gpus(2)
+    want = trained(None, precision, layers=4, tied=tied)
+    ways = [dict(pp=2, pp_schedule=schedule) for schedule in SCHEDULES]
+    ways += [
+        dict(pp=2, recompute="block"),
+        dict(pp=2, capture=False),
+        dict(pp=2, pp_schedule="zero-bubble", capture=False),
+    ]
+    ways = [dict(precision=precision, layers=4, tied=tied, **way) for way in ways]
+    for results in run_mpi(2, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pipeline_of_four_gpus_and_replicas_of_one_have_stage_2_s_bits(gpus, tied):
+    gpus(4)
+    want = trained(None, "bf16", layers=4, tied=tied)
+    ways = [
+        dict(pp=2, pp_schedule="interleaved", zero=1),
+        dict(pp=2, dp="bucket"),
+        dict(pp=4),
+        dict(pp=4, pp_schedule="zero-bubble"),
+    ]
+    ways = [dict(precision="bf16", layers=4, tied=tied, **way) for way in ways]
+    for results in run_mpi(4, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+def test_a_pipeline_of_ranks_that_share_a_gpu_has_stage_2_s_bits(gpus):
+    gpus(1)
+    want = trained(None, "bf16", layers=4, tied=True)
+    how = dict(precision="bf16", layers=4, tied=True, pp=2)
+    ways = [dict(how, pp_schedule=schedule) for schedule in ("1f1b", "zero-bubble")]
+    for results in run_mpi(2, runs, "mpi", ways, timeout=LIMIT):
+        assert results == [want] * 2
 
 
 def test_fp16_overflow_repeats_the_step_on_all_ranks(gpus):

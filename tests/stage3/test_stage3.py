@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.training_loop import read_batch
@@ -94,25 +96,23 @@ def test_a_sum_of_any_length_and_dtype_has_the_canonical_order(size):
         run_ranks(size, sums)
 
 
-def messages(threads, kind):
-    """Every rank sends before it receives, and waits for the receive before the send."""
-    comm = collectives_of(kind, threads)
+def messages(threads):
+    """Every rank posts its receives, then sends; a message may be empty, and a sum may be between start and wait."""
+    comm = collectives_of(NcclCollectives, threads)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x, out, calls, nccl = np.full(3, comm.rank), np.full(3, -1), [], comm._nccl
-    group_end, all_reduce = nccl.groupEnd, nccl.allReduce
-    nccl.groupEnd = lambda: calls.append("messages") or group_end()
-    nccl.allReduce = lambda *arguments: calls.append("sum") or all_reduce(*arguments)
-    send, receive = comm.send_start(x, to), comm.recv_start(out, source)
-    assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # between start and wait
-    assert receive.wait() is out and send.wait() is None
-    assert_same(out, np.full(3, source))
-    # Whenever a rank waits for its messages, they come before the sum: NCCL needs one order on all ranks.
-    assert calls == ["messages", "sum"]
+    xs, outs = [[np.full(n, fill) for n in (3, 0, 5)] for fill in (comm.rank, -1)]
+    receives = [comm.recv_start(out, source) for out in outs]
+    sends = [comm.send_start(x, to) for x in xs]
+    assert_same(comm.all_reduce(xs[0]), np.full(3, sum(range(comm.size))))
+    for receive, out in zip(receives, outs, strict=True):
+        assert receive.wait() is out
+        assert_same(out, np.full(len(out), source))
+    assert [send.wait() for send in sends] == [None] * 3 and comm.bytes_sent > 8 * xs[0].itemsize
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_all_send_first_do_not_deadlock(size):
-    run_ranks(size, messages, NcclCollectives)
+def test_ranks_that_all_receive_first_do_not_wait_forever(size):
+    run_ranks(size, messages)
 
 
 def mistakes(threads):
@@ -234,16 +234,17 @@ def test_a_missing_nccl_names_the_package_for_the_cuda_version(monkeypatch, vers
 
 # -- training steps with threads as ranks ------------------------------------------------------------------------------
 
+REST = [name for name in SCHEDULES if name != "interleaved"]  # it sends in both directions between F actions
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 RECIPE = dict(clip=0.5, weight_decay=0.1)
 
 
-def trained(world, backend, micro_batches, steps=1, **parallel):
+def trained(world, backend, micro_batches, steps=1, model=MODEL, **parallel):
     """[(loss, gradient norm, hash of the parameters after the step) of each step]."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200)
     sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=micro_batches)
     sharing = ParallelConfig(bucket_mb=0.01, **parallel)
-    trainer = Trainer(MODEL, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
+    trainer = Trainer(model, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
     windows, rows = Windows(tokens, MODEL.block_size), []
     for _ in range(steps):
         step = trainer.step(read_batch(trainer, windows), 1e-3)
@@ -306,6 +307,15 @@ def test_training_with_a_fake_nccl_has_stage_2_s_bits(serial):
     how = dict(dp="bucket", zero=1, zero_gather="forward")
     for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 4, steps=2, **how)):
         assert got == serial
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
+def test_a_pipeline_with_a_fake_nccl_has_stage_2_s_bits(schedule):
+    model = replace(MODEL, n_layer=4, tied=True)
+    want = trained(None, Copied, 2, model=model)
+    how = dict(model=model, pp=2, pp_schedule=schedule)
+    for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 2, **how)):
+        assert got == want
 
 
 def test_tensor_parallel_ranks_have_stage_2_s_losses(serial):

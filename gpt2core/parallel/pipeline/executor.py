@@ -2,6 +2,7 @@
 
 import time
 
+from gpt2core.communicator import Handle
 from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import call, no_grad
 
@@ -33,8 +34,9 @@ class Executor:
         """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
 
         batch: [(ids, targets) of each micro-batch]. A loss is `scale` times a sum over tokens. The message of the next
-        action is received while an action is computed; sends are waited for before the function returns, and those of
-        F(m, c) before B(m, c).
+        action is received while an action is computed. Sends are waited for before the function returns: those of
+        F(m, c) before B(m, c), and those of B(m, c) before the next gradient of chunk c is sent. So few of the arrays
+        that were sent are kept.
         """
         self.begin(batch, scale, splits=any(kind == "W" for kind, _, _ in actions))
         self.times = {}
@@ -95,15 +97,18 @@ class Executor:
                     self.send("E", m, c, self.last, dx)
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
+            self.sent.pop(("B", m - 1, c), Handle()).wait()
             self.send("B", m, c, c - 1, dx)
         if self.splits:
             self.later[m, c] = later
+        self.backend.runtime.join()  # frees the arrays of the pass, as in MicroBatches
 
     def parameter_gradients(self, m, c):
         self.gradients.point(c)
         with self.backend.runtime.range("backward"):
             for compute in self.later.pop((m, c)):
                 compute()
+        self.backend.runtime.join()
 
     def embedding(self, m, c):
         self.gradients.add_embedding(self.batch[m][0], self.receive("E", m, c))

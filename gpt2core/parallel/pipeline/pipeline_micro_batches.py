@@ -107,8 +107,6 @@ def check_pipeline(config, parallel, backends, count, replicas):
     pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
     if pp == 1:
         return
-    if not backends[0].on_host:
-        raise ConfigError(f"`pp={pp}`: {backends[0].name} has no pipeline: use stage 1, or omit the flag")
     if chunks > 1 and name != "interleaved":
         raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
     for option, only in (("zero_gather", "end"), ("compress", "none")):
