@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 
 from gpt2core.errors import ConfigError
 
@@ -101,6 +102,14 @@ class Runtime:
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None if it is not known."""
         return None
+
+    def timestamp(self):
+        """The time at which all earlier work on the current stream is done, as an argument of seconds()."""
+        return time.perf_counter()
+
+    def seconds(self, timestamps):
+        """The latest values of these results of timestamp(), in seconds of time.perf_counter() on this host."""
+        return timestamps
 
     def range(self, name):
         """A context manager: a profiler shows the work inside under this name."""

@@ -11,7 +11,7 @@ from gpt2core.parallel import gpu_memory
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_advice
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
-from stage2_cuda.runtime import cupti, nvtx, triton_launch
+from stage2_cuda.runtime import cupti, gpu_clock, nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
@@ -117,6 +117,12 @@ class CudaRuntime(SideStreamRuntime):
         return f"out of memory on the {self.name}: {text}"
 
     # -- profiling ---------------------------------------------------------------------------------------------------
+
+    def timestamp(self):
+        return gpu_clock.timestamp(self.xp)
+
+    def seconds(self, timestamps):
+        return gpu_clock.seconds(self.xp, timestamps)
 
     def annotate(self, backend):
         nvtx.annotate(backend, self.xp.cuda.nvtx)

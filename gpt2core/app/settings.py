@@ -316,7 +316,7 @@ class TrainSettings(Settings):
     pp: int = setting(
         RANKS,
         "pipeline-parallel size: the number of ranks that divide the layers; the number of all ranks must be "
-        "a multiple of it. Only in stage 1, with --threads 1, --compress none and --zero-gather end",
+        "a multiple of it. Only with --threads 1, --compress none and --zero-gather end",
         ParallelConfig.pp,
         AGAIN,
         metavar="N",

@@ -95,6 +95,8 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores, config.seed))
+    if config.schedule_picture and config.pp > 1:
+        trainer.accumulator.executor.record_times()
     trace = all_or_raise(world, lambda: make_trace(config, trainer))
     windows, validation, schedule = all_or_raise(
         world, lambda: make_data_and_schedule(config, corpus, trainer.mesh.data)

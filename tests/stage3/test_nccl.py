@@ -284,6 +284,16 @@ def test_a_pipeline_of_four_gpus_and_replicas_of_one_have_stage_2_s_bits(gpus, t
         assert results == [want] * len(ways)
 
 
+@pytest.mark.parametrize("flag", [(), ("--no-graph",)], ids=["captured", "eager"])
+def test_the_times_of_a_pipeline_s_actions_are_measured_on_the_gpus(gpus, flag):
+    gpus(2)
+    flags = ("--preset", "tiny", "--n-layer", 4, "--pp", 2, "--micro-batches", 8, "--steps", 5, "--sample", 0)
+    out = script(2, *flags, "--schedule-picture", *flag).out
+    found = re.findall(r"pipeline (measured|simulated), .*: ([\d.]+) ms, bubble ([\d.]+)%", out)
+    assert [kind for kind, _, _ in found] == ["measured", "simulated"]
+    assert all(0 < float(ms) < 1000 and 0 < float(bubble) < 100 for _, ms, bubble in found), out
+
+
 def test_a_pipeline_of_ranks_that_share_a_gpu_has_stage_2_s_bits(gpus):
     gpus(1)
     want = trained(None, "bf16", layers=4, tied=True)

@@ -1,7 +1,5 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
-import time
-
 from gpt2core.communicator import Handle
 from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import call, no_grad
@@ -16,8 +14,8 @@ class Executor:
     backward begins. gradients: an object with point(c), which is called before gradients of parameters of chunk c are
     computed, and for a tied model with add_embedding(ids, dy), which is called for an E action. peak: the largest
     number of graphs of one chunk and one micro-batch that were kept at the same time; what W actions still need is not
-    counted. times: {action: (start, end)} of the last run() in seconds of time.perf_counter(), where an action starts
-    when its message is there.
+    counted. times: {action: (start, end)} of the last run(), where an action starts when its message is there, as
+    results of Runtime.timestamp(); empty without record_times().
 
     Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
     they are sent. Only those of E are not, so they have a group of their own.
@@ -27,8 +25,12 @@ class Executor:
         self.chunks, self.last, self.groups = chunks, count - 1, groups
         self.backend, self.width, self.dloss, self.gradients = backend, width, dloss, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
-        self.peak, self.times, self.started = 0, {}, 0.0
+        self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
         self.begin((), 1.0)
+
+    def record_times(self):
+        """From now on, run() records the time of each action in `times`; called before the first step."""
+        self.timestamp = self.backend.runtime.timestamp
 
     def run(self, actions, batch, scale):
         """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
@@ -45,9 +47,10 @@ class Executor:
             if following:
                 self.expect(following)
             kind, m, c = action
-            self.started = time.perf_counter()
+            self.note_start()
             self.actions[kind](m, c)
-            self.times[action] = self.started, time.perf_counter()
+            if self.timestamp:
+                self.times[action] = self.started, self.timestamp()
         return self.finish()
 
     @no_grad()
@@ -70,6 +73,9 @@ class Executor:
         for handle in self.sent.values():
             handle.wait()
         return self.losses
+
+    def note_start(self):
+        self.started = self.timestamp() if self.timestamp else None
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +139,7 @@ class Executor:
         """The array that the action (kind, m, c) reads."""
         key = self.key(kind, m, c)
         array = self.local.pop(key) if key in self.local else self.arriving.pop(key).wait()
-        self.started = time.perf_counter()
+        self.note_start()
         return array
 
     def send(self, kind, m, c, to, array):

@@ -8,11 +8,13 @@ from gpt2core.parallel.pipeline.simulator import simulate, timeline
 def measured(micro_batches, pipeline):
     """(the Timeline of the last step, that of simulate() with the mean times of its actions).
 
-    micro_batches: the PipelineMicroBatches of this rank. All ranks of the group `pipeline` must call this function. The
-    times of several hosts cannot be compared, because each has its own clock.
+    micro_batches: the PipelineMicroBatches of this rank, whose Executor records times. All ranks of the group `pipeline`
+    must call this function. The times of several hosts cannot be compared, because each has its own clock.
     """
+    recorded, runtime = micro_batches.executor.times, micro_batches.backend.runtime
+    own = iter(runtime.seconds([time for pair in recorded.values() for time in pair]))
     times = {}
-    for each in pipeline.all_gather_object(micro_batches.executor.times):
+    for each in pipeline.all_gather_object({action: (next(own), next(own)) for action in recorded}):
         times |= each
     first = min(start for start, _ in times.values())
     times = {action: (start - first, end - first) for action, (start, end) in times.items()}
