@@ -8,6 +8,7 @@ from pathlib import Path
 
 import threadpoolctl
 
+from gpt2core.app.config_file import with_config_file
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.app.rank_agreement import agree_on_start
 from gpt2core.app.setting_fields import complete
@@ -150,7 +151,7 @@ def checked_training(data, on_step, progress, settings):
     if not isinstance(progress, bool):
         raise ConfigError(f"`progress={progress!r}` must be true or false")
     saves = {} if settings.get("out") else {"save": False}
-    return checked(TrainSettings, data=data, **saves | settings)
+    return with_config_file(checked(TrainSettings, data=data, **saves | settings))
 
 
 def evaluate(model: GPT2, data: str | Path, *, batch_size: int = 16, seq_len: int | None = None) -> float:

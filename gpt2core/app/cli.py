@@ -5,6 +5,7 @@ The flags are the settings of settings.py.
 
 import gpt2core
 from gpt2core.app.command import run_command
+from gpt2core.app.config_file import with_config_file
 from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.rank_agreement import agree_on_start
@@ -13,7 +14,10 @@ from gpt2core.app.settings import InferenceSettings, TrainSettings
 
 
 class SettingsParser(Parser):
-    """The parser with the flags of a class of settings; parse_args() returns an object of this class."""
+    """The parser with the flags of a class of settings; parse_args() returns an object of this class.
+
+    Settings that are not given can be in the file of --config, if the class has this setting.
+    """
 
     def __init__(self, settings):
         super().__init__(settings.summary, settings.examples)
@@ -22,7 +26,7 @@ class SettingsParser(Parser):
         add_flags(self, settings)
 
     def parse_args(self, arguments=None):
-        return self.settings(**vars(super().parse_args(arguments)))
+        return with_config_file(self.settings(**vars(super().parse_args(arguments))))
 
 
 def train_parser():

@@ -28,7 +28,8 @@ def setting(group, help, default=None, kept=None, **options):
       choices: the possible values. at_least, at_most: the range of a whole number. metavar: the value's name in --help.
       parse: a function of the text of the flag, instead of the type. former: an earlier name, which is still accepted.
       switch: for a bool, whether --no-NAME exists too. compared: whether all ranks must have the same file.
-      written: whether the run writes this file. stage: the only stage that has the setting, if another one checks that.
+      written: whether the run writes this file. one_call: whether it cannot be in the file of `config`.
+      stage: the only stage that has the setting, if another one checks that.
     """
     return field(default=None, metadata=dict(group=group, help=help, default=default, kept=kept) | options)
 

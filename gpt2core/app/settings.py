@@ -29,6 +29,7 @@ DATA = ("data", None)
 OUTPUTS = ("checkpoints and logs", None)
 EXECUTION = ("execution", None)
 RANKS = ("many ranks", "How the ranks of stages 1 and 3 divide the work.")
+FILE = ("settings in a file", None)
 INPUT = ("input", None)
 GENERATION = ("generation", None)
 
@@ -40,6 +41,7 @@ BLAS = (
     "library of the matrix products in stages 0 and 1: openblas (contained in NumPy), mkl (after `pip install mkl`) or "
     "auto (default): mkl with --precision bf16 or, if it is installed, on an Intel CPU, otherwise openblas"
 )
+CONFIG = "TOML file with settings, one per line, such as {}; flags on the command line override them"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PRECISION = "precision of the arithmetic; stages 0 and 1: fp32, or bf16 on a CPU with amx_bf16 and with MKL installed"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
@@ -56,6 +58,15 @@ class TrainSettings(Settings):
         ("", "the paper's training: 50 steps"),
         ("--preset nano --steps 20 --out out/nano --overwrite", "a small model in a directory of your choice"),
         ("--resume out/nano --out out/nano --steps 40", "continue that run to step 40"),
+    )
+
+    config: Path = setting(
+        FILE,
+        CONFIG.format("batch_size = 16")
+        + ". A run saves its settings as settings.toml beside its checkpoints (default: no file)",
+        metavar="FILE.toml",
+        compared=True,
+        one_call=True,
     )
 
     preset: str = setting(MODEL, f"model size and recipe: {', '.join(PRESETS)}", "paper", SAVED, choices=tuple(PRESETS))
@@ -150,6 +161,7 @@ class TrainSettings(Settings):
         "has this name. If the repository cannot be written or the package is installed without it: out/ of the "
         "current directory)",
         metavar="DIR",
+        one_call=True,
     )
     save: bool = setting(OUTPUTS, "--no-save: save no checkpoint (default: yes)", True, switch=True)
     overwrite: bool = setting(
@@ -157,6 +169,7 @@ class TrainSettings(Settings):
         "if the --out directory or the --log file belongs to an older run, rename it to DIR.1 or FILE.1 (or .2, ...) "
         "and start a new run; nothing is renamed if --resume continues this older run (default: refuse to start)",
         False,
+        one_call=True,
     )
     checkpoint_every: int = setting(
         OUTPUTS, "steps between checkpoints; 0: only at the end", 0, SAVED, metavar="N", at_least=0
@@ -169,6 +182,7 @@ class TrainSettings(Settings):
         "continue the run whose checkpoint is in DIR. An omitted flag has the value that it had in that run, except "
         "these flags, which must be given again: --out, {AGAIN} (default: start a new run)",
         metavar="DIR",
+        one_call=True,
     )
     init_from: Path = setting(
         OUTPUTS,
@@ -259,6 +273,7 @@ class TrainSettings(Settings):
         "train nothing and write nothing: check the flags, and print the parameters, the operations and the memory of "
         "a step, and what a rank sends in it; needs no GPU",
         False,
+        one_call=True,
     )
     nvtx: bool = setting(EXECUTION, "mark NVTX ranges for a profiler; requires --no-graph", False, AGAIN)
 
@@ -415,6 +430,10 @@ class InferenceSettings(Settings):
         ("", "continue the start of the corpus"),
         ('--prompt "In the spring" --max-new-tokens 10', "continue a text"),
         ("--top-k 40 --seed 1 --stream", "sample, and print each token at once"),
+    )
+
+    config: Path = setting(
+        FILE, CONFIG.format("top_k = 40") + " (default: no file)", metavar="FILE.toml", compared=True, one_call=True
     )
 
     weights: Path = setting(

@@ -15,6 +15,7 @@ from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
 from gpt2core.app.checkpoints.run_lock import RunLock
+from gpt2core.app.config_file import NAME, text_of
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference.continuations import write_text
@@ -54,6 +55,7 @@ class TrainingRun:
     trace: Trace | None
     notes: list[str]  # lines for the user
     threads: int  # the worker threads that this rank may use
+    settings: str  # the content of the file with the settings of this run
 
 
 @contextlib.contextmanager
@@ -110,7 +112,8 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     trainer.backend.runtime.notify = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     threads = usable_threads(make_backend, config.threads, cores)
-    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads)
+    settings = text_of(args, config)
+    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads, settings)
 
 
 def train_command(make_backend, world, args, cores):
@@ -239,7 +242,7 @@ class Outputs:
 
     def __init__(self, prepared, on_step=None):
         self.config, self.corpus, self.trainer = prepared.config, prepared.corpus, prepared.trainer
-        self.log, self.trace, self.on_step = prepared.log, prepared.trace, on_step
+        self.log, self.trace, self.on_step, self.settings = prepared.log, prepared.trace, on_step, prepared.settings
         self.first_step = self.trainer.steps
 
     def save(self, trainer):
@@ -255,6 +258,8 @@ class Outputs:
                 state=run_state(trainer, self.config, self.corpus.fingerprint, self.log.last_log_row),
                 keep=self.config.keep,
             )
+            with noted(f"{NAME} is missing"):
+                (self.config.out / NAME).write_text(self.settings, encoding="utf-8")
 
     def report(self, step, validation_loss, last):
         trainer, log = self.trainer, self.log

@@ -61,7 +61,7 @@ def read_inputs(world, args, transport, deterministic):
     model = model_config(settings, source and source.config, tokenizer.vocab_size)
     settings = replace(settings, seq_len=settings.seq_len or model.block_size)
     if settings.epochs is not None:
-        settings = replace(settings, steps=total_steps(settings, len(corpus.tokens)))
+        settings = replace(settings, steps=total_steps(settings, len(corpus.tokens)), epochs=None)
     config = RunConfig(model=model, **vars(settings))
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
     notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]

@@ -8,6 +8,7 @@ from pathlib import Path
 from gpt2core.app.checkpoints.directory import HIDDEN, LATEST, STEP, describe_step, newest_step
 from gpt2core.app.checkpoints.files import FILES
 from gpt2core.app.checkpoints.run_lock import LOCK
+from gpt2core.app.config_file import NAME as SETTINGS
 from gpt2core.app.exclusive_paths import of_another_run
 from gpt2core.app.setting_fields import AGAIN, defaults_of, flag, names_of
 from gpt2core.app.settings import TrainSettings
@@ -23,7 +24,7 @@ def check_names(args):
         path = getattr(args, setting)
         for directory in (args.out, args.resume, args.init_from):
             for name in names_inside(path, directory) if path and directory else ():
-                if name in (*FILES, LATEST, LOCK) or STEP.fullmatch(name) or HIDDEN.fullmatch(name):
+                if name in (*FILES, LATEST, LOCK, SETTINGS) or STEP.fullmatch(name) or HIDDEN.fullmatch(name):
                     raise ConfigError(
                         f"{flag(setting)} {path}: {name} in {directory} is a name of the checkpoint's own files: "
                         "choose another name"

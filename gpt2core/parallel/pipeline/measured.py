@@ -8,8 +8,8 @@ from gpt2core.parallel.pipeline.simulator import simulate, timeline
 def measured(micro_batches, pipeline):
     """(the Timeline of the last step, that of simulate() with the mean times of its actions).
 
-    micro_batches: the PipelineMicroBatches of this rank, whose Executor records times. All ranks of the group `pipeline`
-    must call this function. The times of several hosts cannot be compared, because each has its own clock.
+    micro_batches: the PipelineMicroBatches of this rank, whose Executor records times. All ranks of the group
+    `pipeline` must call this function. The times of several hosts cannot be compared, because each has its own clock.
     """
     recorded, runtime = micro_batches.executor.times, micro_batches.backend.runtime
     own = iter(runtime.seconds([time for pair in recorded.values() for time in pair]))
