@@ -231,7 +231,7 @@ STEP = """
 STEP_CONSOLE = """
     fastest step, ms = {min:times 1e3 .4g} | tensors GiB = {allocated_bytes:GiB} | driver GiB = {driver_bytes:GiB}
     last loss = {last_loss:.4f}"""
-STEP_FILES = "gpt2", "gpt2_h100", "gpt2_4096", "gpt2_8192", "paper", "paper_fp32"
+STEP_FILES = "gpt2", "recompute", "gpt2_h100", "gpt2_4096", "gpt2_8192", "paper", "paper_fp32"
 CHOICES = """
     = {preset}, without: {without} | ms per step = {seconds:ms}
     time of this row / time of the full step = {gain:ratio 3} | quartiles = {gain:quartiles}"""
