@@ -463,6 +463,13 @@ class InferenceSettings(Settings):
     prompts: Path = setting(
         INPUT, "file with one prompt per line; only with --mode batch", metavar="FILE", compared=True
     )
+    data: Path = setting(
+        INPUT,
+        "with --mode evaluate: a text, or files of tokens, as --data of train_gpt2.py; or a file FILE.jsonl with one "
+        'question per line, {"ctx": TEXT, "endings": [TEXT, ...], "label": INDEX}, as HellaSwag has them',
+        metavar="FILE",
+        compared=True,
+    )
     interactive: bool = setting(
         INPUT,
         "read prompts from standard input, one per line, and continue each line before the next is read; the model is "
@@ -509,9 +516,10 @@ class InferenceSettings(Settings):
         "how the ranks divide the work. replicate, the method of the paper: nothing is divided. Each rank computes all "
         "logits, which are equal on the ranks up to rounding. Rank 0 chooses each token from their mean over ranks; "
         "all ranks continue with this token. batch: each rank continues a part of the --prompts. tensor: the ranks "
-        "divide each layer",
+        "divide each layer. evaluate: generate nothing, but print the loss of the model on --data, of which each rank "
+        "computes a part",
         "replicate",
-        choices=("replicate", "batch", "tensor"),
+        choices=("replicate", "batch", "tensor", "evaluate"),
         metavar="HOW",
     )
     transport: str = setting(EXECUTION, TRANSPORT, metavar="HOW")
@@ -522,6 +530,8 @@ class InferenceSettings(Settings):
         if self.weights and self.preset:
             given = f"`weights={self.weights}` and `preset={self.preset}`"
             raise ConfigError(f"{given} exclude each other: give one of them")
+        if (self.mode == "evaluate") != (self.data is not None):
+            raise ConfigError("`data`, a text or questions, and `mode=evaluate` must be given together")
 
 
 NAMES = {each.name for settings in (TrainSettings, InferenceSettings) for each in fields(settings)}

@@ -10,12 +10,14 @@ from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary,
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.checkpoints.run_folders import newest_run, shown, stage_of
 from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
+from gpt2core.app.inference.evaluation import evaluate_file
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.one_process import check_many_ranks, check_one_process
 from gpt2core.app.presets import check_downloaded, shipped_weights
 from gpt2core.app.resume import edited_notes
-from gpt2core.app.setting_fields import complete, flag
+from gpt2core.app.setting_fields import complete, flag, names_of
+from gpt2core.app.settings import GENERATION, InferenceSettings
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
@@ -32,13 +34,13 @@ def inference_command(make_backend, world, args, cores):
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
-    args = complete(args)
+    given, args = args, complete(args)
     if args.mode == "tensor":
         check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
     checkpoint = on_root(world, lambda: read_weights(args, stage_of(make_backend, world)))
     for note in edited_notes(checkpoint):
         print(note, file=sys.stderr)
-    all_or_raise(world, lambda: check_mode(args))
+    all_or_raise(world, lambda: check_mode(args, given))
     all_or_raise(world, lambda: world.use_transport(args.transport))
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
     all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
@@ -47,7 +49,8 @@ def inference_command(make_backend, world, args, cores):
     group = world if args.mode == "tensor" else Solo()  # the ranks that divide each layer
     all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
     all_or_raise(world, lambda: backend.check_model(config))
-    all_or_raise(world, lambda: backend.runtime.check_generation(config, args.max_new_tokens))
+    tokens = config.block_size if args.mode == "evaluate" else args.max_new_tokens
+    all_or_raise(world, lambda: backend.runtime.check_generation(config, tokens))
     if checkpoint and not args.weights:
         print(f"weights: {checkpoint.path}", file=sys.stderr)
     arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
@@ -55,6 +58,9 @@ def inference_command(make_backend, world, args, cores):
     emit = print if world.is_root else print_nothing
     with memory_errors(backend, config, parallel=ParallelConfig(tp=group.size)):
         model = load_model(config, arrays, backend, group)
+        if args.mode == "evaluate":
+            evaluate_file(world, model, tokenizer, args.data, emit)
+            return 0
         if args.mode == "batch":
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
@@ -97,11 +103,15 @@ def continue_typed_prompts(world, model, tokenizer, args, emit):
         number += 1
 
 
-def check_mode(args):
-    """Raise ConfigError if --mode, --interactive and the prompt flags exclude each other.
+def check_mode(args, given):
+    """Raise ConfigError if --mode, --interactive and the flags of prompts and generation exclude each other.
 
-    Raises DataError for a --stop that is not UTF-8.
+    given: `args` without defaults. Raises DataError for a --stop that is not UTF-8.
     """
+    if args.mode == "evaluate":
+        others = "prompt", "prompt_file", "prompts", "interactive", *names_of(InferenceSettings, group=GENERATION)
+        for name in (name for name in others if getattr(given, name) is not None):
+            raise ConfigError(f"--mode evaluate generates no text: omit {flag(name)}")
     if args.stop:  # a text that was not decoded is in no continuation
         check_decoded(args.stop, "--stop", sys.getfilesystemencoding())
     if args.interactive:
@@ -143,10 +153,11 @@ def group_sampling_rule(world, args, seed):
 def read_request(args, checkpoint):
     """(GPT2Config, Tokenizer, list of prompts as token ids) of the flags and a Checkpoint; only the root calls it.
 
-    The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.
+    The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive and --mode
+    evaluate it is empty.
     """
     tokenizer, config = tokenizer_of(args, checkpoint), checkpoint.config
-    if args.interactive:
+    if args.interactive or args.mode == "evaluate":
         return config, tokenizer, []
     if args.prompts:
         return config, tokenizer, read_prompts(args.prompts, tokenizer)
