@@ -18,6 +18,7 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.merged_micro_batches import rows_are_independent
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
+from gpt2core.parallel.sharded.unit_parameters import NotInMemory
 from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
@@ -204,7 +205,7 @@ def test_after_a_step_no_tensor_has_memory_and_the_next_unit_is_known():
     def main(comm):
         trainer = train(comm, ParallelConfig(zero=3), TOKENS, steps=1, config=model())[3]
         tensors, parameters = trainer.accumulator.tensors, trainer.accumulator.parameters
-        assert all(np.isnan(tensor.data).all() and not any(tensor.data.strides) for tensor in tensors.values())
+        assert all(isinstance(tensor.data, NotInMemory) for tensor in tensors.values())
         with parameters.reading(["embedding", "h.0"]), pytest.raises(ValueError, match="h.1 is read before embedding"):
             parameters.need("h.1")
         parameters.free(list(parameters.gathered))
@@ -283,16 +284,6 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class OtherDevice(PlainBackend):
-    name, xp = "cuda", None
-
-
-class HalfPrecision(PlainBackend):
-    def __init__(self, *options):
-        super().__init__(*options)
-        self.precision, self.compute_dtype = "fp16", np.dtype(np.float16)
-
-
 @pytest.mark.parametrize("how, options, message", [
     (dict(zero=3, tp=2), {}, "`zero=3` and `tp=2` exclude each other: use `tp=1` or `zero=1`"),
     (dict(zero=2, pp=2), {}, "`zero=2` and `pp=2` exclude each other: use `pp=1` or `zero=1`"),
@@ -301,9 +292,6 @@ class HalfPrecision(PlainBackend):
     (dict(zero=2, zero_gather="forward"), {},
      "`zero=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `zero=1`"),
     (dict(zero=3), dict(threads=2), "`zero=3` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
-    (dict(zero=3), dict(backend=HalfPrecision),
-     "`zero=3` and `precision=fp16` exclude each other: use `precision=fp32` or `zero=1`"),
-    (dict(zero=3), dict(backend=OtherDevice), "`zero=3`: cuda has only ZeRO-1: use stage 1, or `zero=1`"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(how, options, message):
     def refused(comm):

@@ -14,7 +14,7 @@ from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.micro_batches import passes_of
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
-from gpt2core.parallel.sharded.unit_parameters import UnitParameters, without_memory
+from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
 from gpt2core.tensor import Tensor, no_grad
 
 
@@ -36,7 +36,7 @@ class ShardedMicroBatches(Accumulator):
         self.passes = count // self.merged
 
         self.tensors = {
-            name: Tensor(without_memory(shape, backend.compute_dtype), backend, requires_grad=True)
+            name: Tensor(NotInMemory(shape, backend.compute_dtype), backend, requires_grad=True)
             for name, shape in parameter_shapes(config)
         }
         reads = {unit: [unit] for unit in self.units}
@@ -102,11 +102,6 @@ def check_sharded(parallel, backends):
     zero = parallel.zero
     if zero < 2:
         return
-    if not backends[0].on_host:
-        raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
-    if backends[0].compute_dtype != backends[0].dtype:  # kernels would need a second array of parameters
-        precision = f"`precision={backends[0].precision}`"
-        raise ConfigError(f"`zero={zero}` and {precision} exclude each other: use `precision=fp32` or `zero=1`")
     names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
     options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", len(backends), 1)]
     for name, value, only in options:
