@@ -13,6 +13,7 @@ from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import PAGE, Arena
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
@@ -34,6 +35,7 @@ from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
+from tests.support.rounding import Rounding
 from tests.support.training import assert_same, make_trainer, train
 
 TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
@@ -121,6 +123,56 @@ def test_a_step_that_was_interrupted_can_be_repeated():
         assert losses == [loss for loss, _ in serial()[0]]
 
 
+# -- a copy of the parameters in 16 bits -------------------------------------------------------------------------------
+
+
+def rounded_copies(comm, zero, rounding, steps, saved=None, tied=False, eps=1e-8, recompute="none"):
+    """-> what must not depend on the ranks: losses, norms, the hash, the copy; then the state to resume from."""
+    sizes = dict(batch_size=8, seq_len=16, micro_batches=4)
+    optimizer = dict(clip=0.5, weight_decay=0.1, rounding=rounding, seed=11, eps=eps)
+    parallel = ParallelConfig(zero=zero, recompute=recompute)
+    trainer = Trainer(model(tied), [Rounding()], **sizes, optimizer=optimizer, world=comm, parallel=parallel)
+    if saved:
+        load(trainer, *(saved[:2] if comm.is_root else (None, None)), *saved[2:])
+    reports = [trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 1e-2) for _ in range(steps)]
+    verify(trainer)
+    copy = {name: tensor.numpy().tobytes() for name, tensor in current_model(trainer).parameters.items()}
+    state = ({name: np.array(array) for name, array in named_parameters(trainer).items()},
+             {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()})  # fmt: skip
+    result = [(step.loss, step.grad_norm) for step in reports], parameter_hash(trainer), copy
+    return result, (*state, trainer.steps, trainer.position)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_rounded_copy_has_the_serial_bits_and_the_rounding_makes_a_difference(rounding, tied):
+    want = rounded_copies(Solo(), 0, rounding, 2, tied=tied)[0]
+    for ranks, zero, recompute in ((2, 1, "none"), (2, 2, "none"), (2, 3, "block"), (4, 3, "none")):
+        for got in run_ranks(ranks, rounded_copies, zero, rounding, 2, None, tied, 1e-8, recompute):
+            assert got[0] == want
+    other = rounded_copies(Solo(), 0, "nearest" if rounding == "stochastic" else "stochastic", 2, tied=tied)[0]
+    assert other[1] != want[1] and other[2] != want[2]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_rounded_copy_is_restored_with_another_zero(rounding):
+    want, saved, layouts = rounded_copies(Solo(), 0, rounding, 4)[0], None, [(2, 3), (1, 0), (4, 2), (2, 1)]
+    rows = []
+    for ranks, zero in layouts:
+        (result, saved), *others = run_ranks(ranks, rounded_copies, zero, rounding, 1, saved)
+        assert all(other[0] == result for other in others)
+        rows += result[0]
+    assert (rows, *result[1:]) == want
+
+
+def test_padding_that_adamw_changes_is_cleared_in_the_copy_too():
+    """With eps 0 the formula is 0 / 0 in the padding."""
+    with np.errstate(all="ignore"):
+        want = rounded_copies(Solo(), 0, "nearest", 2, eps=0.0)[0]
+        for got in run_ranks(2, rounded_copies, 3, "nearest", 2, None, False, 0.0):
+            assert got[0] == want and np.isfinite(got[0][0]).all()
+
+
 # -- what a rank stores and sends --------------------------------------------------------------------------------------
 
 
@@ -150,6 +202,7 @@ def test_each_element_is_in_the_shards_of_one_rank(size, tied):
             assert len(array) == size * (part.stop - part.start)
             for view in shards.views(unit, array).values():
                 view[...] = 0
+            shards.clear_padding(unit, array)
             assert not array.any()
         return sum(elements.stop - elements.start for _, elements in shards.pieces.values())
 
