@@ -295,6 +295,38 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 
+@in_the_interpreter
+@pytest.mark.parametrize(
+    "preset, batch, micro_batches, ranks, zero, recompute",
+    [
+        ("gpt2", 8, 1, 4, 2, "none"),
+        ("gpt2", 8, 1, 4, 3, "none"),
+        ("gpt2", 8, 1, 8, 3, "block"),
+        ("gpt2", 16, 4, 4, 2, "none"),
+        ("gpt2", 16, 4, 4, 3, "none"),
+        ("paper", 64, 1, 2, 3, "none"),
+        ("gpt2-medium", 4, 1, 8, 3, "block"),
+    ],
+)
+def test_the_model_of_zero_2_and_3_equals_the_memory_in_cupy_s_pools(
+    monkeypatch, preset, batch, micro_batches, ranks, zero, recompute
+):
+    """Within 3 %: the arrays of units come and go, and the blocks that they leave are reused."""
+    config, parallel = PRESETS[preset], ParallelConfig(zero=zero, recompute=recompute)
+    backend, _, _ = pooled(monkeypatch, config)
+    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=Solo(), pipeline=Solo(), replica=Solo(), ends=None)
+    monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
+    sizes = dict(batch_size=batch * ranks, seq_len=config.block_size, micro_batches=micro_batches * ranks)
+    shared = dict(world=EqualRanks(ranks), parallel=parallel)
+    trainer, update = trainer_of(monkeypatch, backend, config, batch, **sizes, **shared)
+    trainer.layout.order = np.zeros(len(trainer.layout.order), int)  # the fake has no values
+    for _ in range(3):
+        update()
+    terms = training_memory(config, batch, config.block_size, "fp16", micro_batches, ranks, parallel)
+    elsewhere = sum(terms[name] for name in ("workspace", "context", "gathered to save"))
+    assert backend.runtime.peak_memory() == pytest.approx(sum(terms.values()) - elsewhere, rel=0.03)
+
+
 def train_in_new_process(*flags):
     """Run train_gpt2.py in a new process, because CuPy's pools of this process hold memory of other tests."""
     words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *unsaved(map(str, flags)), "--sample", "0"]

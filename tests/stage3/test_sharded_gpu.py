@@ -79,9 +79,9 @@ def test_two_ranks_have_the_bits_of_one_in_fp32(zero, tied, recompute):
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_an_overflow_in_fp16_repeats_the_step_on_all_ranks(zero):
-    scale = dict(factor=2.0**30, interval=2)
+    scale = dict(factor=2.0**20, interval=2)
     want = trained(None, Half, tied=True, steps=1, loss_scale=scale)
-    assert want[0][0][2] < 2.0**30 and want[0][0][3] > 0  # the loss scale, and the repetitions
+    assert want[0][0][2:] == (2.0**19, 1)  # the loss scale, and the repetitions
     got = run_ranks(2, lambda world: trained(world, Half, tied=True, steps=1, loss_scale=scale, zero=zero))
     assert got == [want] * 2
 
@@ -90,6 +90,4 @@ def test_a_fake_nccl_and_stochastic_rounding_have_the_bits_of_one_rank():
     """The fake checks addresses, counts and peers, and that events are recorded before a stream waits for them."""
     options = dict(micro_batches=4, optimizer=dict(rounding="stochastic"))
     want = trained(None, Rounded, **options)
-    for zero in (2, 3):
-        got = run_ranks(2, lambda threads, zero=zero: trained(OnFakeGpu(threads), Rounded, zero=zero, **options))
-        assert got == [want] * 2
+    assert run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Rounded, zero=3, **options)) == [want] * 2
