@@ -5,6 +5,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gpt2core.app.planning.dry_run import layout_of
+from gpt2core.app.planning.layout import Place
+from gpt2core.app.planning.traffic import bytes_sent, traffic
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -91,3 +94,18 @@ def test_a_fake_nccl_and_stochastic_rounding_have_the_bits_of_one_rank():
     options = dict(micro_batches=4, optimizer=dict(rounding="stochastic"))
     want = trained(None, Rounded, **options)
     assert run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Rounded, zero=3, **options)) == [want] * 2
+
+
+def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four():
+    def sent(world):
+        trainer = make_trainer(world, Half, zero=3)
+        step = trainer.step(read_batch(trainer, Windows(TOKENS, 8)), 1e-2)
+        layout, place = layout_of(trainer), Place(data=world.rank)
+        assert step.skipped == 0 and layout.compute_bytes == 2
+        assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), world.sent)
+        return trainer.accumulator.memory(), {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
+
+    for (shards, parameters, gradients), units in run_ranks(2, sent):
+        largest = max(units.values())
+        assert shards == (4 * 4 + 2) * sum(units.values()) / 2
+        assert (parameters, gradients) == (2 * 2 * largest, 2 * 4 * largest)
