@@ -97,8 +97,8 @@ class Backend(ABC):
         else:
             array[...] = gradient
 
-    def cast(self, x, out, key=None):
-        """Copy x to `out` in the dtype of `out`, rounded to nearest, or stochastically with a `key` (rounding_key)."""
+    def cast(self, x, out, key=None, offset=0):
+        """Copy x to `out` in the dtype of `out`, rounded as in ParameterCopy, which describes `key` and `offset`."""
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):

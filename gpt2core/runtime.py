@@ -75,8 +75,11 @@ class Runtime:
     def join(self):  # noqa: B027
         """Make later work on the current stream wait until kernels have written all gradients to their destinations."""
 
-    def after(self):
-        """A context manager: work inside waits for the gradients of parameters, but the current stream does not."""
+    def after(self, *operands):
+        """A context manager: work inside waits for the gradients of parameters, but the current stream does not.
+
+        operands: arrays that the work inside reads, which stay allocated until it is done.
+        """
         return contextlib.nullcontext()
 
     def use_threads(self, count):  # noqa: B027

@@ -112,11 +112,11 @@ class CudaBackend(FusedHead, Backend):
         """An uninitialised float32 array. Statistics, sums and scratch are float32 in every --precision."""
         return self.xp.empty(shape, np.float32)
 
-    def cast(self, x, out, key=None):
+    def cast(self, x, out, key=None, offset=0):
         if key is None:
             cast(out, x)
         else:
-            rounding.round_to_bf16(out.view(np.uint16), x, self.asarray(key))
+            rounding.round_to_bf16(out.view(np.uint16), x, self.asarray(key), offset)
 
     def prepare_tokens(self, ids, rows=None, first=0):
         ids = np.ascontiguousarray(ids, np.int32)
@@ -253,7 +253,8 @@ class CudaBackend(FusedHead, Backend):
         h = self.product(rows(x), w)  # without the bias: the next kernel adds it
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
-        return y.reshape(*x.shape[:-1], w.shape[1]), (h, b)
+        # a copy: a view would keep the parameters of the whole unit in memory until backward (ZeRO-3)
+        return y.reshape(*x.shape[:-1], w.shape[1]), (h, b.copy())
 
     def linear_gelu_backward(self, dy, x, w, aux):
         h, b = aux

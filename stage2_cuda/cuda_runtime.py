@@ -37,8 +37,8 @@ class SideStreamRuntime(Runtime):
     def join(self):
         self.side.join()
 
-    def after(self):
-        return self.side.after()
+    def after(self, *operands):
+        return self.side.run(*operands) if operands else self.side.after()
 
 
 class CudaRuntime(SideStreamRuntime):

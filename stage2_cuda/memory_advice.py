@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from gpt2core.errors import counted
+from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, FP32, MARGIN, generation_memory, training_memory
+from gpt2core.parallel.sharded.sharded_micro_batches import check_sharded
 
 
 def largest_batch(fits, batch_size, step):
@@ -45,8 +46,9 @@ def explain_training_oom(
         options.append(f"--micro-batches {more_micro_batches}")
     if parallel.recompute == "none" and fits(batch_size, parallel=replace(parallel, recompute="block")):
         options.append("--recompute block")
-    if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
-        options.append("--zero 1")
+    zeros = [zero for zero in (1, 2, 3) if zero > parallel.zero and can_divide(replace(parallel, zero=zero))]
+    if zero := next((zero for zero in zeros if fits(batch_size, parallel=replace(parallel, zero=zero))), None):
+        options.append(f"--zero {zero}")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
         options.append("--compress none")
     given = {name: getattr(parallel, name) for name in ("tp", "zero", "compress", "recompute")}
@@ -57,6 +59,15 @@ def explain_training_oom(
         f"about {gib(needed(batch_size, micro_batches))} in {precision}, but only {gib(free)} are free; "
         f"use {join_options(options) or 'a smaller --seq-len, or a smaller model'}"
     )
+
+
+def can_divide(parallel):
+    """Whether `zero` fits together with the other options of a ParallelConfig."""
+    try:
+        check_sharded(parallel, threads=1)
+    except ConfigError:
+        return False
+    return True
 
 
 def join_options(options):

@@ -304,7 +304,7 @@ class TrainSettings(Settings):
     zero: int = setting(
         RANKS,
         "what each data-parallel rank stores only its part of. 0: nothing. 1: the optimizer state (ZeRO-1). 2: also "
-        "the gradients. 3: also the parameters. 2 and 3 are for stage 1, with --threads 1, --tp 1, --pp 1, --dp flat, "
+        "the gradients. 3: also the parameters. 2 and 3 need --threads 1, --tp 1, --pp 1, --dp flat, "
         "--compress none and --zero-gather end. Default: 1 with --transport nccl, --dp flat and --compress none; "
         "otherwise 0",
         None,

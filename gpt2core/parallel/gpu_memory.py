@@ -11,6 +11,7 @@ import math
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.sharded.units import most_at_once, shard_lengths
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
 FP32 = 4  # bytes per element
@@ -32,7 +33,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     ParallelConfig. in_order: whether the GPUs sum gradients in the canonical order.
     """
     parallel = parallel or ParallelConfig()
-    tp, owners = parallel.tp, ranks if parallel.zero else 1
+    tp, owners = parallel.tp, ranks if parallel.zero == 1 else 1
     C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), config.n_layer
     rows = -(-batch_size // micro_batches) * seq_len
     activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
@@ -54,16 +55,31 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
+    sums = max(1, (micro_batches - 1).bit_length())  # the canonical sum needs one arena per level of its tree
+    whole_parameters = whole_gradients = before_gradients = 0  # of units that are divided over the ranks
+    if parallel.zero > 1:
+        shards = shard_lengths(arena, ranks)
+        units = {unit: ranks * length for unit, length in shards.items()}
+        size, message, both = sum(shards.values()), max(units.values()), most_at_once(config, units)
+        # in the backward pass of the last layer: its parameters and those of the layer before; the gradients of the
+        # unit that is computed and of the one that is sent, or those of all units if there are several passes
+        whole_parameters = BYTES[precision] * (sum(units.values()) if parallel.zero == 2 else 2 * units["h.0"])
+        whole_gradients = FP32 * (sums * sum(units.values()) if accumulates else both)
+        sums = 1
+        # the head has other parameters in memory, and its gradients are not there before those of the layers
+        before_gradients = BYTES[precision] * (both - 2 * units["h.0"]) * (parallel.zero == 3)
+        before_gradients -= whole_gradients * (not accumulates)
     # a bucket size of None is measured later: assume the maximum, one bucket for all gradients
     if parallel.dp != "flat" and parallel.bucket_mb is not None:
         message = min(size, int(parallel.bucket_mb * 1e6 / FP32) + max(map(math.prod, arena.shapes.values())))
     return {
         "parameters": FP32 * size,
         "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
-        # the canonical sum needs one arena per level of its tree over the micro-batches
         # a tied embedding needs an array of its own for the sum of its two gradients of one micro-batch
-        "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()) + head_gradient * config.tied * accumulates,
+        "gradients": FP32 * size * sums + head_gradient * config.tied * accumulates,
         "moments": 2 * FP32 * size // owners,
+        "whole parameters": whole_parameters,
+        "whole gradients": whole_gradients,
         # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
         # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2. Of these, qkv, attention and the
         # hidden layer (12) are divided over the tp ranks. The residual stream and LayerNorm after the last layer add 2
@@ -73,7 +89,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         # the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands; or in the backward
         # pass of an MLP, its gradients
         "temporary arrays": max(
-            activation + logits + head_gradient + splits_operands * (logits + activation),
+            activation + logits + head_gradient + splits_operands * (logits + activation) + before_gradients,
             (1 + (tp > 1)) * activation
             + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
             + partial_sums
@@ -92,7 +108,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
         # the whole model, for a checkpoint, while the captured step keeps its memory
-        "gathered to save": FP32 * full_size * (tp > 1),
+        "gathered to save": FP32 * full_size * (tp > 1 or parallel.zero > 1),
         "tokens": 12 * FP32 * rows * micro_batches,  # at most 12 numbers per token: input, target, sorted order
         "workspace": WORKSPACE,
         "context": CONTEXT,

@@ -65,7 +65,7 @@ class ParallelTrainer(TrainingStep):
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
         check_pipeline(config, parallel, backends, count, mesh.data.size)
-        check_sharded(parallel, backends)
+        check_sharded(parallel, len(backends))
 
         owners = mesh.data if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
@@ -82,7 +82,7 @@ class ParallelTrainer(TrainingStep):
         optimizer = optimizer or {}
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         if parallel.zero > 1:
-            objects = self.objects_of_units(count, dloss, optimizer)
+            objects = self.objects_of_units(count, dloss, optimizer, copy)
         else:
             pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
             objects = self.objects_of_arena(count, dloss, optimizer, owners, pages, copy)
@@ -119,13 +119,13 @@ class ParallelTrainer(TrainingStep):
         )  # fmt: skip
         return accumulator, data_parallel, optimizer
 
-    def objects_of_units(self, count, dloss, optimizer):
+    def objects_of_units(self, count, dloss, optimizer, copy):
         """The same if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
         accumulator = ShardedMicroBatches(
             self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count, self.batch_shape,
             self.parallel.zero, dloss, self.parallel.recompute,
         )  # fmt: skip
-        optimizer = UnitAdamW(self.layout, self.parameters, self.backend, **optimizer)
+        optimizer = UnitAdamW(self.layout, self.parameters, self.backend, compute_copy=copy, **optimizer)
         return accumulator, accumulator.unit_gradients, optimizer
 
     def step(self, batch, lr):

@@ -35,7 +35,28 @@ class Hyperparameters(NamedTuple):
 
 
 class DividedAdamW(AdamW):
-    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered."""
+    """AdamW with a copy of the parameters, and the methods that a ParallelTrainer needs.
+
+    compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is
+    rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and the index in the arena.
+    The other arguments are those of AdamW.
+    """
+
+    def __init__(
+        self, arena, parameters, backend, *, compute_copy=None, rounding="nearest", seed=0, **options
+    ):  # fmt: skip
+        super().__init__(arena, parameters, backend, **options)
+        self.compute_copy = compute_copy
+        self.compute_parameters = parameters if compute_copy is None else compute_copy
+        self.seed = seed if rounding == "stochastic" else None
+
+    def hyperparameters(self, step, lr):
+        key = None if self.seed is None else rounding_key(self.seed, step)
+        return Hyperparameters(super().hyperparameters(step, lr), key)
+
+    def pieces(self, key):
+        """[(slice of the flat arrays, its first index in the arena)], each for one call of a kernel that rounds."""
+        return [(slice(0, len(self.parameters)), 0)]
 
     def page_sums(self, flat):
         """The sums of squares of all pages of the model, in the order of one rank, from this rank's part of an array.
@@ -67,6 +88,10 @@ class DividedAdamW(AdamW):
 
     def refresh_copy(self, steps):
         """Round the parameters to the copy that kernels read, as update number `steps` did: after loading."""
+        if self.compute_copy is not None:
+            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
+            for piece, offset in self.pieces(key):
+                self.backend.cast(self.parameters[piece], self.compute_copy[piece], key, offset)
 
     @property
     def nbytes(self):
@@ -86,27 +111,16 @@ class ShardedAdamW(DividedAdamW):
     """AdamW whose arena is divided over `owners`: each has only the moments of its own share (Rajbhandari et al. 2020).
 
     pool: the WorkerPool whose threads divide the update. owners: by default a group of one. pages: the ModelPages of
-    the model, or None if its parameters are not divided. compute_copy: a copy of `parameters` that kernels read, or
-    None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
-    depend only on `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the
-    array that kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it.
+    the model, or None if its parameters are not divided. gathers: whether update() ends with an all-gather of the array
+    that kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. The
+    other arguments are those of DividedAdamW.
     """
 
-    def __init__(
-        self, arena, parameters, pool, *, owners=None, pages=None, compute_copy=None, gathers=True,
-        rounding="nearest", seed=0, **options,
-    ):  # fmt: skip
-        self.pool, self.owners = pool, owners or Solo()
-        self.compute_copy, self.gathers = compute_copy, gathers
-        self.compute_parameters = parameters if compute_copy is None else compute_copy
-        self.seed = seed if rounding == "stochastic" else None
+    def __init__(self, arena, parameters, pool, *, owners=None, pages=None, gathers=True, **options):
+        self.pool, self.owners, self.gathers = pool, owners or Solo(), gathers
         own = arena.share(self.owners.rank, self.owners.size)
         super().__init__(arena, parameters, pool.backends[0], own=own, **options)
         self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
-
-    def hyperparameters(self, step, lr):
-        key = None if self.seed is None else rounding_key(self.seed, step)
-        return Hyperparameters(super().hyperparameters(step, lr), key)
 
     def map_own(self, function):
         """[function(backend, share) of each worker]; the slices `share` divide this rank's share of the arena."""
@@ -153,11 +167,6 @@ class ShardedAdamW(DividedAdamW):
         super().gather_parameters()
         if self.compute_copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
-
-    def refresh_copy(self, steps):
-        if self.compute_copy is not None:
-            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
-            self.backend.cast(self.parameters, self.compute_copy, key)
 
     def moments(self):
         """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""

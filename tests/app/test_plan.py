@@ -132,6 +132,17 @@ def test_every_layout_of_4_ranks_can_be_trained():
             run_ranks(4, made, parallel, each.micro_batches)
 
 
+def test_plans_for_gpus_have_every_zero_and_each_needs_less_memory_than_the_one_before():
+    gpus = Devices(4, 80e9, False, "bf16")
+    found = [estimate(each, gpus, h100("bf16")) for each in layouts(PRESETS["gpt2"], gpus, 16, 1024)]
+    plain = {}
+    for each in found:
+        zero = each.layout.parallel.zero
+        if each.layout.parallel == ParallelConfig(zero=zero) and each.layout.count == 1:
+            plain[zero] = each.memory
+    assert list(plain) == [0, 1, 2, 3] and plain[0] > plain[1] > plain[2] > plain[3]
+
+
 def made(comm, parallel, micro_batches):
     make_trainer(comm, parallel, MODEL, micro_batches=micro_batches)
 

@@ -25,6 +25,7 @@ from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, rounding  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
+from tests.support.rounding import Rounding, oracle_of_key, philox, value
 
 gpu = pytest.mark.gpu
 pytestmark = [] if interpreted() else [gpu]
@@ -45,33 +46,6 @@ def rounded(x, seed=1, step=1, offset=0):
     out = device(np.full(x.size, 0x7FC0, np.uint16))  # NaN
     rounding.round_to_bf16(out, device(x), device(rounding_key(seed, step)), offset)
     return host(out)
-
-
-def value(bits):
-    """The float32 values of bf16 bits (n) uint16."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def philox(key, counters):
-    """Philox 4x32-10 (Salmon et al. 2011): counters (n, 4) -> random numbers (n, 4), 32 bits each, in uint64."""
-    low, high = key & 0xFFFFFFFF, key >> 32
-    c = [column.astype(np.uint64) for column in counters.T]
-    for number in range(10):
-        k0, k1 = ((word + number * step) & 0xFFFFFFFF for word, step in ((low, 0x9E3779B9), (high, 0xBB67AE85)))
-        first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        c = [(second >> 32) ^ c[1] ^ np.uint64(k0), second, (first >> 32) ^ c[3] ^ np.uint64(k1), first]
-        c = [word & np.uint64(0xFFFFFFFF) for word in c]
-    return np.stack(c, 1)
-
-
-def oracle_of_key(x, key, offset=0):
-    """round_to_bf16(x, key, offset) computed by NumPy; key: of rounding_key()."""
-    number = np.arange(offset // 4, (offset + x.size + 3) // 4, dtype=np.uint64)
-    counters = np.stack([number & np.uint64(0xFFFFFFFF), number >> np.uint64(32), 0 * number, 0 * number], 1)
-    r = philox(int(key.view(np.uint64)[0]), counters).ravel()[: x.size] >> np.uint64(16)
-    bits = x.view(np.uint32).astype(np.uint64)
-    r = np.where((bits & np.uint64(0x7FFFFFFF)) < 0x7F7F0000, r, 0x8000)
-    return np.where(np.isnan(x), bits | np.uint64(0x400000), bits + r).astype(np.uint32) >> 16
 
 
 def oracle(x, seed, step, offset=0):
@@ -180,37 +154,6 @@ def test_the_backend_rounds_the_copy_of_a_step_with_its_key_and_repeats_it(rng):
 # -- in training ------------------------------------------------------------------------------------------------------
 
 
-class Float32Copy:
-    """A dtype that is float32 but not equal to it, so that the Trainer keeps a copy of the parameters."""
-
-    dtype = np.dtype(np.float32)
-
-    def __eq__(self, other):
-        return False
-
-    __hash__ = None
-
-
-class Rounding(NumpyBackend):
-    """Stage 0 with a copy of the parameters that is rounded to bf16 numbers, as the kernel does it."""
-
-    rounds_stochastically = True
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.compute_dtype = Float32Copy()
-
-    def cast(self, x, out, key=None):
-        bits = x.view(np.uint32)
-        nearest = bits + (0x7FFF + (bits >> 16 & 1)) >> 16
-        out[...] = value(nearest if key is None else oracle_of_key(x, key))
-
-    def adamw_step(self, p, *arguments):
-        *arguments, copy = arguments
-        super().adamw_step(p, *arguments)
-        copy.array[...] = value(oracle_of_key(p, copy.key, copy.offset))
-
-
 def trained(world, steps, before=None, threads=1, **parallel):
     """Losses, the bytes of parameters and copy, the state to resume from (`before`), the copy of replicated tensors."""
     backends, sizes = [Rounding() for _ in range(threads)], dict(batch_size=4, seq_len=16, micro_batches=4)
@@ -300,8 +243,8 @@ def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(capture):
 
 def test_the_copy_of_new_parameters_is_rounded_to_nearest_and_later_ones_with_the_key_of_their_step():
     keys = []
-    optimizer = SimpleNamespace(compute_copy=(), parameters=(), seed=7)
-    optimizer.backend = SimpleNamespace(cast=lambda parameters, copy, key: keys.append(key))
+    optimizer = SimpleNamespace(compute_copy=(), parameters=(), seed=7, pieces=lambda key: [(slice(0, 0), 0)])
+    optimizer.backend = SimpleNamespace(cast=lambda parameters, copy, key, offset: keys.append(key))
     for steps in (0, 1, 5):
         ShardedAdamW.refresh_copy(optimizer, steps)
     assert keys[0] is None and keys[1:] == [rounding_key(7, 1), rounding_key(7, 5)]

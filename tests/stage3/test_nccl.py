@@ -218,10 +218,14 @@ def test_collectives_are_captured_with_the_kernels_around_them(gpus, ranks):
 STEPS, SHARDS = 5, 4  # the first is run, the second is captured, the others are replays
 
 
-def trained(world, precision, deterministic=True, micro_batches=SHARDS, capture=True, layers=2, tied=False, **parallel):
+def trained(
+    world, precision, deterministic=True, micro_batches=SHARDS, capture=True, layers=2, tied=False, rounding="nearest",
+    **parallel,
+):  # fmt: skip
     """[(loss, gradient norm) of each step], and the hash of the parameters."""
     tokens, _ = load_tokens(CORPUS, None)
-    config, recipe = replace(PRESETS["tiny"], n_layer=layers, tied=tied), dict(clip=0.5, weight_decay=0.1)
+    config = replace(PRESETS["tiny"], n_layer=layers, tied=tied)
+    recipe = dict(clip=0.5, weight_decay=0.1, rounding=rounding)
     sizes = dict(batch_size=16, seq_len=config.block_size, micro_batches=micro_batches)
     backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
     options = dict(optimizer=recipe, world=world, parallel=sharing, capture=capture)
@@ -306,9 +310,32 @@ def test_a_pipeline_of_ranks_that_share_a_gpu_has_stage_2_s_bits(gpus):
 def test_fp16_overflow_repeats_the_step_on_all_ranks(gpus):
     gpus(2)
     want = trained(None, "fp16")
-    ways = [dict(precision="fp16", **way) for way in (dict(dp="flat"), dict(zero=1))]
+    ways = [dict(precision="fp16", **way) for way in (dict(dp="flat"), dict(zero=1), dict(zero=2), dict(zero=3))]
     for results in run_mpi(2, runs, "nccl", ways, timeout=LIMIT):
-        assert results == [want] * 2
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro_batches", [2, 4])  # one or two passes of each of two ranks
+@pytest.mark.parametrize("precision, rounding", [("fp32", "nearest"), ("bf16", "nearest"), ("bf16", "stochastic")])
+def test_zero_2_and_3_have_stage_2_s_bits_captured_and_not(gpus, precision, rounding, micro_batches, tied):
+    gpus(2)
+    options = dict(precision=precision, rounding=rounding, micro_batches=micro_batches, tied=tied)
+    want = trained(None, **options)
+    ways = [dict(zero=zero, capture=capture) for zero in (2, 3) for capture in (True, False)]
+    ways.append(dict(zero=3, recompute="block"))
+    for results in run_mpi(2, runs, "nccl", [options | way for way in ways], timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_one_rank_and_ranks_that_share_a_gpu_train_with_zero_2_and_3(gpus, zero):
+    gpus(1)
+    options = dict(precision="bf16", tied=True)
+    want = trained(None, **options)
+    assert trained(None, zero=zero, **options) == want
+    for results in run_mpi(2, runs, "mpi", [options | dict(zero=zero)], timeout=LIMIT):
+        assert results == [want]
 
 
 def test_ranks_that_share_a_gpu_have_stage_2_s_bits_with_transport_mpi(gpus):
@@ -397,6 +424,23 @@ def test_zero_gather_forward_is_complete_for_every_reader_between_steps(gpus, tm
         for steps, more in ((5, ("--checkpoint-every", 3)), (9, ("--resume", tmp_path / when))):
             log = tmp_path / f"{when}-{steps}.jsonl"
             done = script(2, *flags, *how, *more, "--eval-every", 2, "--steps", steps, "--log", log)
+            assert (done.code, done.left) == (0, ()), done.err
+            rows += [(row["loss"], row.get("val_loss"), row.get("parameters_sha256")) for row in rows_of(log)]
+        curves.append(rows)
+    assert curves[0] == curves[1] and len(curves[0]) == 9
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_3_validates_saves_and_resumes_between_captured_steps(gpus, tmp_path, precision):
+    """The curve of ZeRO-3, resumed with ZeRO-2, is that of one rank."""
+    gpus(2)
+    curves = []
+    for ranks in (1, 2):
+        rows, out = [], tmp_path / str(ranks)
+        flags = (*TINY, "--precision", precision, "--deterministic", "--val-fraction", 0.1, "--eval-every", 2)
+        for steps, zero, more in ((5, 3, ("--checkpoint-every", 3)), (9, 2, ("--resume", out))):
+            log, how = tmp_path / f"{ranks}-{steps}.jsonl", ("--zero", zero) if ranks == 2 else ()
+            done = script(ranks, *flags, *how, *more, "--out", out, "--verify-every", 2, "--steps", steps, "--log", log)
             assert (done.code, done.left) == (0, ()), done.err
             rows += [(row["loss"], row.get("val_loss"), row.get("parameters_sha256")) for row in rows_of(log)]
         curves.append(rows)

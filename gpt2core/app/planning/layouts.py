@@ -101,7 +101,7 @@ def divided(config, parallel, devices, batch_size, seq_len):
             continue
         try:
             check_pipeline(config, parallel, [devices.backend], count, replicas)
-            check_sharded(parallel, [devices.backend])
+            check_sharded(parallel, threads=1)
         except ConfigError:
             continue
         merged = 1

@@ -10,13 +10,14 @@ import math
 from typing import NamedTuple
 
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
-from gpt2core.architecture import parameter_shapes, unit_of
-from gpt2core.arena import PAGE, Arena, round_up
+from gpt2core.architecture import parameter_shapes
+from gpt2core.arena import PAGE, Arena
 from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
+from gpt2core.parallel.sharded.units import shard_lengths, units_read
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
 LOSS = 8  # bytes of a loss, which is float64
@@ -161,10 +162,7 @@ def gradient_calls(layout, arena):
 
 def shard_sizes(layout):
     """{unit: the elements of a rank's shard of it}: see UnitShards."""
-    arena = Arena(parameter_shapes(layout.config))
-    lengths = {unit: arena.unit_slice(unit) for unit in arena.units}
-    p = layout.replicas
-    return {unit: round_up(part.stop - part.start, PAGE * p) // p for unit, part in lengths.items()}
+    return shard_lengths(Arena(parameter_shapes(layout.config)), layout.replicas)
 
 
 def unit_calls(layout):
@@ -172,7 +170,7 @@ def unit_calls(layout):
     shards = shard_sizes(layout)
     passes = layout.count // layout.merged
     for unit, times in gathers(layout.config, list(shards), passes, keeps=layout.parallel.zero == 2).items():
-        yield Call("data", "parameters", "all_gather", shards[unit], FP32, times, eager=True)
+        yield Call("data", "parameters", "all_gather", shards[unit], layout.compute_bytes, times, eager=True)
     for unit in reversed(shards):
         yield Call("data", "gradients", "reduce_scatter", layout.replicas * shards[unit], FP32, eager=True)
     yield Call("data", "norm", "all_gather", sum(shards.values()) // PAGE, FP32)
@@ -182,13 +180,12 @@ def gathers(config, units, passes, keeps):
     """{unit: how often its parameters are gathered in a step}: see UnitParameters."""
     if keeps:
         return dict.fromkeys(units, 1)
-    reads = {unit: {unit} for unit in units}
-    reads["head"].add(unit_of(config.head))
+    reads = units_read(config, units)
     order = [*units, *reversed(units)] * passes
     order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
     counts, gathered = dict.fromkeys(units, 0), set()
     for unit, following in zip(order, [*order[1:], None], strict=True):
-        needed = reads[unit] | reads.get(following, set())
+        needed = {*reads[unit], *reads.get(following, [])}
         for each in needed - gathered:
             counts[each] += 1
         gathered = needed

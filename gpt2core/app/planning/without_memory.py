@@ -24,7 +24,7 @@ class WithoutMemory:
     def to_host(self, array):
         return np.asarray(array)
 
-    def cast(self, x, out, key=None):
+    def cast(self, x, out, key=None, offset=0):
         """Nothing: the copy has no memory of its own."""
 
 

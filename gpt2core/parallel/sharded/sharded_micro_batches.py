@@ -5,7 +5,7 @@ and its gradients are sent while those of the next unit are computed. With ZeRO-
 after its forward pass and again after its backward pass; with ZeRO-2 they stay until the update.
 """
 
-from gpt2core.architecture import parameter_shapes, unit_of
+from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
@@ -14,7 +14,8 @@ from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.micro_batches import passes_of
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
-from gpt2core.parallel.sharded.unit_parameters import UnitParameters, without_memory
+from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
+from gpt2core.parallel.sharded.units import units_read
 from gpt2core.tensor import Tensor, no_grad
 
 
@@ -36,12 +37,10 @@ class ShardedMicroBatches(Accumulator):
         self.passes = count // self.merged
 
         self.tensors = {
-            name: Tensor(without_memory(shape, backend.compute_dtype), backend, requires_grad=True)
+            name: Tensor(NotInMemory(shape, backend.compute_dtype), backend, requires_grad=True)
             for name, shape in parameter_shapes(config)
         }
-        reads = {unit: [unit] for unit in self.units}
-        table = unit_of(config.head)  # the unit that has the matrix of the logits
-        reads["head"] = list(dict.fromkeys(["head", table]))
+        reads = units_read(config, self.units)
         twice = [config.head] if config.tied and count > 1 else []
         self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
         sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
@@ -75,8 +74,10 @@ class ShardedMicroBatches(Accumulator):
         # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
         few = (3 if self.model.config.tied else 2) * max(units)
         stacked = (self.passes - 1).bit_length() * sum(units)  # 0: one pass
-        parameters = sum(units) if self.parameters.keeps else few
-        return tuple(self.gradients.itemsize * n for n in (4 * self.shards.size, parameters, stacked or few))
+        whole = sum(units) if self.parameters.keeps else few
+        number, read = self.gradients.itemsize, self.parameters.flat.itemsize  # bytes; of what kernels read
+        copy = 0 if self.parameters.flat.dtype == self.gradients.dtype else read
+        return (4 * number + copy) * self.shards.size, read * whole, number * (stacked or few)
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
@@ -94,21 +95,16 @@ class ShardedMicroBatches(Accumulator):
         return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, passes, strict=True)]
 
 
-def check_sharded(parallel, backends):
+def check_sharded(parallel, threads):
     """Raise ConfigError if ZeRO-2 or ZeRO-3 and the other options do not fit together; otherwise do nothing.
 
-    backends: those of this rank, one per thread.
+    threads: of each rank.
     """
     zero = parallel.zero
     if zero < 2:
         return
-    if not backends[0].on_host:
-        raise ConfigError(f"`zero={zero}`: {backends[0].name} has only ZeRO-1: use stage 1, or `zero=1`")
-    if backends[0].compute_dtype != backends[0].dtype:  # kernels would need a second array of parameters
-        precision = f"`precision={backends[0].precision}`"
-        raise ConfigError(f"`zero={zero}` and {precision} exclude each other: use `precision=fp32` or `zero=1`")
     names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
-    options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", len(backends), 1)]
+    options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", threads, 1)]
     for name, value, only in options:
         if value != only:
             raise ConfigError(f"`zero={zero}` and `{name}={value}` exclude each other: use `{name}={only}` or `zero=1`")

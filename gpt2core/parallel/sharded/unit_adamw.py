@@ -1,22 +1,34 @@
 """AdamW on the shards of one rank: one pass over one flat array."""
 
+from gpt2core.backend import ParameterCopy
 from gpt2core.parallel.sharded_adamw import DividedAdamW
 
 
 class UnitAdamW(DividedAdamW):
     """AdamW of the parameters in this rank's shards.
 
-    shards: a UnitShards. parameters: the flat array of shards. rounding, seed: for a copy in 16 bits; not used, because
-    there is none. The other arguments are those of AdamW.
+    shards: a UnitShards. parameters, and compute_copy if it is given: flat arrays of shards. The other arguments are
+    those of DividedAdamW.
     """
-
-    def __init__(self, shards, parameters, backend, *, rounding="nearest", seed=0, **options):
-        super().__init__(shards, parameters, backend, **options)
 
     def page_sums(self, flat):
         return self.arena.join(self.backend.page_sums(flat))
 
-    def update(self, *arguments):
+    def pieces(self, key):
+        """See DividedAdamW. With a key, a piece is a shard of a unit: its elements are neighbours in the arena too."""
+        if key is None:
+            return super().pieces(key)
+        return [(part, self.arena.first(unit)) for unit, part in self.arena.parts.items()]
+
+    def update(self, gradients, factor, hyperparameters):
+        scalars, key = hyperparameters
+        p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
         with self.backend.runtime.range("optimizer"):
-            super().update(*arguments)
+            for piece, offset in self.pieces(key):
+                copy = None
+                if self.compute_copy is not None:
+                    copy = ParameterCopy(self.compute_copy[piece], key, offset)
+                arrays, decays = [array[piece] for array in (p, m, v, gradients)], self.decays[self.arena.pages(piece)]
+                self.backend.adamw_step(*arrays, scalars, factor, decays, self.betas, copy)
             self.clear_padding(self.parameters)
+            self.clear_padding(self.compute_parameters)

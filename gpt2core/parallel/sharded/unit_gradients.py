@@ -9,6 +9,10 @@ class UnitGradients:
     shards: a UnitShards. flat: the flat array that receives this rank's shards of the sum over passes and ranks.
     tensors, reads: see UnitParameters. twice: the names of the parameters that two units of a pass read.
 
+    On a GPU, kernels write the gradients on a side stream. send() starts after all of them, on both streams. The main
+    stream allocates the arrays and reuses their memory; before that, finish() lets it wait for the reduce-scatter, and
+    so for everything on the side stream that came before.
+
     With one pass, the gradient of a unit is in memory from before_backward() until it is sent, which ends when that of
     the next unit is complete. With several, those of all units stay from the first to the last pass, in log2(count)
     arrays (rounded up): the first sums of the canonical order are those of one rank's passes.
@@ -39,11 +43,17 @@ class UnitGradients:
     def point(self, unit):
         tensors = only(self.shards.arena.units[unit], self.tensors)
         if unit not in self.sums:
-            buffers = [self.shards.allocate(unit, self.backend.dtype) for _ in range(buffers_of_sum(self.count))]
+            buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.count))]
             views = [self.shards.views(unit, array) for array in buffers]
             self.sums[unit] = UnitSum(tensors, buffers, views, self.backend, self.count, self.merged)
         self.sums[unit].apart = arrays_apart(only(self.twice, tensors), self.backend, self.merged)
         self.sums[unit].point()
+
+    def allocate(self, unit):
+        """A new array for the gradients of a unit, with zeros between them."""
+        array = self.shards.allocate(unit, self.backend.dtype)
+        self.shards.clear_padding(unit, array)
+        return array
 
     def completed(self, unit):
         """Complete the sum of a unit's gradients over the passes so far; after the last pass, send it."""
@@ -59,7 +69,7 @@ class UnitGradients:
         """Start the reduce-scatter of a unit's gradients, after that of the unit before it has ended."""
         self.finish()
         out = self.flat[self.shards.parts[unit]]
-        with self.backend.runtime.after():
+        with self.backend.runtime.after(array):  # a group of one copies the array on the side stream
             self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
 
     def finish(self):

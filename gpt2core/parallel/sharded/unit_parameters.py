@@ -1,17 +1,19 @@
 """The parameters of a unit are gathered before the unit is computed, and freed after it (ZeRO-3)."""
 
 import contextlib
-
-import numpy as np
+from dataclasses import dataclass
 
 
 class UnitParameters:
     """The whole parameters of a few units, gathered from the shards of all ranks.
 
-    shards: a UnitShards. flat: this rank's shards. tensors: {name: Tensor}; the tensors of a unit that is not gathered
-    have a shape, but no memory, and every element is NaN. reads: {unit: the units whose parameters it reads}: itself,
-    and for the head of a tied model also the embedding. keeps: whether a unit that was gathered stays until the end of
-    reading() (ZeRO-2).
+    shards: a UnitShards. flat: this rank's shards. tensors: {name: Tensor}; the data of a tensor of a unit that is not
+    gathered is NotInMemory. reads: {unit: the units whose parameters it reads}: itself, and for the head of a tied
+    model also the embedding. keeps: whether a unit that was gathered stays until the end of reading() (ZeRO-2).
+
+    On a GPU, the communication stream writes to an array, and only the main stream reads it: start() allocates it on
+    the main stream, so it is written after all earlier readers of its memory; wait() lets the main stream wait for it;
+    when it is freed, all kernels that read it are launched on the main stream, the only one that reuses its memory.
     """
 
     def __init__(self, shards, flat, tensors, reads, keeps):
@@ -67,9 +69,12 @@ class UnitParameters:
 
     def clear(self, unit):
         for name in self.shards.arena.units[unit]:
-            self.tensors[name].data = without_memory(self.shards.arena.shapes[name], self.flat.dtype)
+            self.tensors[name].data = NotInMemory(self.shards.arena.shapes[name], self.flat.dtype)
 
 
-def without_memory(shape, dtype):
-    """An array of NaN whose elements are all the same one."""
-    return np.broadcast_to(np.array(np.nan, dtype), shape)
+@dataclass(frozen=True)
+class NotInMemory:
+    """The shape and the dtype of an array that is not in memory. A kernel that reads it raises an error."""
+
+    shape: tuple
+    dtype: object

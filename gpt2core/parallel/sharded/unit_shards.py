@@ -8,9 +8,13 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
     rank 1   | embedding | h.0   | head |                          the second halves
 """
 
+import math
+
 import numpy as np
 
 from gpt2core.arena import PAGE, gaps, round_up
+from gpt2core.parallel.gpu_memory import LOGITS_ALIGNMENT
+from gpt2core.parallel.sharded.units import shard_lengths
 
 
 class UnitShards:
@@ -19,17 +23,16 @@ class UnitShards:
     arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so a unit
     may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has
     elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the same
-    elements. size, decays() and padding(), which AdamW reads, are as those of an Arena.
+    elements. size, pages(), decays() and padding(), which AdamW reads, are as those of an Arena.
     """
 
     def __init__(self, arena, group, backend):
         self.arena, self.group, self.backend, self.owner = arena, group, backend, group.rank
         self.parts, self.size = {}, 0
-        for unit in arena.units:
-            length = round_up(self.length(unit), PAGE * group.size) // group.size
+        for unit, length in shard_lengths(arena, group.size).items():
             self.parts[unit] = slice(self.size, self.size + length)
             self.size += length
-        self.pieces = dict(self.own_pieces())
+        self.pieces, self.pages = dict(self.own_pieces()), arena.pages
         self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
 
     def length(self, unit):
@@ -40,13 +43,18 @@ class UnitShards:
     def own_pieces(self):
         """Yield the items of `pieces`."""
         for unit, part in self.parts.items():
-            first = self.arena.unit_slice(unit).start + self.group.rank * (part.stop - part.start)
+            first = self.first(unit)
             for name in self.arena.units[unit]:
                 array = self.arena.slices[name]
                 start, stop = max(array.start, first), min(array.stop, first + part.stop - part.start)
                 if start < stop:
                     place = slice(part.start + start - first, part.start + stop - first)
                     yield name, (place, slice(start - array.start, stop - array.start))
+
+    def first(self, unit):
+        """The index in the arena of the first element of this rank's shard."""
+        part = self.parts[unit]
+        return self.arena.unit_slice(unit).start + self.group.rank * (part.stop - part.start)
 
     def pages_of(self, unit):
         """The index of each page of a unit among the pages of rank 0, rank 1, ..."""
@@ -84,11 +92,32 @@ class UnitShards:
         return self.group.size * (part.stop - part.start)
 
     def allocate(self, unit, dtype):
-        """An array for a whole unit, with zeros in its padding; an all-gather of the shards of all ranks fills it."""
-        array = self.backend.empty((self.whole_size(unit),), dtype)
+        """An uninitialised array for a whole unit; an all-gather of the shards of all ranks fills it.
+
+        Zeros may follow the array in memory, see length_with_rows().
+        """
+        memory, whole = self.backend.empty((self.length_with_rows(unit),), dtype), self.whole_size(unit)
+        memory[whole:] = 0
+        return memory[:whole]
+
+    def clear_padding(self, unit, array):
+        """Set the padding of the array of a whole unit to 0."""
         for gap in gaps(self.places(unit).values(), len(array)):
             array[gap] = 0
-        return array
+
+    def length_with_rows(self, unit):
+        """whole_size(), or more if the last matrix needs it for a number of rows that LOGITS_ALIGNMENT divides.
+
+        A product with the matrix of the logits reads such rows if the flat array has memory for them (FusedHead in
+        stage 2). It has memory here if the arena has it, so the product has the same bits.
+        """
+        most, length = self.arena.size - self.arena.unit_slice(unit).start, self.whole_size(unit)
+        for name, place in self.places(unit).items():
+            rows, *columns = self.arena.shapes[name]
+            stop = place.start + round_up(rows, LOGITS_ALIGNMENT) * math.prod(columns)
+            if columns and stop <= most:
+                length = max(length, stop)
+        return length
 
     def places(self, unit):
         """{name: the slice of this parameter} in the array of a whole unit."""

@@ -1,0 +1,111 @@
+"""ZeRO-2 and ZeRO-3 with the kernels of a GPU, in Triton's interpreter: the bits of one rank, in every precision."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core.app.planning.dry_run import layout_of
+from gpt2core.app.planning.layout import Place
+from gpt2core.app.planning.traffic import bytes_sent, traffic
+from gpt2core.architecture import GPT2Config
+from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import current_model, parameter_hash, verify
+from gpt2core.training_loop import read_batch
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.kernels.rounding import round_to_bf16
+from stage2_cuda.runtime import triton_launch
+from testing.fake_gpu import OnFakeGpu
+from tests.support.rounding import Float32Copy
+
+pytestmark = pytest.mark.skipif(
+    not triton_launch.interpreted(), reason="needs the interpreter; test_nccl.py tests GPUs"
+)
+
+TOKENS = np.random.default_rng(0).integers(0, 24, 200)
+
+
+class Rounded(CudaBackend):
+    """Kernels read a copy with the values of bf16 numbers, in float32: the interpreter computes bf16 wrongly."""
+
+    def __init__(self):
+        super().__init__()
+        self.compute_dtype, self.rounds_stochastically = Float32Copy(), True
+
+    def cast(self, x, out, key=None, offset=0):
+        if key is None:
+            bits = x.view(np.uint32)
+            rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        else:
+            round_to_bf16(rounded := np.empty(x.shape, np.uint16), x, key, offset)
+        out.view(np.uint32)[...] = rounded.astype(np.uint32) << 16
+
+    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
+        super().adamw_step(p, m, v, g, scalars, grad_scale, decays, betas)
+        self.cast(p, copy.array, copy.key, copy.offset)
+
+
+class Half(CudaBackend):
+    def __init__(self):
+        super().__init__("fp16")
+
+
+def make_trainer(world, backend, micro_batches=2, tied=False, layers=1, optimizer=None, loss_scale=None, **parallel):
+    config = GPT2Config(vocab_size=24, block_size=8, n_layer=layers, n_head=2, n_embd=16, tied=tied)
+    sizes = dict(batch_size=4, seq_len=8, micro_batches=micro_batches)
+    optimizer = dict(clip=0.5, weight_decay=0.1, seed=5) | (optimizer or {})
+    return Trainer(
+        config, [backend()], **sizes, optimizer=optimizer, world=world, parallel=ParallelConfig(**parallel),
+        loss_scale=loss_scale,
+    )  # fmt: skip
+
+
+def trained(world, *arguments, steps=2, **options):
+    """What steps have computed, which must not depend on the number of ranks: their reports, parameters, the copy."""
+    trainer, windows = make_trainer(world, *arguments, **options), Windows(TOKENS, 8)
+    reports = [trainer.step(read_batch(trainer, windows), 1e-2) for _ in range(steps)]
+    verify(trainer)
+    copy = {name: tensor.numpy().tobytes() for name, tensor in current_model(trainer).parameters.items()}
+    rows = [(step.loss, step.grad_norm, step.loss_scale, step.skipped) for step in reports]
+    return rows, parameter_hash(trainer), copy
+
+
+@pytest.mark.parametrize("zero, tied, recompute", [(2, True, "none"), (3, False, "none"), (3, True, "block")])
+def test_two_ranks_have_the_bits_of_one_in_fp32(zero, tied, recompute):
+    want = trained(None, CudaBackend, tied=tied, recompute=recompute)
+    got = run_ranks(2, lambda world: trained(world, CudaBackend, tied=tied, zero=zero, recompute=recompute))
+    assert got == [want] * 2
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_an_overflow_in_fp16_repeats_the_step_on_all_ranks(zero):
+    scale = dict(factor=2.0**20, interval=2)
+    want = trained(None, Half, tied=True, steps=1, loss_scale=scale)
+    assert want[0][0][2:] == (2.0**19, 1)  # the loss scale, and the repetitions
+    got = run_ranks(2, lambda world: trained(world, Half, tied=True, steps=1, loss_scale=scale, zero=zero))
+    assert got == [want] * 2
+
+
+def test_a_fake_nccl_and_stochastic_rounding_have_the_bits_of_one_rank():
+    """The fake checks addresses, counts and peers, and that events are recorded before a stream waits for them."""
+    options = dict(micro_batches=4, optimizer=dict(rounding="stochastic"))
+    want = trained(None, Rounded, **options)
+    assert run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Rounded, zero=3, **options)) == [want] * 2
+
+
+def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four():
+    def sent(world):
+        trainer = make_trainer(world, Half, zero=3)
+        step = trainer.step(read_batch(trainer, Windows(TOKENS, 8)), 1e-2)
+        layout, place = layout_of(trainer), Place(data=world.rank)
+        assert step.skipped == 0 and layout.compute_bytes == 2
+        assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), world.sent)
+        return trainer.accumulator.memory(), {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
+
+    for (shards, parameters, gradients), units in run_ranks(2, sent):
+        largest = max(units.values())
+        assert shards == (4 * 4 + 2) * sum(units.values()) / 2
+        assert (parameters, gradients) == (2 * 2 * largest, 2 * 4 * largest)
