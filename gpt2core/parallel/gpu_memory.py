@@ -7,10 +7,14 @@ benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driv
 # over tp ranks, each rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer.
 
 import math
+from typing import NamedTuple
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
+from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.sharded.units import most_at_once, shard_lengths
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
@@ -26,33 +30,72 @@ MARGIN = 1.1  # a configuration is suggested only if 1.1 times its predicted mem
 CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}
 
 
+class Share(NamedTuple):
+    """What a rank of a pipeline has of the model and of its activations; without a pipeline, all."""
+
+    shapes: list  # of its parameters: [(name, shape)]
+    layers: int  # of its largest chunk
+    live: int  # the most chunks of micro-batches whose activations are kept at the same time
+    has_head: bool
+    copies: int  # elements of its copy of a tied table
+
+
+def shares(config, parallel, micro_batches):
+    """[the Share of each rank of the pipeline]."""
+    shapes, pp = list(parameter_shapes(config)), parallel.pp
+    if pp == 1:
+        return [Share(shapes, config.n_layer, 1, True, 0)]
+    ranks = ranks_of_parameters(config, pp, parallel.chunks)
+    chunks = units_of_chunks(config, pp * parallel.chunks)
+    peaks = simulate(make_schedule(parallel, micro_batches, config.tied)).peaks
+    return [
+        Share(
+            [(name, shape) for name, shape in shapes if ranks[name] == rank],
+            max(sum(unit.startswith("h.") for unit in chunk) for chunk in chunks[rank::pp]),
+            math.ceil(peaks[rank]),
+            "head" in chunks[-1] and (len(chunks) - 1) % pp == rank,
+            config.vocab_size * config.n_embd * (config.tied and rank == 0),
+        )
+        for rank in range(pp)
+    ]
+
+
 def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
     """{term: maximum bytes} of one rank that trains on `batch_size` sequences per step.
 
-    batch_size and micro_batches count this rank only. ranks: the number of data-parallel ranks. parallel: a
-    ParallelConfig. in_order: whether the GPUs sum gradients in the canonical order.
+    batch_size and micro_batches count this rank only; of a pipeline, its replica: the result is that of the rank that
+    needs most. ranks: the number of data-parallel ranks. parallel: a ParallelConfig. in_order: whether the GPUs sum
+    gradients in the canonical order.
     """
     parallel = parallel or ParallelConfig()
+    sizes = batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order
+    every = [memory_of_share(config, share, *sizes) for share in shares(config, parallel, micro_batches)]
+    return max(every, key=lambda terms: sum(terms.values()))
+
+
+def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order):
+    """The result of training_memory() for a rank with this Share."""
     tp, owners = parallel.tp, ranks if parallel.zero == 1 else 1
-    C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), config.n_layer
+    C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), share.layers
     rows = -(-batch_size // micro_batches) * seq_len
     activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
     # the gradient of lm_head is computed in forward, in an array of its own; kernels write the others to the arena, or
     # add them: every second micro-batch needs a temporary array for each
     accumulates = micro_batches > 1
-    head_gradient = FP32 * V * C
+    head_gradient = FP32 * V * C * share.has_head
     layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
-    logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
+    logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V * share.has_head
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
     # with `recompute=block`, forward keeps the activations of the last layer and the input of every other layer;
-    # backward holds the activations of one layer at a time
-    kept, inputs = (L, 0) if parallel.recompute == "none" or L == 1 else (1, L - 1)
+    # backward holds the activations of one layer at a time; a rank of a pipeline without the head keeps only inputs
+    last = int(share.has_head)
+    kept, inputs = (L * share.live, 0) if parallel.recompute == "none" or L == last else (1, (L - last) * share.live)
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
     partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
-    arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
+    arena = Arena(shard_shapes(share.shapes, tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
     sums = max(1, (micro_batches - 1).bit_length())  # the canonical sum needs one arena per level of its tree
@@ -74,7 +117,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         message = min(size, int(parallel.bucket_mb * 1e6 / FP32) + max(map(math.prod, arena.shapes.values())))
     return {
         "parameters": FP32 * size,
-        "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
+        "copy of the parameters": BYTES[precision] * (size * (BYTES[precision] < FP32) + share.copies // tp),
         # a tied embedding needs an array of its own for the sum of its two gradients of one micro-batch
         "gradients": FP32 * size * sums + head_gradient * config.tied * accumulates,
         "moments": 2 * FP32 * size // owners,
@@ -108,7 +151,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
         # the whole model, for a checkpoint, while the captured step keeps its memory
-        "gathered to save": FP32 * full_size * (tp > 1 or parallel.zero > 1),
+        "gathered to save": FP32 * full_size * (tp > 1 or parallel.pp > 1 or parallel.zero > 1),
+        # activations and their gradients on the way: received for this action and the next one, and sent
+        "messages of the pipeline": 6 * activation * (parallel.pp > 1),
         "tokens": 12 * FP32 * rows * micro_batches,  # at most 12 numbers per token: input, target, sorted order
         "workspace": WORKSPACE,
         "context": CONTEXT,

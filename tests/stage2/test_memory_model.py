@@ -1,10 +1,12 @@
 """The memory model: its sum is what a step allocates, and its error message names options that fit."""
 
 import gc
+import math
 import re
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_config import RunConfig
-from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.architecture import GPT2Config, parameter_count, parameter_shapes
 from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -29,8 +31,10 @@ from gpt2core.parallel.gpu_memory import (
     MARGIN,
     MIN_FUSED_GELU,
     generation_memory,
+    shares,
     training_memory,
 )
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
 from gpt2core.training_loop import read_batch
@@ -543,3 +547,26 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
 )
 def test_the_peak_is_the_data_sheet_s_or_unknown(name, precision, peak):
     assert peak_flops(name, precision) == peak
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_ranks_of_a_pipeline_divide_the_memory_of_the_model(tied):
+    config = replace(PRESETS["gpt2-medium"], tied=tied)
+    sizes = 32, 1024, "bf16", 16, 1
+
+    def terms(**options):
+        return training_memory(config, *sizes, ParallelConfig(**options), in_order=True)
+
+    whole = terms()
+    for schedule in SCHEDULES:
+        parts = shares(config, ParallelConfig(pp=2, pp_schedule=schedule), 16)
+        assert sum(math.prod(shape) for part in parts for _, shape in part.shapes) == parameter_count(config)
+        assert [part.has_head for part in parts] == [False, True]
+        assert [part.copies for part in parts] == [config.vocab_size * config.n_embd * tied, 0]
+        half = terms(pp=2, pp_schedule=schedule)
+        for name in ("parameters", "gradients", "moments"):
+                assert 0.49 < half[name] / whole[name] < 0.62
+    activations = {name: terms(pp=2, pp_schedule=name)["activations"] for name in SCHEDULES}
+    assert activations["1f1b"] < activations["interleaved"] < activations["gpipe"]
+    assert activations["gpipe"] == pytest.approx(16 * whole["activations"] / 2, rel=0.05)
+    assert terms(pp=2, recompute="block")["activations"] < activations["1f1b"] / 4
