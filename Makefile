@@ -158,10 +158,13 @@ generate: $(train_ready)  ## continue a text with the model in OUT or shipped we
 	@$(if $(findstring --weights,$(ARGS)),,$(if $(weights),echo "weights: $(weights)",$(error $(no_weights))))
 	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
 
+# JupyterLab refuses to start as root without this flag.
+allow_root = $(if $(filter 0,$(shell id -u)),--allow-root)
+
 notebook: $(notebook_ready)  ## open the lesson of STAGE as a notebook in JupyterLab
 	@"$(python)" -c 'import jupyterlab' 2>/dev/null || { echo 'make: $(python) has no JupyterLab: omit PYTHON, install' \
 	  'jupyterlab, or open $(STAGE_$(STAGE))/walkthrough.ipynb in another program for notebooks' >&2; exit 2; }
-	exec "$(python)" -m jupyterlab $(STAGE_$(STAGE))/walkthrough.ipynb $(ARGS)
+	exec "$(python)" -m jupyterlab $(STAGE_$(STAGE))/walkthrough.ipynb $(allow_root) $(ARGS)
 
 doctor:  ## print versions and GPUs; run one small step of each stage
 	@"$(python)" -m gpt2core.app.doctor

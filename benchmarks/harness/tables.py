@@ -64,7 +64,7 @@ HEADLINE = (  # (title, section of docs/RESULTS.md, file, function that returns 
         "cpu-training-step", "cpu/train_step", two_threads, STEP_TIME, "eager",
     ),
     (
-        "the same on an Intel Xeon, with MKL",
+        "the same on an Intel Xeon, with MKL (see the note)",
         "cpu-training-step", "cpu/train_step_intel", two_threads, STEP_TIME, "eager",
     ),
     (
