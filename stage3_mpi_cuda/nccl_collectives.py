@@ -4,7 +4,7 @@ No call blocks the host, except the first message of a group, which connects its
 `ready`, on the caller's stream and makes the communication stream wait for this event. The call then enqueues NCCL's
 kernel on the communication stream, and records a second event, `done`, after the kernel. wait() makes the caller's
 stream wait for `done`. During stream capture these two events become the fork and the join of the CUDA graph, so
-capture needs no other code. Messages (nccl_channels.py) do the same; each pair of ranks has a stream for each direction.
+capture needs no other code. Messages (nccl_channels.py) do the same, on a stream for each pair of ranks and direction.
 """
 # p: number of ranks in the group; r: this rank; n: number of elements of x on one rank
 

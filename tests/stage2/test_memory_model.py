@@ -565,7 +565,7 @@ def test_the_ranks_of_a_pipeline_divide_the_memory_of_the_model(tied):
         assert [part.copies for part in parts] == [config.vocab_size * config.n_embd * tied, 0]
         half = terms(pp=2, pp_schedule=schedule)
         for name in ("parameters", "gradients", "moments"):
-                assert 0.49 < half[name] / whole[name] < 0.62
+            assert 0.49 < half[name] / whole[name] < 0.62
     activations = {name: terms(pp=2, pp_schedule=name)["activations"] for name in SCHEDULES}
     assert activations["1f1b"] < activations["interleaved"] < activations["gpipe"]
     assert activations["gpipe"] == pytest.approx(16 * whole["activations"] / 2, rel=0.05)
