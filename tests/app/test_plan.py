@@ -68,7 +68,7 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
 def test_a_thousand_gpus_are_planned_without_one(run):
     code, out, err = run("--preset", "gpt2-xl", "--gpus", 1024)
     assert (code, err) == (0, "") and "1024 x 1024 tokens per step" in out
-    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --zero 1$", out, re.M)
+    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --pp 16 --zero 1 --pp-sch", out, re.M), out
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_thousand_gpus_are_planned_without_one(run):
         (("--ranks", 2, "--gpu-memory", 80), "--gpu-memory and --precision are for --gpus, and this plan is for --ra"),
         (("--gpus", 2, "--gpu-memory", 0), "--gpu-memory 0 must be above 0 and finite"),
         (("--gpus", 2, "--precision", "fp8"), "--precision fp8 is unknown: choose from fp32, tf32, bf16, fp16"),
-        (("--gpus", 3, "--batch-size", 4), "--batch-size 4 is not divisible by 3 data-parallel ranks"),
+        (("--gpus", 3, "--batch-size", 2), "--batch-size 2 is not divisible by 3 data-parallel ranks"),
         (("--gpus", 1, "--gpu-memory", 4, "--preset", "gpt2-xl"), "gpt2-xl on 1 GPU needs at least 61.70 GB on each, "),
     ],
 )
