@@ -27,6 +27,7 @@ from staged_gpt2.stages import backend_class, chosen_stage, make_world
 
 OF_THE_COMMAND = {  # {setting: what a program does instead}
     "sample": "call run.model.generate()",
+    "sample_every": "call run.model.generate() after training",
     "dry_run": "use the command, `python -m stage0_serial.train_gpt2`",
     "schedule_picture": "use the command, `mpirun -n 2 python -m stage1_mpi.train_gpt2`",
 }

@@ -213,6 +213,9 @@ class TrainSettings(Settings):
         metavar="N",
         at_least=0,
     )
+    sample_every: int = setting(
+        OUTPUTS, "steps between sample texts; 0: only after training", 0, AGAIN, metavar="N", at_least=0
+    )
 
     threads: int = setting(EXECUTION, f"worker threads per rank; {THREADS}", None, AGAIN, at_least=1)
     recompute: str = setting(

@@ -18,7 +18,7 @@ from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.config_file import NAME, text_of
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.inference.continuations import write_text
+from gpt2core.app.inference.continuations import write_continuation, write_text
 from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
@@ -221,6 +221,8 @@ def run_steps(prepared, signals, on_step=None):
                 save=outputs.save if config.out else None,
                 save_every=config.checkpoint_every,
                 verify_every=config.verify_every,
+                sample=outputs.sample,
+                sample_every=config.sample_every if config.sample else 0,
                 received_signal=lambda: stop.received or 0,
             )
             stop.ended_by = signal
@@ -260,6 +262,18 @@ class Outputs:
             )
             with noted(f"{NAME} is missing"):
                 (self.config.out / NAME).write_text(self.settings, encoding="utf-8")
+
+    def sample(self, trainer):
+        """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""
+        model, parts = current_model(trainer), []  # a collective: all ranks call it
+        if trainer.world.is_root:
+            with noted("a sample text is missing"):
+                prompt = sample_prompt(self.corpus, trainer)
+                emit = lambda text, end="\n", **_: parts.append(text + end)  # noqa: E731
+                write_continuation(
+                    model, self.corpus.tokenizer, prompt, self.config.sample, emit=emit, width=training_width()
+                )
+                self.log.print(f"sample after {counted(trainer.steps, 'step')}: {''.join(parts).strip()}")
 
     def report(self, step, validation_loss, last):
         trainer, log = self.trainer, self.log
@@ -306,5 +320,9 @@ def final_fields(trainer):
 def write_sample(config, corpus, trainer, model):
     """Continue the first tokens of the corpus with the trained `model`; only the root calls it."""
     trainer.backend.runtime.use_threads(trainer.pool.size)
-    prompt = np.asarray(corpus.tokens[: min(256, trainer.config.block_size)]).tolist()
-    write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())
+    write_text(model, corpus.tokenizer, sample_prompt(corpus, trainer), config.sample, width=training_width())
+
+
+def sample_prompt(corpus, trainer):
+    """The first tokens of the corpus, as a list of ids."""
+    return np.asarray(corpus.tokens[: min(256, trainer.config.block_size)]).tolist()

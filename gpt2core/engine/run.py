@@ -19,7 +19,7 @@ class LogLost(UserError):
 
 def run(
     trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
-    verify_every=0, received_signal=lambda: 0,
+    verify_every=0, sample=None, sample_every=0, received_signal=lambda: 0,
 ):  # fmt: skip
     """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
@@ -28,7 +28,8 @@ def run(
     is the last step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end; if a
     parameter is not finite, Diverged is raised instead of saving. The `validation` windows are evaluated every
     `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every` steps and at the
-    end. An interval of 0 means only at the end.
+    end. An interval of 0 means only at the end. sample(trainer) is called every `sample_every` steps, but not at the
+    end; 0: never.
 
     received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
     OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
@@ -38,7 +39,9 @@ def run(
         intervals["evaluate"] = eval_every
     if save is not None:
         intervals["save"] = save_every
-    loop = Loop(trainer, windows, schedule, steps, intervals, on_step, validation, save, received_signal)
+    if sample_every:
+        intervals["sample"] = sample_every
+    loop = Loop(trainer, windows, schedule, steps, intervals, on_step, validation, save, sample, received_signal)
     while loop.goes_on():
         loop.step()
     return loop.finish()
@@ -47,10 +50,12 @@ def run(
 class Loop:
     """The state of run(): the next batch, and what ends training."""
 
-    def __init__(self, trainer, windows, schedule, steps, intervals, on_step, validation, save, received_signal):
+    def __init__(
+        self, trainer, windows, schedule, steps, intervals, on_step, validation, save, sample, received_signal
+    ):  # fmt: skip
         self.trainer, self.windows, self.schedule, self.steps = trainer, windows, schedule, steps
         self.intervals, self.on_step, self.validation, self.save = intervals, on_step, validation, save
-        self.received_signal = received_signal
+        self.sample, self.received_signal = sample, received_signal
         self.batch = None  # the batch that was read last; it may be that of the newest step in flight
         self.stopping = 0  # the number of a signal, LOG_LOST, or 0; equal on all ranks
         self.log_error = None  # the first error of on_step on this rank
@@ -76,6 +81,8 @@ class Loop:
         self.report(step, evaluate(trainer, self.validation) if self.due("evaluate", last) else None, last)
         if self.due("save", last) and not last:
             self.save_checkpoint()
+        if self.due("sample", last) and not last:
+            self.sample(self.trainer)
 
     def begin(self, batch):
         """Begin the step after the steps in flight, with this batch."""
