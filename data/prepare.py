@@ -1,11 +1,12 @@
-"""Convert a UTF-8 text of any size to a token file and a tokenizer.json, with a constant amount of memory.
+"""Convert UTF-8 texts of any size to a token file and a tokenizer.json, with a constant amount of memory.
 
     python data/prepare.py shakespeare.txt --tokenizer byte --out shakespeare
 
 writes shakespeare/tokens.bin, which the training maps into memory (--data shakespeare), and shakespeare/tokenizer.json.
 The text is encoded in pieces. It is divided only at positions that no token crosses, so the tokens are equal to those
-of the whole text. The vocabulary of --tokenizer word needs one more pass over the text. Each file is written to a
-temporary name, flushed to disk with fsync and renamed.
+of the whole text. The vocabulary of --tokenizer word needs one more pass over the text. Between two texts is the token
+<|endoftext|>, which ends the generation of a model. Each file is written to a temporary name, flushed to disk with
+fsync and renamed.
 """
 
 import os
@@ -15,12 +16,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
+import numpy as np
+
 from gpt2core.app.command import error_text, run_command
 from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
-from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
+from gpt2core.text.tokenizer import END_OF_TEXT, FILE_NAME, build_tokenizer
 
 
 def chunks_with_bar(path, pass_name):
@@ -34,14 +37,28 @@ def chunks_with_bar(path, pass_name):
             bar.update(len(chunk.encode("utf-8")))
 
 
-def prepare(text, tokenizer_spec, out, overwrite=False):
-    """Write out/tokens.bin and out/tokenizer.json from the text file `text`; return (number of tokens, Tokenizer).
+def ids_of(texts, tokenizer):
+    """Yield arrays, the ids of the text files, with the id of END_OF_TEXT between two files."""
+    for number, text in enumerate(texts):
+        if number:
+            yield np.array([tokenizer.end_of_text], tokenizer.dtype)
+        yield from tokenizer.encode_chunks(chunks_with_bar(text, "tokens"))
 
-    Raises DataError if the text, the tokenizer or the output directory cannot be used, and, unless `overwrite`, if one
+
+def prepare(texts, tokenizer_spec, out, overwrite=False):
+    """Write out/tokens.bin and out/tokenizer.json from a list of text files; return (number of tokens, Tokenizer).
+
+    Raises DataError if a text, the tokenizer or the output directory cannot be used, and, unless `overwrite`, if one
     of the two files exists.
     """
-    if not text.is_file():
-        raise DataError(f"{text} is not a file: give a UTF-8 text file")
+    for text in texts:
+        if not text.is_file():
+            raise DataError(f"{text} is not a file: give a UTF-8 text file")
+    if len(texts) > 1 and tokenizer_spec in ("word", "byte"):
+        raise DataError(
+            f"--tokenizer {tokenizer_spec} has no token {END_OF_TEXT} to put between {len(texts)} texts: give a "
+            f"tokenizer.json that has it, such as GPT-2's, or one text"
+        )
     existing = [name for name in (TOKEN_FILE, FILE_NAME) if (out / name).exists()]
     if existing and not overwrite:
         raise DataError(f"{out / existing[0]} exists: choose another --out, or add --overwrite to replace it")
@@ -49,9 +66,10 @@ def prepare(text, tokenizer_spec, out, overwrite=False):
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cannot create the directory {out}: {error.strerror}; choose another --out") from None
-    tokenizer = build_tokenizer(tokenizer_spec, chunks_with_bar(text, "vocabulary"))
-    ids = tokenizer.encode_chunks(chunks_with_bar(text, "tokens"))
-    count = write_token_file(out / TOKEN_FILE, ids, tokenizer)
+    tokenizer = build_tokenizer(tokenizer_spec, chunks_with_bar(texts[0], "vocabulary"))
+    if len(texts) > 1 and tokenizer.end_of_text is None:
+        raise DataError(f"{tokenizer_spec} has no token {END_OF_TEXT} to put between {len(texts)} texts: give one text")
+    count = write_token_file(out / TOKEN_FILE, ids_of(texts, tokenizer), tokenizer)
     with replaced(out / FILE_NAME) as file:
         file.write(tokenizer.to_bytes())
     return count, tokenizer
@@ -64,8 +82,8 @@ def main(arguments=None):
         (f"{corpus} --out out/words --overwrite", "then train_gpt2.py --data out/words"),
         (f"{corpus} --tokenizer byte --out out/bytes --overwrite", "a token for each byte"),
     )
-    parser = Parser(__doc__.split("\n\n")[0], examples, usage="%(prog)s TEXT [flags]")
-    parser.add_argument("text", type=to_path, metavar="TEXT", help="the UTF-8 text file to read")
+    parser = Parser(__doc__.split("\n\n")[0], examples, usage="%(prog)s TEXT [TEXT ...] [flags]")
+    parser.add_argument("texts", type=to_path, nargs="+", metavar="TEXT", help="UTF-8 text files, each a document")
     parser.add_argument(
         "--tokenizer",
         default="word",
@@ -74,16 +92,16 @@ def main(arguments=None):
         "such as GPT-2's (default word)",
     )
     parser.add_argument(
-        "--out", type=to_path, help="directory to write to (default: the path of the text with the suffix .tokens)"
+        "--out", type=to_path, help="directory to write to (default: the path of the first TEXT with suffix .tokens)"
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the files of an earlier run in --out (default: refuse)"
     )
     try:
         options = parser.parse_args(arguments)
-        text = options.text.absolute()  # because the relative path "." has no stem
+        text = options.texts[0].absolute()  # because the relative path "." has no stem
         out = options.out or text.parent / f"{text.stem}.tokens"
-        count, tokenizer = prepare(options.text, options.tokenizer, out, options.overwrite)
+        count, tokenizer = prepare(options.texts, options.tokenizer, out, options.overwrite)
     except HelpPrinted:
         return 0
     except UserError as error:

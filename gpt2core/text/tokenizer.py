@@ -22,6 +22,7 @@ from gpt2core.text.input_file import read_file
 from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, splits_at_words
 
 FILE_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's token between two documents
 
 LARGEST = 1 << 28  # bytes of a tokenizer.json
 MAX_IDS = 1 << 22  # ids are less than this: a larger id in a file is almost certainly an error, and makes tables large
@@ -187,6 +188,11 @@ class Tokenizer:
     def token_ids(self):
         """The ids that have a token, an increasing array. Ids between them, and above them, may have none."""
         return np.unique(list(self.ids.values()))
+
+    @property
+    def end_of_text(self):
+        """The id of the token that ends a document, END_OF_TEXT, or None if the vocabulary has none."""
+        return self.ids.get(END_OF_TEXT)
 
     @property
     def fingerprint(self):

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from gpt2core.errors import DataError
 from gpt2core.text import token_file as dataset
 from gpt2core.text.token_file import TOKEN_FILE, load_tokens, read_text
-from gpt2core.text.tokenizer import FILE_NAME, Tokenizer
+from gpt2core.text.tokenizer import END_OF_TEXT, FILE_NAME, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "data" / "prepare.py"
@@ -186,6 +186,33 @@ def test_help_names_every_flag(module, capsys):
     assert module.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(flag in shown for flag in ("--tokenizer", "--out", "text"))
+
+
+def with_end_of_text(pairs):
+    """Add the token <|endoftext|> to a tokenizer.json; returns its path."""
+    library = Library.from_file(str(pairs))
+    library.add_special_tokens([END_OF_TEXT])
+    library.save(str(pairs))
+    return pairs
+
+
+def test_between_two_texts_is_the_token_that_ends_a_text(module, story, pairs, tmp_path):
+    other, out = tmp_path / "other.txt", tmp_path / "out"
+    other.write_text("another text")
+    spec = str(with_end_of_text(pairs))
+    assert module.main([str(story), str(other), str(story), "--tokenizer", spec, "--out", str(out)]) == 0
+    ids, tokenizer = load_tokens(out)
+    first, second = (tokenizer.encode(read_text(path)).tolist() for path in (story, other))
+    end = tokenizer.end_of_text
+    assert ids.tolist() == [*first, end, *second, end, *first] and tokenizer.token_bytes[end] == END_OF_TEXT.encode()
+
+
+@pytest.mark.parametrize("spec", ["word", "byte", "bpe"])
+def test_several_texts_need_a_token_between_them(module, spec, story, pairs, tmp_path, capsys):
+    spec = str(pairs) if spec == "bpe" else spec
+    assert module.main([str(story), str(story), "--tokenizer", spec, "--out", str(tmp_path / "out")]) == 2
+    assert f"{spec} has no token {END_OF_TEXT} to put between 2 texts: give " in capsys.readouterr().err
+    assert not (tmp_path / "out" / TOKEN_FILE).exists()
 
 
 @pytest.mark.parametrize("arguments, words", [([], "required: TEXT"), (["a", "--tokeniser", "byte"], "--tokeniser")])

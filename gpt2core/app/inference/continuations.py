@@ -52,13 +52,15 @@ def write_continuation(
 
 
 def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
-    """Yield the text of each new token, up to the token that completes the text `stop`.
+    """Yield the text of each new token, up to the token that completes the text `stop`, or that ends the document.
 
     One more piece follows, which is no new token: the rest of an incomplete last character, usually empty text.
     """
     text, decoder = "", tokenizer.stream()
     (rule,) = rules_for_tokens([choose or Greedy()], tokenizer, model.config.vocab_size)
     for token in generate(model, prompt, count, rule, decoders):
+        if token == tokenizer.end_of_text:
+            break
         piece = decoder.push(token)
         text += piece
         yield piece
@@ -102,13 +104,14 @@ def continue_share(model, tokenizer, prompts, count, make_rule, stop, share):
 
 
 def continue_prompts(model, tokenizer, prompts, count, rules, stop, decoders=None):
-    """(list of the continuations as text, each up to the token that completes `stop`; total number of new tokens).
+    """(list of the continuations as text, each up to the end of its document or of `stop`; total number of new tokens).
 
     All prompts are decoded together. rules: one sampling rule per prompt. decoders: as for write_continuation().
     """
     text_decoders, texts, new = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
     unfinished, rules = range(len(prompts)), rules_for_tokens(rules, tokenizer, model.config.vocab_size)
     for chosen in generate_batch(model, prompts, count, rules, decoders):  # one token for each prompt
+        unfinished = [i for i in unfinished if chosen[i] != tokenizer.end_of_text]
         for i in unfinished:
             texts[i] += text_decoders[i].push(chosen[i])
         new += len(unfinished)
