@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, diverged, require_size
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.ops import require_tokens
 from gpt2core.optimizer import AdamW
 from gpt2core.tensor import ShapeError, Tensor
 from gpt2core.tree_sum import tree_reduce, tree_sum
@@ -99,7 +99,7 @@ class TrainingStep:
         tokens, shape = np.asarray(tokens), (self.rows.stop - self.rows.start, self.seq_len)
         if tokens.shape != shape:
             raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
-        require_tokens("batch", tokens, self.config.vocab_size)
+        checks.tokens("batch", tokens, self.config.vocab_size)
         return tokens
 
 
@@ -146,12 +146,11 @@ class Trainer(TrainingStep):
 
     def gradient(self, ids, targets):
         """(the flat gradient of one micro-batch, [its loss])."""
-        flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
-        for name, view in self.arena.views(flat).items():
-            self.tensors[name].grad, self.tensors[name].buffer = None, view  # where backward() writes
         loss = self.model.loss(ids, targets, self.scale)
         loss.backward()
-        self.backend.runtime.join()  # waits for a device that computes gradients on the side
+        flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
+        for name, view in self.arena.views(flat).items():
+            view[...], self.tensors[name].grad = self.tensors[name].grad, None
         return flat, [loss.data]
 
     def prepare(self, inputs, targets):

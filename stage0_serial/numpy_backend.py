@@ -98,7 +98,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
         write(part, array) writes the sum of the rows `part` to the array; a part is the rows of one of `count`
         micro-batches. add(part, array), if given, adds it, faster than by a new array. The functions must not refer to
-        a parameter: they may be called when its memory should be free (backward(when=...)).
+        a parameter: they may be called when its memory should be free (Graph.backward).
         """
         parts = even_slices(n, count)
 

@@ -122,6 +122,10 @@ class CudaBackend(FusedHead, Backend):
         ids = np.ascontiguousarray(ids, np.int32)
         return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
 
+    def check_tokens(self, operation, tokens, vocabulary):
+        if isinstance(tokens, np.ndarray):  # arrays on the device were checked before the copy
+            super().check_tokens(operation, tokens, vocabulary)
+
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)
 

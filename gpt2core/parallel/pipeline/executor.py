@@ -2,8 +2,9 @@
 
 import time
 
+from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
-from gpt2core.tensor import call, no_grad
+from gpt2core.tensor import no_grad
 
 
 class Executor:
