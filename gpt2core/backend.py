@@ -98,6 +98,8 @@ class Backend(ABC):
 
     def cast(self, x, out, key=None):
         """Copy x to `out` in the dtype of `out`, rounded to nearest, or stochastically with a `key` (rounding_key)."""
+        if key is not None:
+            raise NotImplementedError(f"the {self.name} backend cannot round stochastically")
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
@@ -286,11 +288,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def clip(self, sums, bound):
-        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, bound / (norm + 1e-6)).
+    def clip(self, sums, clip):
+        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, clip / (norm + 1e-6)).
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
-        bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
+        clip 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
         Further arguments, given by engine/fast_trainer.py, are only for backends whose steps overlap or that scale the
         loss. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
         grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss

@@ -370,13 +370,9 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         pages = flat.reshape(-1, PAGE)
         return np.vecdot(pages, pages)  # the pages are short enough to add in the dtype of flat
 
-    def clip(self, sums, bound, stop=None):
+    def clip(self, sums, clip):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
-        norm, grad_scale = super().clip(np.array([tree_sum(segments.tolist())]), bound)
-        if stop is not None:
-            stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
-            grad_scale = grad_scale + np.float64(stop[0])
-        return norm, grad_scale
+        return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
     def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
         if math.isnan(grad_scale):
@@ -404,6 +400,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             if decay and shrink != 1.0:
                 np.multiply(pb, shrink, out=pb)
             np.subtract(pb, a, out=pb)
+        if copy is not None:
+            self.cast(p, copy.array, copy.key)
 
 
 def decay_slices(decays, width):

@@ -11,6 +11,7 @@ import math
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
 FP32 = 4  # bytes per element
@@ -51,7 +52,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
     partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
-    arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
+    arena = DividedArena(shard_shapes(parameter_shapes(config), tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
     # a bucket size of None is measured later: assume the maximum, one bucket for all gradients

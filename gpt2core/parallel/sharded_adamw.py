@@ -35,7 +35,12 @@ class Hyperparameters(NamedTuple):
 
 
 class DividedAdamW(AdamW):
-    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered."""
+    """The methods that a ParallelTrainer needs in addition to those of AdamW; by default nothing is gathered.
+
+    own: the slice of the layout whose moments this rank has.
+    """
+
+    own = slice(None)
 
     def page_sums(self, flat):
         """The sums of squares of all pages of the model, in the order of one rank, from this rank's part of an array.
@@ -44,10 +49,10 @@ class DividedAdamW(AdamW):
         """
         raise NotImplementedError
 
-    def clip(self, gradients, **state):
-        """AdamW.clip. state: further arguments of Backend.clip."""
+    def norm_and_factor(self, gradients, **state):
+        """See AdamW. state: further arguments of Backend.clip."""
         with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.bound, **state)
+            return self.backend.clip(self.page_sums(gradients), self.clip, **state)
 
     def clear_padding(self, flat):
         """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
@@ -100,8 +105,9 @@ class ShardedAdamW(DividedAdamW):
         self.compute_copy, self.gathers = compute_copy, gathers
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
-        own = arena.share(self.owners.rank, self.owners.size)
-        super().__init__(arena, parameters, pool.backends[0], own=own, **options)
+        self.own = arena.share(self.owners.rank, self.owners.size)
+        super().__init__(arena, parameters[self.own], pool.backends[0], **options)
+        self.parameters = parameters
         self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
 
     def hyperparameters(self, step, lr):

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes, unit_of
-from gpt2core.arena import PAGE, Arena, round_up
+from gpt2core.arena import PAGE, round_up
 from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.tensor_parallel import shard_shapes
@@ -46,12 +47,12 @@ class Call(NamedTuple):
 
 
 def arena_of(layout, pipeline):
-    """The Arena of a rank of the pipeline: see ParallelTrainer."""
+    """The DividedArena of a rank of the pipeline: see ParallelTrainer."""
     config, parallel = layout.config, layout.parallel
     placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
     shapes = shard_shapes(parameter_shapes(config), parallel.tp)
     owners = layout.replicas if parallel.zero == 1 else 1
-    return Arena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
+    return DividedArena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
 
 
 def traffic(layout, place):
@@ -161,7 +162,7 @@ def gradient_calls(layout, arena):
 
 def shard_sizes(layout):
     """{unit: the elements of a rank's shard of it}: see UnitShards."""
-    arena = Arena(parameter_shapes(layout.config))
+    arena = DividedArena(parameter_shapes(layout.config))
     lengths = {unit: arena.unit_slice(unit) for unit in arena.units}
     p = layout.replicas
     return {unit: round_up(part.stop - part.start, PAGE * p) // p for unit, part in lengths.items()}

@@ -10,16 +10,17 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
 
 import numpy as np
 
-from gpt2core.arena import PAGE, gaps, round_up
+from gpt2core.arena import PAGE, round_up
+from gpt2core.parallel.divided_arena import gaps
 
 
 class UnitShards:
     """The layout of a flat array of `size` elements: this rank's shard of each unit.
 
-    arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so a unit
-    may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has
-    elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the same
-    elements. size, decays() and padding(), which AdamW reads, are as those of an Arena.
+    arena: the DividedArena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so
+    a unit may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this
+    rank has elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the
+    same elements. size, decays() and padding(), which AdamW reads, are as those of a DividedArena.
     """
 
     def __init__(self, arena, group, backend):
@@ -67,7 +68,7 @@ class UnitShards:
         return own
 
     def padding(self):
-        """See Arena.padding."""
+        """See DividedArena.padding."""
         return gaps([place for place, _ in self.pieces.values()], self.size)
 
     def join(self, sums):
