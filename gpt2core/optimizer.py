@@ -89,6 +89,6 @@ class AdamW:
         return self.backend.clip(self.backend.page_sums(gradients), self.clip)
 
     def update(self, gradients, factor, hyperparameters):
-        """Update the parameters from flat `gradients` * factor; arguments: results of the two methods."""
+        """Update the parameters from flat `gradients` * factor; see norm_and_factor() and hyperparameters()."""
         p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
         self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)
