@@ -168,7 +168,8 @@ EXERCISES = (
         "1.4",
         "zero-slices",
         "the slices of ZeRO-1",
-        functions("gpt2core/arena.py", "Arena.share") + functions(PARALLEL + "async_all_gather.py", "owned"),
+        functions(PARALLEL + "divided_arena.py", "DividedArena.share")
+        + functions(PARALLEL + "async_all_gather.py", "owned"),
         {
             "parts_of_the_arena": "the parts of 1, 2, 3, 4 and 64 owners",
             "owned_pieces": "the share of each owner in a piece of the arena",

@@ -71,14 +71,14 @@ class GPT2Config:
 class Sublayer(NamedTuple):
     """What a layer adds to the residual stream x: linear_out(operation(linear_in(norm(x)))). A layer has two sublayers.
 
-    norm, linear_in and linear_out are Hugging Face's names of modules in SUBLAYERS, and [weight, bias] in a Plan. The
-    weight of linear_in is (C, columns C), that of linear_out (rows C, C). A decoder has a function for each operation.
+    norm, linear_in and linear_out are Hugging Face's names of modules. The weight of linear_in is (C, columns C), that
+    of linear_out (rows C, C). A decoder has a function for each operation.
     """
 
-    norm: object
-    linear_in: object
+    norm: str
+    linear_in: str
     operation: str
-    linear_out: object
+    linear_out: str
     columns: int
     rows: int
 
@@ -93,17 +93,26 @@ SUBLAYERS = (  # of each layer
 )
 
 
+class PlannedSublayer(NamedTuple):
+    """A Sublayer of one layer with its arrays: norm, linear_in and linear_out are lists [weight, bias]."""
+
+    norm: list
+    linear_in: list
+    operation: str
+    linear_out: list
+
+
 class Plan(NamedTuple):
     """The forward pass of a GPT-2 as its arrays, in the order of their use:
 
     x = wte[tokens] + wpe[positions], or with rotary positions wte[tokens]
-    x = x + linear_out(operation(linear_in(norm(x)))) for each Sublayer of each layer
+    x = x + linear_out(operation(linear_in(norm(x)))) for each sublayer of each layer
     logits = norm(x) @ head.T
     """
 
     wte: object  # (V, C)
     wpe: object  # (block_size, C), or None: attention rotates q and k
-    layers: list  # of each layer: the list of its Sublayers
+    layers: list  # of each layer: the list of its PlannedSublayers
     norm: list  # [weight, bias], each (C)
     head: object  # (V, C)
 
@@ -126,7 +135,7 @@ def forward_plan(config, parameters, operations, decoder):
 
     def sublayer(names, prefix):
         norm, linear_in, linear_out = (module(f"{prefix}.{name}") for name in names.modules)
-        return names._replace(norm=norm, linear_in=linear_in, linear_out=linear_out)
+        return PlannedSublayer(norm, linear_in, names.operation, linear_out)
 
     return Plan(
         parameters["transformer.wte.weight"].data,

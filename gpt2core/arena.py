@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.architecture import unit_of
 
 PAGE = 1024  # elements; each parameter starts at a multiple of PAGE, so no page has elements of two parameters
-SEGMENTS = 64  # equal slices of the buffer; each of 1, 2, 4, ... or 64 owners (ranks or threads) has whole segments
+SEGMENTS = 64  # equal slices of whole pages; 1, 2, 4, ... or 64 threads or ranks can divide them
 
 
 class Arena:
@@ -16,19 +16,14 @@ class Arena:
     Parameters, gradients and moments have this layout, so AdamW is one loop, and a sum over ranks is one message.
     Between two arrays there may be elements of padding. They are zero and stay zero, because their gradient is zero
     (unless AdamW's eps is 0).
-
-    owners: the number of ranks that divide the buffer, in segments. It is the same for 1, 2, 4, ... and 64 of
-    them; for other numbers, such as 3, there are more segments, so that all have equal shares.
     """
 
-    def __init__(self, shapes, owners=1):
+    def __init__(self, shapes):
         self.shapes, self.slices, end = dict(shapes), {}, 0
         for name, shape in self.shapes.items():
             self.slices[name] = slice(end, end + math.prod(shape))
             end = round_up(self.slices[name].stop, PAGE)
-        self.norm_pages = round_up(end, SEGMENTS * PAGE) // PAGE  # of the norm: the same for any number of owners
-        self.segments = math.lcm(SEGMENTS, owners)
-        self.size = round_up(end, self.segments * PAGE)
+        self.size = round_up(end, SEGMENTS * PAGE)
         self.units = {}  # {unit: [its parameters, which are neighbours]}
         for name in self.shapes:
             self.units.setdefault(unit_of(name), []).append(name)
@@ -52,28 +47,6 @@ class Arena:
     def pages(self, elements):
         """The slice of page numbers for `elements`, a slice that must consist of whole pages."""
         return slice(elements.start // PAGE, elements.stop // PAGE)
-
-    # -- for threads and ranks ---------------------------------------------------------------------------------------
-
-    def unit_slice(self, unit):
-        """The slice of all parameters of a unit, and of the padding after them."""
-        names = self.units[unit]
-        return slice(self.slices[names[0]].start, self.padded(names[-1]).stop)
-
-    def share(self, owner, owners):
-        """The slice of one of `owners`, in whole segments; all have one size if `owners` divides `segments`."""
-        edges = [self.segments * i // owners * (self.size // self.segments) for i in (owner, owner + 1)]
-        return slice(*edges)
-
-    def padding(self):
-        """The slices of the buffer that belong to no array."""
-        return gaps(self.slices.values(), self.size)
-
-
-def gaps(slices, size):
-    """The slices of an array of `size` elements that lie between these slices, which are in order."""
-    edges = [0, *(edge for each in slices for edge in (each.start, each.stop)), size]
-    return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]
 
 
 def round_up(n, multiple):

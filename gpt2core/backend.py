@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
@@ -28,9 +29,7 @@ class Backend(ABC):
 
     Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
     writes only to new arrays; attention_cached, clip and adamw_step also write to arguments that their docstrings name.
-    A gradient that a backward kernel returns is an array or a function: gradient(out) computes it at the Destination
-    `out`, or in a new array if `out` is None, and returns that array (Tensor.from_op). Its contents are complete after
-    runtime.join().
+    A gradient that a backward kernel returns is an array, or a function of a Destination (parallel/parameter.py).
 
     Micro-batches: if `merges_micro_batches`, activations may be (M, B, T, C), and the N targets of a loss those of M
     micro-batches of equal size. Each row has the bits that it would have in a call of its own, and the gradient of a
@@ -90,7 +89,7 @@ class Backend(ABC):
         return a + b
 
     def put(self, gradient, out):
-        """Write an array to the Destination `out`, or add it; autograd and the sum over micro-batches call this."""
+        """Write an array to the Destination `out`, or add it; a Parameter and the sum over micro-batches call this."""
         array, accumulate = out
         if accumulate:
             array += gradient
@@ -99,6 +98,8 @@ class Backend(ABC):
 
     def cast(self, x, out, key=None, offset=0):
         """Copy x to `out` in the dtype of `out`, rounded as in ParameterCopy, which describes `key` and `offset`."""
+        if key is not None:
+            raise NotImplementedError(f"the {self.name} backend cannot round stochastically")
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
@@ -107,6 +108,10 @@ class Backend(ABC):
         rows, first: if given, wte has the tokens [first, first + rows); the result is then also for embedding_backward.
         """
         return ids
+
+    def check_tokens(self, operation, tokens, vocabulary):
+        """Raise ShapeError unless `tokens` are integers below `vocabulary`; prepared tokens have been checked."""
+        checks.tokens(operation, tokens, vocabulary)
 
     def check_model(self, config):  # noqa: B027 - by default every model is accepted
         """Raise ConfigError for a model that the kernels cannot compute."""
@@ -250,11 +255,11 @@ class Backend(ABC):
         maxima, sums (N): over the whole vocabulary: from forward, or combined over ranks by ops.loss_of_rows.
         """
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (..., C), w (V, C).
 
-        scale: that of backward, if backward follows and w has the whole vocabulary; otherwise None. If it is given,
-        forward may compute the gradients and keep them in aux. dloss: backward's dy, or None if it is not known yet.
+        scale: that of backward. vocabulary: the tokens of all ranks. If w has all of them and backward may follow
+        (is_recording), forward may compute the gradients and keep them in aux. dloss: backward's dy, None: not known.
         """
         logits = self.unembed_forward(x, w).reshape(-1, len(w))
         *statistics, aux = self.cross_entropy_forward(logits, targets, first)
@@ -283,11 +288,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def clip(self, sums, bound):
-        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, bound / (norm + 1e-6)).
+    def clip(self, sums, clip):
+        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, clip / (norm + 1e-6)).
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
-        bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
+        clip 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
         Further arguments, given by engine/fast_trainer.py, are only for backends whose steps overlap or that scale the
         loss. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
         grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss

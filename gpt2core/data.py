@@ -46,7 +46,7 @@ class Windows:
             )
         self.tokens, self.seq_len, self.order, self.seed = tokens, seq_len, order, seed
         self.windows_per_epoch = math.ceil(len(tokens) / seq_len)
-        self._starts = functools.lru_cache(maxsize=1)(self.starts_of_epoch)
+        self.starts = functools.lru_cache(maxsize=1)(self.starts_of_epoch)  # keeps those of the last epoch
 
     def batch(self, position, count):
         """Return (inputs, targets), each (count, T), of `count` windows from `position` on. Targets: the next tokens.
@@ -56,9 +56,9 @@ class Windows:
         if position < 0 or count < 1:
             raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
         if self.order == "sequential":
-            return self._consecutive(position * self.seq_len, count)
-        starts = np.array([self._shuffled_start(position + row) for row in range(count)])
-        rows = self._read((starts[:, None] + np.arange(self.seq_len + 1)) % len(self.tokens))  # (count, T + 1)
+            return self.consecutive(position * self.seq_len, count)
+        starts = np.array([self.shuffled_start(position + row) for row in range(count)])
+        rows = self.read((starts[:, None] + np.arange(self.seq_len + 1)) % len(self.tokens))  # (count, T + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def once(self, count):
@@ -68,27 +68,27 @@ class Windows:
         """
         inside = (len(self.tokens) - 1) // self.seq_len  # number of windows
         for first in range(0, inside, count):
-            yield self._consecutive(first * self.seq_len, min(count, inside - first))
+            yield self.consecutive(first * self.seq_len, min(count, inside - first))
 
-    def _consecutive(self, start, count):
+    def consecutive(self, start, count):
         """Return (inputs, targets) of `count` consecutive windows from token `start` on."""
         start, length = start % len(self.tokens), count * self.seq_len
         if start + length + 1 <= len(self.tokens):
-            tokens = self._read(slice(start, start + length + 1))
+            tokens = self.read(slice(start, start + length + 1))
         else:
-            tokens = self._read((start + np.arange(length + 1)) % len(self.tokens))
+            tokens = self.read((start + np.arange(length + 1)) % len(self.tokens))
         return tokens[:-1].reshape(count, self.seq_len), tokens[1:].reshape(count, self.seq_len)
 
-    def _read(self, index):
+    def read(self, index):
         """Return the tokens at `index`, a slice or an array, as a read-only array: of an array's slice a view."""
         tokens = np.asarray(self.tokens[index])
         tokens.flags.writeable = False
         return tokens
 
-    def _shuffled_start(self, window):
+    def shuffled_start(self, window):
         """Return the index of the first token of shuffled window number `window` (from 0, over all epochs)."""
         epoch, index = divmod(window, self.windows_per_epoch)
-        return int(self._starts(epoch)[index])
+        return int(self.starts(epoch)[index])
 
     def starts_of_epoch(self, epoch):
         """The index of the first token of each window of an epoch, in the order in which they are read."""

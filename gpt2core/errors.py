@@ -1,5 +1,6 @@
 """Errors that a user can correct: the command line prints each as one line on standard error and exits with code 2."""
 
+import math
 import numbers
 
 
@@ -34,9 +35,12 @@ class Diverged(UserError):
 def diverged(step, loss, norm, lr, eps):
     """The Diverged of a step, from 0, whose loss or gradient norm is not finite. lr, eps: those of AdamW."""
     advice = "" if eps else ", or raise `eps` (now 0)"
+    state = f"are those after {counted(step, 'step')}"  # AdamW changes nothing if the norm is not finite
+    if math.isfinite(norm):
+        state = "have been updated: continue from an earlier checkpoint"
     return Diverged(
         f"step {step}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
-        f"Lower `lr` (now {lr:g}) or set `clip`{advice}; the parameters are those after {counted(step, 'step')}"
+        f"Lower `lr` (now {lr:g}) or set `clip`{advice}; the parameters {state}"
     )
 
 
@@ -44,6 +48,13 @@ def counted(count, noun):
     """A number with its noun: 1 rank, 2 ranks, 3 micro-batches."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
+
+
+def require_known(argument, options, known):
+    """Raise ConfigError if the dictionary `options` has a name that is not one of `known`."""
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"`{argument}` has the name {name!r}, but it may have only {', '.join(known)}: omit it")
 
 
 def require_size(name, value):

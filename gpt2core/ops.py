@@ -1,22 +1,19 @@
 """One function per differentiable operation: it computes the result and defines how backward() computes gradients."""
 
-import numpy as np
-
+from gpt2core import checks
 from gpt2core.communicator import SOLO
-from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording
+from gpt2core.tensor import AutogradError, Tensor
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
-# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. Arrays (B, T, ...) of one micro-batch may also be
-# (M, B, T, ...) for M of them, if the backend merges micro-batches. A group of p ranks divides the vocabulary: the
-# tokens of rank r are [r V/p, (r+1) V/p). Rank r holds their rows of an embedding (V, C) and computes their logits.
-# The graph keeps only the arrays that a backward kernel reads. At first reading, group is SOLO, whose collectives
-# return their input, and dloss is None.
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
+# graph keeps only the arrays that a backward kernel reads. A group of p ranks divides the vocabulary: rank r has the
+# tokens [r V/p, (r+1) V/p), their rows of an embedding (V, C), and computes their logits. SOLO is the group of one
+# rank, which has all tokens; its collectives return their input.
 
 
 def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
-    require(x.shape[-1] == w.shape[0], "linear", x, w)
-    require(b is None or b.shape == w.shape[1:], "linear", w, b)
+    checks.linear(x, w, b)
     backend, parents = x.backend, (x, w) if b is None else (x, w, b)
     y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
     return Tensor.from_op(
@@ -32,7 +29,7 @@ def gelu(x):
 
 def mlp(x, w, b, w2):
     """linear(gelu(linear(x, w, b)), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
-    require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
+    checks.mlp(x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
 
@@ -45,7 +42,7 @@ def mlp(x, w, b, w2):
 
 def layernorm(x, w, b, eps=1e-5):
     """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
-    require(x.shape[-1:] == w.shape == b.shape, "layernorm", x, w, b)
+    checks.last_axis("layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
     return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
@@ -53,7 +50,7 @@ def layernorm(x, w, b, eps=1e-5):
 
 def stream_layernorm(x, w, b, eps=1e-5):
     """Two outputs: x (the residual stream) and layernorm(x, w, b); backward adds the gradients of both."""
-    require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
+    checks.last_axis("stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
 
@@ -68,7 +65,7 @@ def stream_layernorm(x, w, b, eps=1e-5):
 
 def residual_add(x, a, a_bias):
     """s = x + (a + a_bias): the residual stream after a branch (a, a_bias), where no LayerNorm reads it next."""
-    require(x.shape == a.shape and x.shape[-1:] == a_bias.shape, "residual_add", x, a, a_bias)
+    checks.residual("residual_add", x, a, a_bias)
     backend = x.backend
     s = backend.residual_add_forward(x.data, a.data, a_bias.data)
     return Tensor.from_op(s, (x, a, a_bias), lambda ds: (ds, ds, backend.bias_backward(ds)))
@@ -76,7 +73,7 @@ def residual_add(x, a, a_bias):
 
 def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     """Two outputs: s = residual_add(x, a, a_bias) and layernorm(s, w, b), fused."""
-    require(x.shape == a.shape and x.shape[-1:] == a_bias.shape == w.shape == b.shape, "residual_layernorm", x, a, w, b)
+    checks.residual("residual_layernorm", x, a, a_bias, w, b)
     backend = x.backend
     s, y, aux = backend.residual_layernorm_forward(x.data, a.data, a_bias.data, w.data, b.data, eps)
 
@@ -91,9 +88,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
 def attention(qkv, n_head):
     """Causal self-attention: q, k and v side by side, qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
-    require_axes("attention", qkv.backend, qkv.shape, 3)
-    if qkv.shape[-1] % (3 * n_head):
-        raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
+    checks.attention(qkv, n_head)
     backend, x = qkv.backend, qkv.data
     y, aux = backend.attention_forward(x, n_head)
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, x, y, aux, n_head),))
@@ -104,20 +99,22 @@ def rotary(qkv, n_head, position=0):
 
     The q of position m times the k of position n depends on m - n only, so attention learns relative positions.
     """
-    require_axes("rotary", qkv.backend, qkv.shape, 3)
-    if qkv.shape[-1] % (6 * n_head):
-        raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
+    checks.rotary(qkv, n_head)
     backend = qkv.backend
     y = backend.rotary_forward(qkv.data, n_head, position)
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
 
 
 def cached_attention(qkv, cache, layer, n_head):
-    """Attention of the new positions, qkv (B, t, 3C), to the cached ones and to each other -> (B, t, C); no gradient.
+    """Attention of the new positions, qkv (B, t, 3C), to the cached ones and to each other -> (B, t, C).
 
-    cache: a sampler.KVCache, to whose layer number `layer` the keys and values are appended.
+    cache: a sampler.KVCache, to whose layer number `layer` the keys and values are appended. backward() is refused.
     """
-    return Tensor(cache.attend(qkv.data, layer, n_head), qkv.backend)
+
+    def backward(dy):
+        raise AutogradError("cached_attention has no gradient: compute the loss without a cache")
+
+    return Tensor.from_op(cache.attend(qkv.data, layer, n_head), (qkv,), backward)
 
 
 def embedding(ids, wte, wpe=None, position=0, group=SOLO):
@@ -126,20 +123,14 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    require_axes("embedding", wte.backend, ids.shape, 2)
-    if wpe is not None:
-        require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
-    if wpe is not None and not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
-        raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    require_tokens("embedding", ids, wte.shape[0] * group.size)
-    backend, first = wte.backend, group.rank * wte.shape[0]
-    parents = (wte,) if wpe is None else (wte, wpe)
-    added = wpe if group.is_root else None  # on one rank only, or the sum would contain it p times
-    y = backend.embedding_forward(ids, wte.data, None if added is None else added.data, position, first)
+    checks.embedding(ids, wte, wpe, position, group)
+    backend, first, parents = wte.backend, group.rank * wte.shape[0], (wte,) if wpe is None else (wte, wpe)
+    positions = None if wpe is None else wpe.data
+    added = positions if group.is_root else None  # on one rank only, or the sum would contain it p times
+    y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
 
     def backward(dy):
-        positions = None if wpe is None else wpe.data
         return backend.embedding_backward(dy, ids, wte.data, positions, position, first)[: len(parents)]
 
     return Tensor.from_op(y, parents, backward)
@@ -147,7 +138,7 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
 
 def unembed(x, w):
     """x (..., C), w (V, C) -> logits (..., V); w may be the token embedding itself."""
-    require(x.shape[-1] == w.shape[1], "unembed", x, w)
+    checks.unembed("unembed", x, w)
     backend = x.backend
     y = backend.unembed_forward(x.data, w.data)
     return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
@@ -159,12 +150,11 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
-    V = logits.shape[-1] * group.size
-    scale = check_targets("cross_entropy", logits, targets, scale, V)
-    shape, backend, first = logits.shape, logits.backend, group.rank * logits.shape[-1]
+    scale = checks.loss("cross_entropy", logits, targets, scale, logits.shape[-1] * group.size)
+    backend, first, shape = logits.backend, group.rank * logits.shape[-1], logits.shape
     targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
-    *stats, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
+    *rows, aux = backend.cross_entropy_forward(logits2, targets, first)
+    loss, maxima, sums = loss_of_rows(*rows, scale, group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
@@ -173,25 +163,15 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once.
-
-    dloss: the array with which backward() of this loss will be called, or None if it is not known. If dloss is given,
-    forward may already compute the gradients; backward() raises AutogradError for any other array.
-    """
-    require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
+    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once."""
     V = w.shape[0] * group.size
-    scale = check_targets("unembed_cross_entropy", x, targets, scale, V)
-    if x.ndim > 3:
-        require_axes("unembed_cross_entropy", x.backend, x.shape, 3)
-    targets, backend, first = targets.reshape(-1), x.backend, group.rank * w.shape[0]
-    forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
-    *stats, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, forward_scale, dloss)
-    loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
+    scale = checks.unembed_cross_entropy(x, w, targets, scale, V)
+    backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
+    *rows, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V)
+    loss, maxima, sums = loss_of_rows(*rows, scale, group, backend)
 
     def backward(dy):
-        if dloss is not None and dy is not dloss:
-            raise AutogradError("unembed_cross_entropy: call backward() with the dloss array that forward was given")
         return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)
 
     return Tensor.from_op(loss, (x, w), backward)
@@ -224,39 +204,3 @@ def gather_from_group(x, group):
     shards = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
     y = shards.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
-
-
-def require(condition, operation, *tensors):
-    """Raise ShapeError with the shapes of `tensors` unless `condition` holds."""
-    if not condition:
-        raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit")
-
-
-def require_tokens(operation, tokens, vocabulary):
-    """Raise ShapeError for tokens that are not integers, and for a token outside the vocabulary.
-
-    Device arrays were checked before the copy to the device.
-    """
-    if isinstance(tokens, np.ndarray) and not np.issubdtype(tokens.dtype, np.integer):  # a copy would truncate floats
-        raise ShapeError(f"{operation}: tokens have dtype {tokens.dtype}, but they must be integers")
-    if isinstance(tokens, np.ndarray) and tokens.size:
-        lowest, highest = int(tokens.min()), int(tokens.max())
-        if lowest < 0 or highest >= vocabulary:
-            token = lowest if lowest < 0 else highest
-            raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
-
-
-def require_axes(operation, backend, shape, ndim):
-    """Raise ShapeError unless `shape` has `ndim` axes, or one more, M, with a backend that merges micro-batches."""
-    if len(shape) == ndim + 1 and not backend.merges_micro_batches:
-        raise ShapeError(f"{operation}: the {backend.name} backend computes one micro-batch in a call, not {shape}")
-    if len(shape) not in (ndim, ndim + 1):
-        raise ShapeError(f"{operation}: an array of shape {shape}, but it must have {ndim} axes")
-
-
-def check_targets(operation, x, targets, scale, vocabulary):
-    """The scale, by default 1/N, for targets of the rows of x (..., K); ShapeError for wrong targets."""
-    if targets.shape != x.shape[:-1]:
-        raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
-    require_tokens(operation, targets, vocabulary)
-    return 1 / targets.size if scale is None else scale

@@ -59,12 +59,12 @@ class AdamW:
 
     m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
     decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
-    own: the slice whose moments are kept here; a subclass that gives another one than all overrides update().
     """
 
+    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "clip"
+
     def __init__(
-        self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        own=slice(None),
+        self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
     ):  # fmt: skip
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
@@ -72,23 +72,23 @@ class AdamW:
         for name, value in (("eps", eps), ("weight_decay", weight_decay), ("clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"`{name}={value}` must be finite and not negative")
-        self.arena, self.parameters, self.backend, self.own = arena, parameters, backend, own
-        self.betas, self.eps, self.weight_decay, self.bound = (beta1, beta2), eps, weight_decay, clip
-        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters[own].shape, parameters.dtype) for _ in range(2))
+        self.arena, self.parameters, self.backend = arena, parameters, backend
+        self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
+        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters.shape, parameters.dtype) for _ in ("m", "v"))
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
     def hyperparameters(self, step, lr):
         """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
         return adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
 
-    def clip(self, gradients):
+    def norm_and_factor(self, gradients):
         """(the global norm of flat `gradients`, the factor that clips them), each of one element.
 
         If the norm is not finite, the factor is NaN, and update() changes nothing.
         """
-        return self.backend.clip(self.backend.page_sums(gradients), self.bound)
+        return self.backend.clip(self.backend.page_sums(gradients), self.clip)
 
     def update(self, gradients, factor, hyperparameters):
-        """Update the parameters from flat `gradients` * factor; arguments: results of clip() and hyperparameters()."""
+        """Update the parameters from flat `gradients` * factor; see norm_and_factor() and hyperparameters()."""
         p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
         self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)

@@ -1,10 +1,10 @@
 """Every kernel as its textbook formula and its derivative, in plain NumPy: a complete Backend without tricks.
 
 Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
-gradient of the loss with respect to y. Every derivative below follows from dx = (dy/dx)' dy. `aux` is what a forward
-kernel saves for its backward kernel. Backend composes larger kernels from these by the chain rule: the MLP, gelu(x w +
-b) w2; the residual stream with its LayerNorm, s = x + (a + bias) and LN(s), of which dx = da = ds + LN's dx; and the
-logits with their loss.
+gradient of the loss with respect to y. Every formula below follows from dx = J' dy, where the Jacobian J of y has the
+derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. Backend composes larger kernels
+from these by the chain rule: the MLP, gelu(x w + b) w2; the residual stream with its LayerNorm, s = x + (a + bias) and
+LN(s), of which dx = da = ds + LN's dx; and the logits with their loss.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -21,7 +21,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
 A = math.sqrt(2 / math.pi)
-BASE = 10000.0  # of the angles of rotary positions: the slowest pair of channels turns by about 1 / BASE a position
+BASE = 10000.0  # of rotary positions: from one position to the next, pair i of channels turns by BASE^(-2i / D)
 
 
 class PlainBackend(Backend):
@@ -57,7 +57,8 @@ class PlainBackend(Backend):
     def bias_backward(self, dy):
         return rows(dy).sum(0)
 
-    # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = A (x + 0.044715 x^3);  dt/dx = (1 - t^2) du/dx --------------------
+    # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = A (x + 0.044715 x^3) ----------------------------------------------
+    #    the slope is (1 + t) / 2 + x / 2 dt/dx,  dt/dx = (1 - t^2) du/dx;  dx = slope dy
 
     def gelu_forward(self, x):
         return x * (1 + np.tanh(A * (x + 0.044715 * x * x * x))) / 2
@@ -160,11 +161,11 @@ class PlainBackend(Backend):
     def page_sums(self, flat):
         return (flat.reshape(-1, PAGE) ** 2).sum(1)
 
-    def clip(self, sums, bound):
+    def clip(self, sums, clip):
         norm = np.float64(math.sqrt(sums.sum(dtype=np.float64)))
         if not math.isfinite(norm):
             return norm, np.float64(math.nan)
-        return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
+        return norm, np.float64(min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
 
     # -- AdamW: m and v are running means of g and of g^2;  p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)
     #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_scalars() puts these divisors into rate and e
@@ -178,6 +179,8 @@ class PlainBackend(Backend):
         v[...] = beta2 * v + (1 - beta2) * g * g
         decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)
         p[...] = decay * p - rate * m / (np.sqrt(v) + e)
+        if copy is not None:
+            self.cast(p, copy.array, copy.key)
 
     # -- generation, which is not part of a training step: the keys and values of earlier positions are in a cache -----
 

@@ -39,16 +39,23 @@ class KVCache:
             raise ConfigError(
                 f"attention: qkv {qkv.shape} after {self.length} positions do not fit {self.block} positions"
             )
-        place = self.place(layer)
-        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], place, n_head)
+        self.drop_oldest(layer)
+        return self.backend.attention_cached(qkv, self.keys[layer], self.values[layer], self.place, n_head)
 
-    def place(self, layer):
-        """The index in the arrays of a layer where the next position is written; drops the oldest of a full cache."""
+    @property
+    def place(self):
+        """The index in the arrays of a layer where the next position is written, after drop_oldest()."""
+        return min(self.length, self.block - 1)
+
+    def drop_oldest(self, layer):
+        """In the arrays of a layer of a full cache, replace the oldest position by the newest one, at the last index.
+
+        The order of the other positions does not matter. If the cache is not full, do nothing.
+        """
         last = self.block - 1
-        if self.length > last:  # the newest position is at the last index; the order of the others does not matter
+        if self.length > last:
             keys, values, oldest = self.keys[layer], self.values[layer], (self.length - self.block) % max(1, last)
             keys[..., oldest], values[:, :, oldest] = keys[..., last], values[:, :, last]
-        return min(self.length, last)
 
 
 class Decoder:

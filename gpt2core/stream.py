@@ -18,12 +18,13 @@ class Branch(NamedTuple):
 
 
 class Stream:
-    """The residual stream x (B, T, C). `x + branch` is lazy: the LayerNorm that reads the sum computes and keeps it.
+    """The residual stream (B, T, C): the sum x + branch, or x if branch is None. The sum is lazy: the LayerNorm that
+    reads it computes it, and then replaces x by the sum and the branch by None.
 
     So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
-    sum in x, and `+` begins the next one. LayerNorm reads the sum as it is stored, in the dtype of the stream: so it
-    may also be computed first, as between two ranks of a pipeline. The value of a Stream never changes: the sum
-    replaces x and the branch because no backward kernel reads these two, so their memory can be used again.
+    sum, and `+` begins the next one. The object changes, but the array that it stands for does not: LayerNorm reads the
+    sum as it is stored, in the dtype of the stream, so it may also be computed first, as between two ranks of a
+    pipeline. The arrays x and branch are replaced because no backward kernel reads them: their memory is used again.
     """
 
     def __init__(self, x, branch=None):
@@ -33,13 +34,13 @@ class Stream:
         return Stream(self.tensor(), branch)
 
     def tensor(self):
-        """The stream as a Tensor (B, T, C); computes the sum if no LayerNorm has done so."""
+        """The stream as a Tensor (B, T, C); computes and stores the sum if no LayerNorm has done so."""
         if self.branch is not None:
             self.x, self.branch = ops.residual_add(self.x, *self.branch), None
         return self.x
 
     def layernorm(self, w, b, eps):
-        """LayerNorm(x), which also computes the sum."""
+        """The LayerNorm of the stream; computes and stores the sum."""
         if self.branch is None:
             self.x, y = ops.stream_layernorm(self.x, w, b, eps)
         else:

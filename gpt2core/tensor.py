@@ -1,16 +1,14 @@
 """A Tensor is an array that records the operation that made it. backward() applies the chain rule in reverse order.
 
-dy is the gradient of the loss with respect to y. For y = f(x) the chain rule is dx = (dy/dx)' dy, where ' transposes.
-Each operation has a function backward(dy) that computes this product. If x is used several times, its gradient is the
-sum of the results. Operations are visited in the reverse order of their creation, so dy is complete when it is used.
-At first reading, a gradient is an array, and `when` is `call`: the other cases make a device faster (see Destination).
+dy is the gradient of the loss with respect to y. For y = f(x) with the Jacobian J the chain rule is dx = J' dy, where '
+transposes. Each operation has a function backward(dy) that computes this product. If x is used several times, its
+gradient is the sum of the results. Operations are visited in the reverse order of their creation, so dy is complete
+when it is used.
 """
 
 import contextlib
 import contextvars
-import functools
 import itertools
-from typing import NamedTuple
 
 _recording = contextvars.ContextVar("recording", default=True)  # a context variable: each thread has its own value
 _creation_order = itertools.count()
@@ -24,37 +22,32 @@ class ShapeError(ValueError):
     """Shapes that do not fit together; the message names them."""
 
 
-def call(function):
-    function()
-
-
 class Tensor:
     """An array, its backend, and the node that made it. A leaf is a tensor that no node made, such as a parameter.
 
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
-    gradients, over all its uses and all backward passes, in `grad`; set grad = None to begin again. buffer: the array
-    in which `grad` is kept, or None for a new array. Importing primitives.py defines arithmetic (+, *, ...).
+    gradients, over all its uses and all backward passes, in `grad`; set grad = None to begin again. Importing
+    primitives.py defines arithmetic (+, *, ...).
     """
 
     __array_priority__ = 1000  # makes NumPy call the tensor's __radd__ for array + tensor
 
     def __init__(self, data, backend, requires_grad=False):
         self.data, self.backend, self.requires_grad = data, backend, requires_grad
-        self.grad, self.buffer, self.node, self.index = None, None, None, 0
+        self.grad, self.node, self.index = None, None, 0  # the tensor is output number `index` of `node`
 
-    @classmethod
-    def from_op(cls, data, parents, backward, report=None):
+    @staticmethod
+    def from_op(data, parents, backward):
         """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
 
         data: an array, or a tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one
-        gradient for each of them: None for a tensor that was not used. A gradient is an array, or a function of a
-        Destination or None that computes it there or in a new array, and returns that array. Such functions of leaves
-        are called first; they may also be called after the whole pass: see backward(). report: see Node.
+        gradient for each of them: None for a tensor that was not used. A gradient is an array, or a function that
+        computes it: function(None) returns a new array (for other arguments see parallel/parameter.py).
         """
         outputs = data if isinstance(data, tuple) else (data,)
-        tensors = tuple(cls(array, parents[0].backend) for array in outputs)
+        tensors = tuple(Tensor(array, parents[0].backend) for array in outputs)
         if _recording.get() and any(parent.requires_grad for parent in parents):
-            node = Node(parents, backward, len(tensors), report)
+            node = Node(parents, backward, len(tensors))
             for index, tensor in enumerate(tensors):
                 tensor.requires_grad, tensor.node, tensor.index = True, node, index
         return tensors if isinstance(data, tuple) else tensors[0]
@@ -86,43 +79,22 @@ class Tensor:
     def __repr__(self):
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
-    def receiver(self):
-        """The object whose receive() takes the gradients of this tensor; None if it requires none."""
-        return None if not self.requires_grad else self if self.node is None else Edge(self)
-
-    def destination(self):
-        """The Destination of the next gradient of this leaf; None: a new array."""
-        if self.buffer is None or not (self.grad is None or self.grad is self.buffer):
-            return None
-        return Destination(self.buffer, accumulate=self.grad is not None)
-
     def receive(self, gradient):
-        """Add a gradient, an array or a function of its destination, to `grad` of this leaf."""
-        out = self.destination()
-        if callable(gradient):
-            gradient = gradient(out)
-            if out is not None and gradient is out.array:  # the function has put it there
-                self.grad = out.array
-                return
-        check_shape(gradient, self.shape if out is None else out.array.shape)
-        if out is not None:
-            self.backend.put(gradient, out)
-            self.grad = out.array
-        elif self.grad is not None:
-            self.grad += gradient
-        else:
+        """Add a gradient to `grad` of this leaf."""
+        gradient = computed(gradient, self.shape)
+        if self.grad is None:
             self.grad = gradient.copy()  # another tensor may get the same array: see primitives.add()
+        else:
+            self.grad += gradient
 
-    def backward(self, gradient=None, retain_graph=False, when=call):
+    def backward(self, gradient=None, retain_graph=False, deliver=lambda leaf, gradient: leaf.receive(gradient)):
         """Compute the gradients of all leaves of the graph that require gradients.
 
         gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
-        freed during the pass unless `retain_graph`. when(function) is called for each leaf that receives a gradient: by
-        default it calls the function, which computes the gradient, if that is a function, and adds it to the leaf. With
-        when=list.append of a list, calling the functions of the list in order completes the pass. The contents of
-        gradients in a `buffer` are complete after backend.runtime.join(). Arrays of the graph must not be changed
-        before backward(). Raises AutogradError for a graph that was freed or never recorded, or if `gradient` is
-        missing for several elements; ShapeError if a gradient has another shape than its tensor.
+        freed during the pass unless `retain_graph`. deliver(leaf, gradient) is called for each gradient of a leaf; by
+        default leaf.receive(gradient) adds it to leaf.grad. Arrays of the graph must not be changed before backward().
+        Raises AutogradError for a graph that was freed or never recorded, or if `gradient` is missing for several
+        elements; ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -136,36 +108,39 @@ class Tensor:
         if not hasattr(gradient, "shape"):
             raise ShapeError(f"backward() of shape {self.shape} needs an array of this shape, not {gradient!r:.60}")
         nodes = reachable(self)
-        pass_on(gradient, self.receiver(), when)
+        for node in nodes:
+            node.dys = [None] * len(node.dys)  # an earlier pass may have failed before it used them
+        if self.node is None:
+            deliver(self, gradient)
+        else:
+            Edge(self).receive(gradient)
         while nodes:
-            nodes.pop().run(retain_graph, when)  # the newest: all operations that use its outputs have run
+            nodes.pop().run(retain_graph, deliver)  # the newest: all operations that use its outputs have run
 
 
 class Node:
-    """One application of an operation: where its inputs' gradients go, and the closure that computes them.
+    """One application of an operation: where its inputs' gradients go, and the closure that computes them."""
 
-    report: a function that is called when backward has come to this node, or None (parallel/part.py: mark).
-    """
+    __slots__ = ("order", "parents", "backward", "dys")
 
-    __slots__ = ("order", "parents", "backward", "dys", "report")
-
-    def __init__(self, parents, backward, n_outputs, report):
+    def __init__(self, parents, backward, n_outputs):
         self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
-        self.parents = [parent.receiver() for parent in parents]
-        self.backward, self.report = backward, report
+        self.parents = [
+            None if not parent.requires_grad else parent if parent.node is None else Edge(parent) for parent in parents
+        ]
+        self.backward = backward
         self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
 
-    def run(self, retain, when):
+    def run(self, retain, deliver):
         """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
         dys, self.dys = self.dys, [None] * len(self.dys)
         if any(dy is not None for dy in dys):
             pairs = zip(self.parents, self.backward(*dys), strict=True)
             pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
-            # Leaves first: a device can compute their gradients while it computes those that the next node needs.
-            for parent, gradient in sorted(pairs, key=lambda pair: pair[0].node is not None):
-                pass_on(gradient, parent, when)
-            if self.report:
-                when(self.report)
+            for leaf, gradient in (pair for pair in pairs if pair[0].node is None):
+                deliver(leaf, gradient)  # before the others, so that a device can compute both at the same time
+            for edge, gradient in (pair for pair in pairs if pair[0].node is not None):
+                edge.receive(gradient)
         if not retain:
             self.parents, self.backward = (), None
 
@@ -173,27 +148,27 @@ class Node:
 class Edge:
     """A tensor as the nodes after it know it: without its array, so that the array can be freed before the graph."""
 
-    __slots__ = ("shape", "node", "index", "add")  # the tensor is output number `index` of `node`
+    __slots__ = ("shape", "node", "index", "add")
 
     def __init__(self, tensor):
         self.shape, self.node, self.index, self.add = tensor.shape, tensor.node, tensor.index, tensor.backend.add
 
     def receive(self, gradient):
-        gradient = gradient(None) if callable(gradient) else gradient
-        check_shape(gradient, self.shape)
-        dys, i = self.node.dys, self.index
+        """Add a gradient to those of the outputs of the node."""
+        gradient, dys, i = computed(gradient, self.shape), self.node.dys, self.index
         dys[i] = gradient if dys[i] is None else self.add(dys[i], gradient)
 
 
-class Destination(NamedTuple):
-    """Where the gradient of a parameter belongs: it is written to `array`, or added to it if `accumulate`.
+def computed(gradient, shape):
+    """A gradient as an array, which must have this shape."""
+    gradient = gradient(None) if callable(gradient) else gradient
+    check_shape(gradient, shape)
+    return gradient
 
-    A fast backend computes a gradient where it belongs, in a flat buffer, so it returns a function of a Destination.
-    PlainBackend returns arrays.
-    """
 
-    array: object
-    accumulate: bool
+def check_shape(gradient, shape):
+    if gradient.shape != shape:
+        raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {shape}")
 
 
 def reachable(root):
@@ -209,20 +184,8 @@ def reachable(root):
                 "or keep the graph with backward(retain_graph=True)"
             )
         found.add(node)
-        node.dys = [None] * len(node.dys)  # an earlier pass may have failed before it used them
         stack.extend(parent.node for parent in node.parents if parent is not None and parent.node is not None)
     return sorted(found, key=lambda node: node.order)
-
-
-def pass_on(gradient, receiver, when):
-    """Add a gradient to a receiver. If that is a leaf, `when` decides when the function is called that does it."""
-    add = functools.partial(receiver.receive, gradient)
-    when(add) if receiver.node is None else add()
-
-
-def check_shape(gradient, shape):
-    if gradient.shape != shape:
-        raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {shape}")
 
 
 @contextlib.contextmanager

@@ -3,21 +3,20 @@
 # B sequences in a batch, T tokens in a sequence
 
 import math
-import operator
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.data import even_slices
-from gpt2core.errors import ConfigError, diverged, require_size
+from gpt2core.errors import ConfigError, diverged, require_known, require_size
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.ops import require_tokens
 from gpt2core.optimizer import AdamW
 from gpt2core.tensor import ShapeError, Tensor
-from gpt2core.tree_sum import tree_reduce, tree_sum
+from gpt2core.tree_sum import tree_sum
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Step:
     seconds: float
 
 
-class TrainingStep:
-    """A training step without its arrays. A subclass makes them: the flat `gradients`, an `optimizer`, the slice `rows`
-    of the global batch that it reads, and the methods compute_gradients(batch) and prepare(inputs, targets).
+class BaseTrainer:
+    """A trainer without its arrays. A subclass makes them: flat `gradients`, an `optimizer`, the slice `rows` of the
+    global batch that it reads, and the methods compute_gradients(batch) and prepare(inputs, targets).
 
     config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` equal
     parts, one after another. Raises ConfigError for sizes that do not fit.
@@ -55,7 +54,8 @@ class TrainingStep:
     def step(self, batch, lr):
         """Make one update from the result of prepare(); return a Step.
 
-        Raises Diverged if the loss or the gradient norm is not finite; if the norm is not, no parameter has changed.
+        Raises Diverged if the loss or the gradient norm is not finite. If the norm is not, no parameter has changed; if
+        only the loss is not, the update was made: it does not read the loss.
         """
         start = time.perf_counter()
         losses, norm = self.update(batch, self.optimizer.hyperparameters(self.steps + 1, lr))
@@ -74,8 +74,8 @@ class TrainingStep:
         return losses, norm
 
     def clip(self):
-        """(the norm of the gradient, the factor that clips it): see AdamW.clip."""
-        return self.optimizer.clip(self.gradients)
+        """(the norm of the gradient, the factor that clips it): see AdamW.norm_and_factor."""
+        return self.optimizer.norm_and_factor(self.gradients)
 
     def apply(self, factor, hyperparameters):
         """Update the parameters from self.gradients * factor: see AdamW.update."""
@@ -99,17 +99,17 @@ class TrainingStep:
         tokens, shape = np.asarray(tokens), (self.rows.stop - self.rows.start, self.seq_len)
         if tokens.shape != shape:
             raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
-        require_tokens("batch", tokens, self.config.vocab_size)
+        checks.tokens("batch", tokens, self.config.vocab_size)
         return tokens
 
 
-class Trainer(TrainingStep):
+class Trainer(BaseTrainer):
     """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
 
     parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are the same if
-    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict of keyword
-    arguments of AdamW. seed: of the initial parameters. The other arguments are those of TrainingStep. Raises
-    ConfigError for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
+    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict with names
+    of AdamW.OPTIONS. seed: of the initial parameters. The other arguments are those of BaseTrainer. Raises ConfigError
+    for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
     """
 
     def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
@@ -121,6 +121,7 @@ class Trainer(TrainingStep):
         if backend.compute_dtype != backend.dtype:
             raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use FastTrainer")
         backend.check_model(config)
+        require_known("optimizer", optimizer or {}, AdamW.OPTIONS)
         self.backend, self.rows = backend, slice(0, batch_size)
         self.arena = Arena(parameter_shapes(config))
         self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
@@ -134,25 +135,30 @@ class Trainer(TrainingStep):
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.
 
-        The sum has a fixed order, a binary tree (tree_sum.py), so that 2, 4, 8, ... threads or ranks can divide it and
-        compute the same bits.
+        Gradients are added in pairs, ((0 + 1) + (2 + 3)) + ... (tree_sum.py), so that 2, 4, 8, ... threads or ranks can
+        divide the sum and compute the same bits.
         """
+        losses = []
 
-        def add(a, b):
-            return operator.iadd(a[0], b[0]), a[1] + b[1]
+        def gradients():
+            for ids, targets in batch:
+                gradient, loss = self.gradient(ids, targets)
+                losses.append(loss)
+                yield gradient
 
-        self.gradients[...], losses = tree_reduce((self.gradient(*each) for each in batch), add)
+        self.gradients[...] = tree_sum(gradients())
         return losses
 
     def gradient(self, ids, targets):
-        """(the flat gradient of one micro-batch, [its loss])."""
-        flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
-        for name, view in self.arena.views(flat).items():
-            self.tensors[name].grad, self.tensors[name].buffer = None, view  # where backward() writes
+        """(the flat gradient of one micro-batch, its loss)."""
+        for tensor in self.tensors.values():
+            tensor.grad = None
         loss = self.model.loss(ids, targets, self.scale)
         loss.backward()
-        self.backend.runtime.join()  # waits for a device that computes gradients on the side
-        return flat, [loss.data]
+        flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
+        for name, view in self.arena.views(flat).items():
+            view[...] = self.tensors[name].grad
+        return flat, loss.data
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].

@@ -98,7 +98,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
         write(part, array) writes the sum of the rows `part` to the array; a part is the rows of one of `count`
         micro-batches. add(part, array), if given, adds it, faster than by a new array. The functions must not refer to
-        a parameter: they may be called when its memory should be free (backward(when=...)).
+        a parameter: they may be called when its memory should be free (Graph.backward).
         """
         parts = even_slices(n, count)
 
@@ -370,13 +370,9 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         pages = flat.reshape(-1, PAGE)
         return np.vecdot(pages, pages)  # the pages are short enough to add in the dtype of flat
 
-    def clip(self, sums, bound, stop=None):
+    def clip(self, sums, clip):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
-        norm, grad_scale = super().clip(np.array([tree_sum(segments.tolist())]), bound)
-        if stop is not None:
-            stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
-            grad_scale = grad_scale + np.float64(stop[0])
-        return norm, grad_scale
+        return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
     def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
         if math.isnan(grad_scale):
@@ -404,6 +400,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             if decay and shrink != 1.0:
                 np.multiply(pb, shrink, out=pb)
             np.subtract(pb, a, out=pb)
+        if copy is not None:
+            self.cast(p, copy.array, copy.key)
 
 
 def decay_slices(decays, width):

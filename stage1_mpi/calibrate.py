@@ -13,8 +13,8 @@ from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import parts_of
-from gpt2core.tensor import Tensor
 from gpt2core.threads import limit_blas
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -75,7 +75,7 @@ def unit_rates(world):
 def unit_times(world, sequences):
     """{"block", "ends": (forward, backward) seconds} for a pass of so many sequences."""
     backend, rng = NumpyBackend(), np.random.default_rng(0)
-    parameters = {name: Tensor(array, backend, requires_grad=True) for name, array in initial_parameters(CONFIG, 0)}
+    parameters = {name: Parameter(array, backend) for name, array in initial_parameters(CONFIG, 0)}
     buffers = {name: backend.zeros(shape, backend.dtype) for name, shape in parameter_shapes(CONFIG)}
     parts = parts_of(GPT2(CONFIG, parameters).units, backend, separate=True)
     ids = rng.integers(0, CONFIG.vocab_size, (sequences, CONFIG.block_size))

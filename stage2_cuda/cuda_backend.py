@@ -122,6 +122,10 @@ class CudaBackend(FusedHead, Backend):
         ids = np.ascontiguousarray(ids, np.int32)
         return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
 
+    def check_tokens(self, operation, tokens, vocabulary):
+        if isinstance(tokens, np.ndarray):  # arrays on the device were checked before the copy
+            super().check_tokens(operation, tokens, vocabulary)
+
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)
 
@@ -403,14 +407,14 @@ class CudaBackend(FusedHead, Backend):
         adamw.page_sums(sums, flat)
         return sums
 
-    def clip(self, sums, bound, loss_scale=None, interval=0, stop=None):
+    def clip(self, sums, clip, loss_scale=None, interval=0, stop=None):
         squares, norm, grad_scale = self.xp.empty(SEGMENTS, np.float64), self.floats(1), self.floats(1)
         segment_sum(squares, sums)
         if stop is None and loss_scale is None:  # the norm of the parameters, for a checkpoint
             # A stop of 0 does not change the result. With it the kernel is the variant that training steps use; without
             # it the first checkpoint would wait until another variant is compiled.
             stop = self.zeros(1, "float32")
-        adamw.clip_scale(grad_scale, norm, squares, bound, loss_scale, interval, stop)
+        adamw.clip_scale(grad_scale, norm, squares, clip, loss_scale, interval, stop)
         return norm, grad_scale
 
     def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):

@@ -6,6 +6,7 @@ import numpy as np
 
 from gpt2core.arena import round_up
 from gpt2core.parallel.gpu_memory import CHUNK_LOGITS, LOGITS_ALIGNMENT
+from gpt2core.tensor import is_recording
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
 
@@ -34,21 +35,22 @@ class FusedHead:
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
         targets, V, x = self.asarray(targets, np.int32), len(w), rows(x)
         statistics = self.floats(3, len(x))  # maxima, sums, target_logits
-        if scale is not None:
+        with_gradients = is_recording() and V == vocabulary  # they need the maximum and the sum of a whole row
+        if with_gradients:
             dx, dw = self.like(x), self.empty_head_gradient(w)
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
-            if scale is None:
+            if not with_gradients:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
-            else:  # backward follows: compute the gradients too. The gradient of the logits overwrites the logits
+            else:  # backward may follow. The gradient of the logits overwrites the logits
                 arguments = targets[chunk], scale, V, first, dloss
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *arguments)
                 self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
                 del logits  # frees the memory before the logits of the next chunk are allocated
-        return *statistics, None if scale is None else (dx, dw, dloss is not None)
+        return *statistics, (dx, dw, dloss is not None) if with_gradients else None
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:  # forward has computed the gradients, for dy if it was known, otherwise for dy = 1

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.app.settings import NAMES
 from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
-from gpt2core.ops import require_tokens
 from gpt2core.tensor import ShapeError, Tensor
 
 
@@ -86,7 +86,7 @@ def token_array(name, tokens, config):
         raise ShapeError(
             f"`{name}`: shape {array.shape} must be (B, T), with at least one token: use [ids] for one text"
         )
-    require_tokens(f"`{name}`", array, config.vocab_size)
+    checks.tokens(f"`{name}`", array, config.vocab_size)
     if array.shape[1] > config.block_size:
         raise ShapeError(f"`{name}`: {array.shape[1]} tokens exceed the model's block of {config.block_size}")
     return array

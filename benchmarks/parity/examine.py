@@ -151,14 +151,14 @@ def least_of_bias(gradients, name):
 
 def watch_gradients(trainer, hooks, target):
     """In each step set target.gradient, the flat gradient that the optimizer reads, and target.read_part, its slice."""
-    clip = trainer.optimizer.clip
+    norm_and_factor = trainer.optimizer.norm_and_factor
 
     def watched(gradients, *arguments, **options):
         target.read_part = trainer.optimizer.own
         target.gradient = np.array(trainer.backend.to_host(gradients[target.read_part]))
-        return clip(gradients, *arguments, **options)
+        return norm_and_factor(gradients, *arguments, **options)
 
-    hooks.set(trainer.optimizer, "clip", watched)
+    hooks.set(trainer.optimizer, "norm_and_factor", watched)
 
 
 def members_of(title, gathered, rank):

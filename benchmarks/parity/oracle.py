@@ -299,7 +299,7 @@ def page_sums(i):
 
 def clip(i):
     size = math.sqrt(i.sums.sum())
-    return of(norm=np.array(size), grad_scale=np.array(min(1.0, i.bound / (size + 1e-6)) if i.bound else 1.0))
+    return of(norm=np.array(size), grad_scale=np.array(min(1.0, i.clip / (size + 1e-6)) if i.clip else 1.0))
 
 
 def adamw_step(i):

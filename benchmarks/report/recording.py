@@ -18,9 +18,9 @@ import numpy as np
 
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
 from gpt2core.communicator import Handle
 from gpt2core.data import even_slices
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.thread_communicator import run_ranks
 from stage1_mpi import collectives
 
@@ -221,7 +221,7 @@ def record(name, ranks=MAX_RANKS, preset="nano"):
     [(slice, ranks that it contains)]} and "bytes" {array: bytes}.
     """
     title, function, text = RECORDINGS[name]
-    size, messages = Arena(parameter_shapes(PRESETS[preset]), ranks).size, Messages()
+    size, messages = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size, Messages()
     results = run_ranks(ranks, lambda comm: function(comm, messages, size))
     times = range(max(max(result.states) for result in results) + 1)
     frames = [

@@ -3,14 +3,14 @@
 from exercises.checks.common import BUCKET_MB, CONFIG, expect_same_training, real
 from exercises.compare import expect_equal
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.divided_arena import DividedArena
 
 
 def parts_of_the_arena():
     shapes = list(parameter_shapes(CONFIG))
     for owners, parts in ((1, 1), (1, 2), (2, 2), (1, 3), (3, 3), (4, 4), (64, 64)):
-        arena = Arena(shapes, owners)
+        arena = DividedArena(shapes, owners)
         segment = arena.size // arena.segments
         edges = [arena.segments * i // parts * segment for i in range(parts + 1)]
         even = [arena.size * i // parts for i in range(parts + 1)]
@@ -32,13 +32,13 @@ def parts_of_the_arena():
                 ),
             ]
             name = f"with {arena.segments} segments of {segment} elements, share({index}, {parts})"
-            expect_equal(name, arena.share(index, parts), want, wrong, "the edges in Arena.share")
+            expect_equal(name, arena.share(index, parts), want, wrong, "the edges in DividedArena.share")
 
 
 def owned_pieces():
     from gpt2core.parallel.async_all_gather import owned
 
-    arena = real("gpt2core/arena.py").Arena(parameter_shapes(CONFIG), 4)
+    arena = real("gpt2core/parallel/divided_arena.py").DividedArena(parameter_shapes(CONFIG), 4)
     part = arena.size // 4
     pieces = {
         "inside one part": (slice(10, 20), [(slice(10, 20), 0)]),
@@ -71,6 +71,6 @@ def owned_pieces():
 
 
 def zero_training():
-    look = "Arena.share and owned: the parts of all owners together must be the whole arena, without overlap"
+    look = "DividedArena.share and owned: the parts of all owners together must be the whole arena, without overlap"
     expect_same_training(ParallelConfig(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB), look)
     expect_same_training(ParallelConfig(zero=1), look)

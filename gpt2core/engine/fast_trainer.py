@@ -34,14 +34,18 @@ class FastTrainer(ParallelTrainer):
 
     def __init__(self, config, backends, *, capture=True, loss_scale=None, **options):
         self.loss_scale = LossScale(list_of_backends(backends)[0], **(loss_scale or {}))
+        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         super().__init__(config, backends, dloss=self.loss_scale.factor, **options)
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
         self.compiled = self.compile_update(capture)
         self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
-        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         self.sent_by_update = 0  # bytes that this rank sends in an update
         self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
+
+    def check_idle(self):
+        if self.in_flight:
+            raise ValueError(f"{counted(len(self.in_flight), 'step')} in flight: read the result() of each step first")
 
     def step(self, batch, lr):
         return self.begin(batch, lr).result()
@@ -124,7 +128,7 @@ class FastTrainer(ParallelTrainer):
             )
 
     def stop_all(self):
-        """Wait for the steps in flight, which change no parameter because self.stop is NaN; then set stop to 0."""
+        """Wait for the steps in flight, which change no parameter if self.stop is NaN; then set stop to 0."""
         for pending in self.in_flight:
             pending.results.wait()
         self.in_flight.clear()
@@ -149,11 +153,11 @@ class FastTrainer(ParallelTrainer):
         return [*losses, norm]
 
     def clip(self):
-        """AdamW.clip; also updates the loss scale, or sets `stop` after a norm that is not finite, on the device."""
+        """See BaseTrainer; on the device, it also updates the loss scale, or sets `stop` if the norm is not finite."""
         state = {"stop": self.stop} if self.compiled.replays else {}
         if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
             state = {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
-        return self.optimizer.clip(self.gradients, **state)
+        return self.optimizer.norm_and_factor(self.gradients, **state)
 
     def load_tuned(self, tuned, final=False):
         """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""

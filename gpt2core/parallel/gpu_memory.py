@@ -12,6 +12,7 @@ from typing import NamedTuple
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
 from gpt2core.parallel.pipeline.simulator import simulate
@@ -45,19 +46,19 @@ def shares(config, parallel, micro_batches):
     shapes, pp = list(parameter_shapes(config)), parallel.pp
     if pp == 1:
         return [Share(shapes, config.n_layer, 1, True, 0)]
-    ranks = ranks_of_parameters(config, pp, parallel.chunks)
+    places = ranks_of_parameters(config, pp, parallel.chunks)
     chunks = units_of_chunks(config, pp * parallel.chunks)
     peaks = simulate(make_schedule(parallel, micro_batches, config.tied)).peaks
-    return [
-        Share(
-            [(name, shape) for name, shape in shapes if ranks[name] == rank],
-            max(sum(unit.startswith("h.") for unit in chunk) for chunk in chunks[rank::pp]),
-            math.ceil(peaks[rank]),
-            "head" in chunks[-1] and (len(chunks) - 1) % pp == rank,
-            config.vocab_size * config.n_embd * (config.tied and rank == 0),
-        )
-        for rank in range(pp)
-    ]
+    found = []
+    for place in range(pp):
+        own = chunks[place::pp]
+        units = [unit for chunk in own for unit in chunk]
+        layers = max(sum(unit.startswith("h.") for unit in chunk) for chunk in own)
+        copied = config.tied and "embedding" in units and "head" not in units
+        own_shapes = [(name, shape) for name, shape in shapes if places[name] == place]
+        copies = config.vocab_size * config.n_embd * copied
+        found.append(Share(own_shapes, layers, math.ceil(peaks[place]), "head" in units, copies))
+    return found
 
 
 def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
@@ -95,7 +96,7 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
     partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
-    arena = Arena(shard_shapes(share.shapes, tp), owners)
+    arena = DividedArena(shard_shapes(share.shapes, tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
     sums = max(1, (micro_batches - 1).bit_length())  # the canonical sum needs one arena per level of its tree

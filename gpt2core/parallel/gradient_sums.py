@@ -1,6 +1,6 @@
 """The sum of the gradients of a unit over several passes, in the canonical order, with few buffers."""
 
-from gpt2core.tensor import Destination, Tensor
+from gpt2core.parallel.parameter import Destination, Parameter
 from gpt2core.tree_sum import additions, tree_reduce
 
 
@@ -13,7 +13,7 @@ class UnitSum:
     """The sum of the gradients of one unit over `count` passes.
 
     A pass is forward and backward of `merged` micro-batches. Call point() before backward of a pass computes gradients
-    of the unit, and complete() after it. tensors: {name: Tensor} of the unit's parameters. buffers: flat arrays, see
+    of the unit, and complete() after it. tensors: {name: Parameter} of the unit's parameters. buffers: flat arrays, see
     buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart: {name: array} of
     parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their gradient of each
     micro-batch is computed in this array, because its two parts are added first.
@@ -68,7 +68,7 @@ def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=())
 
     parameters: the flat array of which the tensors are views. twice: the names of the parameters in UnitSum.apart.
     """
-    tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in arena.views(parameters).items()}
+    tensors = {name: Parameter(array, backend) for name, array in arena.views(parameters).items()}
     zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(count) - 1))
     flats = [gradients, *zeros]
     views = [arena.views(flat) for flat in flats]
@@ -83,13 +83,13 @@ def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=())
 
 
 def arrays_apart(tensors, backend, merged):
-    """New arrays for UnitSum.apart; tensors: {name: Tensor} of the parameters."""
+    """New arrays for UnitSum.apart; tensors: {name: Parameter}."""
     lead = (merged,) if merged > 1 else ()
     return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
 
 
 def tensors_of(sums):
-    """{name: Tensor} of all parameters, in the order of the arena; sums: from arena_sums()."""
+    """{name: Parameter} of all parameters, in the order of the arena; sums: from arena_sums()."""
     return {name: tensor for each in sums.values() for name, tensor in each.tensors.items()}
 
 

@@ -1,16 +1,17 @@
 """A Trainer whose step is divided over threads and ranks. It has the same bits if their numbers are powers of two."""
 
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
-from gpt2core.errors import ConfigError, UserError, counted
+from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
+from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import make_data_parallel
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
@@ -23,17 +24,17 @@ from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.sharded_adamw import ShardedAdamW, check_rounding
 from gpt2core.parallel.whole_parameters import ArenaLayout, fill
 from gpt2core.threads import WorkerPool, limit_blas
-from gpt2core.trainer import TrainingStep
+from gpt2core.trainer import BaseTrainer
 
 
-class ParallelTrainer(TrainingStep):
+class ParallelTrainer(BaseTrainer):
     """A training step whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
-    the cores. batch_size, seq_len, micro_batches: of the global batch. world: the Communicator of all ranks. parallel:
-    ParallelConfig. seed: of the initial parameters; None leaves them zero. dloss: the array of shape () with which
-    backward begins, if it is not 1 (fp16). The other arguments are those of Trainer. Raises ConfigError for sizes that
-    do not fit.
+    the cores. batch_size, seq_len, micro_batches: of the global batch. optimizer: a dict of arguments of AdamW, and of
+    `rounding` and `seed` of ShardedAdamW. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the
+    initial parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1
+    (fp16). Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -42,10 +43,8 @@ class ParallelTrainer(TrainingStep):
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
     micro-batches. data_parallel: sums them over the ranks (with ZeRO-2 and ZeRO-3, a UnitGradients). bucket_mb: the
     size of a message; bucket_size: its measurement, or None. updating: whether an update has begun that is not counted
-    in `steps`. in_flight: see FastTrainer.
+    in `steps`.
     """
-
-    in_flight = ()
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
@@ -72,7 +71,7 @@ class ParallelTrainer(TrainingStep):
         arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
         self.layout = layout = layout_of(parallel.zero, arena, mesh.data, backend)
-        self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in "pg")
+        self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in range(2))
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
             self.compute_parameters = copy = backend.zeros((layout.size,), backend.compute_dtype)
@@ -80,6 +79,7 @@ class ParallelTrainer(TrainingStep):
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
         check_gather(parallel.zero_gather, parallel.zero)
         optimizer = optimizer or {}
+        require_known("optimizer", optimizer, (*AdamW.OPTIONS, "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         if parallel.zero > 1:
             objects = self.objects_of_units(count, dloss, optimizer, copy)
@@ -165,9 +165,7 @@ class ParallelTrainer(TrainingStep):
             )
 
     def check_idle(self):
-        """Raise ValueError if a step is in flight: the device may still read and write the parameters."""
-        if self.in_flight:
-            raise ValueError(f"{counted(len(self.in_flight), 'step')} in flight: read the result() of each step first")
+        """Raise ValueError if a step is in flight: the device may still read and write the parameters. Here none is."""
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
@@ -212,10 +210,10 @@ def layout_of(zero, arena, group, backend):
 
 
 def arenas_of_replica(config, placement, tp, owners):
-    """The Arena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer. owners: see Arena."""
+    """The DividedArena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer."""
     shapes, arenas = tensor_parallel.shard_shapes(parameter_shapes(config), tp), []
     for rank in range(max(placement.values()) + 1):  # of the pipeline
-        arena = Arena({name: shape for name, shape in shapes.items() if placement[name] == rank}, owners)
+        arena = DividedArena({name: shape for name, shape in shapes.items() if placement[name] == rank}, owners)
         arenas += [arena] * tp
     return arenas
 

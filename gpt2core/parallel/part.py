@@ -8,8 +8,10 @@ array of the residual stream, and its gradient.
 import functools
 
 from gpt2core.model import Embedding, Head
+from gpt2core.parallel.known_gradient import unembed_cross_entropy
+from gpt2core.parallel.parameter import call, deliver
 from gpt2core.stream import Branch, Stream
-from gpt2core.tensor import Tensor, call
+from gpt2core.tensor import Tensor
 
 RECOMPUTE = ("none", "block")  # what backward computes again
 
@@ -34,16 +36,16 @@ class Part:
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. targets, scale, dloss: of the loss, see Head; only a part whose last unit is the head reads them.
+        that enters. targets, scale, dloss: of the loss, see Head and known_gradient.py; only the head reads them.
         """
-        graph = Graph(self)
+        graph, loss = Graph(self), functools.partial(unembed_cross_entropy, dloss=dloss)
         if not isinstance(self.units[0], Embedding):
             x = Stream(boundary(x, self.backend, graph.keep_gradient))
         for unit in self.units:
             self.before(unit.name)
             if unit is not self.units[0]:
-                x = mark_stream(x, functools.partial(self.completed, unit.name))
-            x = unit(x, targets, scale, dloss) if isinstance(unit, Head) else unit(x)
+                x = mark_stream(x, functools.partial(graph.report, unit.name))
+            x = unit(x, targets, scale, loss) if isinstance(unit, Head) else unit(x)
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
 
@@ -52,17 +54,26 @@ class Graph:
     """What Part.forward() has recorded. y: the Tensor (B, T, C) of the stream that leaves, or the loss, of shape ()."""
 
     def __init__(self, part):
-        self.part, self.y, self.dx = part, None, None
+        self.part, self.y, self.dx, self.when = part, None, None, call
 
     def backward(self, dy, when=call):
-        """dy, the gradient of y -> the gradient of x; None for token ids. when: see Tensor.backward."""
+        """dy, the gradient of y -> the gradient of x; None for token ids.
+
+        when(function) is called for each gradient of a parameter, with the function that adds it (parameter.deliver),
+        and for each unit after its gradients, with the function that reports that they are complete.
+        """
+        self.when = when
         for unit in reversed(self.part.units):
             self.part.before_backward(unit.name)
         y, self.y = self.y, None  # the graph is freed while backward runs
         if y.requires_grad:  # false for an embedding whose only table is a copy: see TiedTable
-            y.backward(dy, when=when)
-        when(functools.partial(self.part.completed, self.part.units[0].name))
+            y.backward(dy, deliver=deliver(when))
+        self.report(self.part.units[0].name)
         return self.dx
+
+    def report(self, unit):
+        """All gradients of the unit are computed, or were given to `when`."""
+        self.when(functools.partial(self.part.completed, unit))
 
     def keep_gradient(self, dx):
         self.dx = dx
@@ -130,9 +141,14 @@ def mark(tensors, function):
     """The same tensors; backward calls function() when it has computed the gradients of everything after the mark.
 
     Operations run backward in the reverse order of their creation, so all operations that were made after the mark have
-    run then. With backward(when=...), `when` gets this call too, after the gradients of these operations.
+    run then.
     """
-    return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, lambda *gradients: gradients, function)
+
+    def backward(*gradients):
+        function()
+        return gradients
+
+    return Tensor.from_op(tuple(tensor.data for tensor in tensors), tensors, backward)
 
 
 def mark_stream(x, function):

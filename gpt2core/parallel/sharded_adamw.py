@@ -37,16 +37,16 @@ class Hyperparameters(NamedTuple):
 class DividedAdamW(AdamW):
     """AdamW with a copy of the parameters, and the methods that a ParallelTrainer needs.
 
-    compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is
-    rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and the index in the arena.
-    The other arguments are those of AdamW.
+    own: the slice of `parameters` whose moments this rank has. compute_copy: a copy of `parameters` that kernels read,
+    or None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
+    depend only on `seed`, the step and the index in the arena. The other arguments are those of AdamW.
     """
 
     def __init__(
-        self, arena, parameters, backend, *, compute_copy=None, rounding="nearest", seed=0, **options
+        self, arena, parameters, backend, *, own=slice(None), compute_copy=None, rounding="nearest", seed=0, **options
     ):  # fmt: skip
-        super().__init__(arena, parameters, backend, **options)
-        self.compute_copy = compute_copy
+        super().__init__(arena, parameters[own], backend, **options)
+        self.own, self.parameters, self.compute_copy = own, parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
 
@@ -65,10 +65,10 @@ class DividedAdamW(AdamW):
         """
         raise NotImplementedError
 
-    def clip(self, gradients, **state):
-        """AdamW.clip. state: further arguments of Backend.clip."""
+    def norm_and_factor(self, gradients, **state):
+        """See AdamW. state: further arguments of Backend.clip."""
         with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.bound, **state)
+            return self.backend.clip(self.page_sums(gradients), self.clip, **state)
 
     def clear_padding(self, flat):
         """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""

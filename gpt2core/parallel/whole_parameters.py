@@ -62,7 +62,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
     trainer.pool.wait()  # for threads of an interrupted update
     fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):
-        flats = [backend.zeros((trainer.layout.size,), backend.dtype) for _ in "mv"]
+        flats = [backend.zeros((trainer.layout.size,), backend.dtype) for _ in ("m", "v")]
         for index, flat in enumerate(flats):
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)

@@ -107,7 +107,9 @@ class TokenStep:
             qkv = self.qkv(y, linear)
             if self.wpe is None:
                 qkv = rotate(qkv, self.n_head, *turn)
-            places = [cache.place(layer) for cache in caches]
+            for cache in caches:
+                cache.drop_oldest(layer)
+            places = [cache.place for cache in caches]
             if together:
                 return self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], places)
             results = [

@@ -20,9 +20,9 @@ class DecodeStep:
     the newest tokens. cache: an array (B, block, 2C) for each layer. logits (B, V) float32. tiling: a
     batched.DecodeTiling. precision: how tl.dot multiplies float32. empty(shape, dtype) allocates an array.
 
-    A subclass defines allocate(), and a method for each of OPERATIONS, which launches the kernels of a Sublayer: (the
-    residual before it, the Sublayer, the cache of its layer) -> the residual after it. self.layers has the Sublayers of
-    each layer; allocate() may replace them by TransposedSublayers.
+    A subclass defines allocate(), and a method for each of OPERATIONS, which launches the kernels of a sublayer: (the
+    residual before it, the PlannedSublayer, the cache of its layer) -> the residual after it. self.layers has the
+    PlannedSublayers of each layer; allocate() may replace them by TransposedSublayers.
     """
 
     prepare = None  # a method to call before the first run() of each generation, or None
@@ -162,7 +162,7 @@ class ClusterStep(DecodeStep):
 
 
 class TransposedSublayer:
-    """A Sublayer for a step with one sequence, with copies of its weights that update() computes.
+    """A PlannedSublayer for a step with one sequence, with copies of its weights that update() computes.
 
     ln_w (C): the weight of the norm. w_in (N, C): the weight of linear_in, transposed. folded: [gamma_w, beta_w] (N) of
     single_row.fold_layernorm. w_out, bias: of linear_out; w_out is a transposed copy if `transpose_out`.

@@ -75,7 +75,7 @@ def test_an_examination_removes_its_hooks():
         return trainers[-1]
 
     assert examined(make, MODEL, 1) is None
-    assert "linear_forward" not in vars(trainers[0].backend) and "clip" not in vars(trainers[0].optimizer)
+    assert "linear_forward" not in vars(trainers[0].backend) and "norm_and_factor" not in vars(trainers[0].optimizer)
 
 
 def test_a_wrong_collective_is_named_with_the_parameters_that_it_sends(monkeypatch):

@@ -228,7 +228,7 @@ def test_with_gpus_stages_2_and_3_are_measured_instead_of_the_interpreter(monkey
 @pytest.mark.parametrize("preset, size", [("nano", "0.03"), ("tiny", "0.1"), ("paper", "5")])
 def test_the_traced_run_with_buckets_sends_several_messages(preset, size):
     assert measure.bucket_mb(preset) == size
-    arena = Arena(parameter_shapes(PRESETS[preset]), 1)
+    arena = Arena(parameter_shapes(PRESETS[preset]))
     assert 4 <= len(buckets_of(arena, True, 1e6 * float(size), itemsize=4)) <= measure.BUCKETS
 
 

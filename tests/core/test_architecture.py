@@ -62,7 +62,8 @@ def test_the_plan_computes_the_logits_of_the_model(rng, tied):
 def test_the_plan_reads_each_parameter_once(rng):
     model = random_model(rng, tied=False)
     plan = forward_plan(model.config, model.parameters, OPERATIONS, "the test")
-    modules = [array for layer in plan.layers for each in layer for module in each.modules for array in module]
+    sublayers = [each for layer in plan.layers for each in layer]
+    modules = [array for each in sublayers for pair in (each.norm, each.linear_in, each.linear_out) for array in pair]
     arrays = [plan.wte, plan.wpe, *modules, *plan.norm, plan.head]
     assert [id(array) for array in arrays] == [id(tensor.data) for tensor in model.parameters.values()]
 

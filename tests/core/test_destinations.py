@@ -13,8 +13,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core import ops, primitives  # noqa: F401 - primitives defines +, *, sum
 from gpt2core.communicator import SOLO
 from gpt2core.ops import copy_to_group
+from gpt2core.parallel.known_gradient import unembed_cross_entropy
+from gpt2core.parallel.parameter import Destination, Parameter, call, deliver
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.tensor import AutogradError, Destination, ShapeError, Tensor, call, no_grad
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, no_grad
 from gpt2core.tree_sum import tree_sum
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
@@ -147,7 +149,7 @@ def test_a_gradient_of_a_wrong_shape_is_refused(backend, buffered, deferred, lat
         wrong = np.ones(shape, backend.dtype)
         y = Tensor.from_op(np.ones(3), (parent,), lambda dy, g=wrong: ((lambda out: g) if deferred else g,))
         with pytest.raises(ShapeError, match=r"gradient of shape .* reached a tensor of shape"):
-            y.backward(np.ones(3), when=call if later is None else later.append)
+            y.backward(np.ones(3), deliver=deliver(call if later is None else later.append))
             while later:
                 later.pop()()
     with pytest.raises(ShapeError, match=r"\(3,\) reached a tensor of shape \(16,\)"):
@@ -296,7 +298,7 @@ def test_the_array_of_a_buffer_can_be_a_gradient_itself(backend):
 def test_the_gradient_of_the_head_of_several_micro_batches_may_be_computed_after_that_of_its_input(
     numpy_backend, rng, M, apart, logits, monkeypatch
 ):
-    """As with backward(when=...): in a new array or a destination, also in one for each micro-batch."""
+    """As with backward(deliver=...): in a new array or a destination, also in one for each micro-batch."""
     if logits:
         monkeypatch.setattr(vocabulary, "LOGITS", logits)
     run = backwards(numpy_backend, rng, M)["unembed_cross_entropy"]
@@ -312,7 +314,7 @@ def test_the_gradient_of_the_head_of_several_micro_batches_may_be_computed_after
     assert_array_equal(dw(None), tree_sum([dw for _, dw in each]), strict=True)
 
 
-# -- the weights after backward(when=...) -----------------------------------------------------------------------------
+# -- the weights after backward(deliver=...) --------------------------------------------------------------------------
 
 
 @LOGITS
@@ -338,7 +340,7 @@ def test_the_graph_keeps_no_array_that_backward_does_not_read(numpy_backend, rng
     shapes = dict(x=(B, T, C), y=(B, T, C), w=(C, C), w2=(C, C), bias=(C,), bias2=(C,), scale=(C,))
     values, found = {name: normal(rng, numpy_backend, *shape) for name, shape in shapes.items()}, []
     for freed in ((), names.split()):
-        leaves = SimpleNamespace(**{name: Tensor(v.copy(), numpy_backend, True) for name, v in values.items()})
+        leaves = SimpleNamespace(**{name: Parameter(v.copy(), numpy_backend) for name, v in values.items()})
         for name, leaf in vars(leaves).items():
             leaf.buffer = np.empty(shapes[name], numpy_backend.dtype)
         y = function(leaves)
@@ -407,8 +409,8 @@ def test_backward_with_another_array_than_the_seed_is_refused(backend):
     leaves, dloss = Leaves(backend), backend.ones((), np.float64)
     operands = leaves.x, leaves.wte, leaves.targets
     with pytest.raises(AutogradError, match="with the dloss array that forward was given"):
-        ops.unembed_cross_entropy(*operands, dloss=dloss).backward(dloss.copy())
-    ops.unembed_cross_entropy(*operands, dloss=dloss).backward(dloss)
+        unembed_cross_entropy(*operands, None, SOLO, dloss).backward(dloss.copy())
+    unembed_cross_entropy(*operands, None, SOLO, dloss).backward(dloss)
     assert leaves.x.grad is not None
 
 
@@ -419,6 +421,6 @@ def test_a_seeded_gradient_is_the_seed_times_the_gradient_without_one(backend):
     want = [8.0 * leaf.grad for leaf in operands[:2]]
     leaves.x.grad = leaves.wte.grad = None
     dloss = backend.asarray(np.array(8.0))
-    ops.unembed_cross_entropy(*operands, dloss=dloss).backward(dloss)
+    unembed_cross_entropy(*operands, None, SOLO, dloss).backward(dloss)
     for leaf, wanted in zip(operands[:2], want, strict=True):
         assert_allclose(leaf.grad, wanted, rtol=0, atol=1e-12 * np.abs(wanted).max())  # a power of two rounds nothing

@@ -18,7 +18,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
 from gpt2core.next_logits import last_logits
 from gpt2core.sampler import KVCache
-from gpt2core.tensor import ShapeError, no_grad
+from gpt2core.tensor import AutogradError, ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.torch_gpt2 import batch, check_finite_differences, model_of, random_parameters, relative
 
@@ -157,6 +157,15 @@ def test_logits_with_a_cache_equal_logits_at_once(rng, pieces):
             cache.length += length
             assert relative(got, whole[:, at : at + length]) <= 1e-12
             at += length
+
+
+def test_backward_through_a_cache_is_refused(rng):
+    """The cache has the keys and values of earlier calls, whose gradients would be missing."""
+    config, backend = GPT2Config(19, 12, 2, 2, 8), NumpyBackend("fp64")
+    model = model_of(config, random_parameters(config, rng, np.float64), backend)
+    logits = model.logits(batch(rng, config, 2, 3)[0], KVCache(config, backend, batch=2))
+    with pytest.raises(AutogradError, match="cached_attention has no gradient"):
+        logits.backward(np.ones(logits.shape))
 
 
 def test_a_sequence_longer_than_the_block_and_an_unknown_token_are_refused(rng):

@@ -160,6 +160,15 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         trained(Trainer, PlainBackend(), 0, **sizes)
 
 
+@pytest.mark.parametrize("trainer, name, known", [
+    (Trainer, "rounding", "beta1, beta2, eps, weight_decay, clip"),
+    (ParallelTrainer, "betas", "beta1, beta2, eps, weight_decay, clip, rounding, seed"),
+])  # fmt: skip
+def test_an_unknown_option_of_the_optimizer_is_refused(trainer, name, known):
+    with pytest.raises(ConfigError, match=f"`optimizer` has the name '{name}', but it may have only {known}: omit it"):
+        trained(trainer, PlainBackend(), 0, optimizer={name: "nearest"})
+
+
 def test_a_step_that_diverges_changes_nothing(monkeypatch):
     trainer, _ = trained(Trainer, PlainBackend(), 2)
     before, tokens = trainer.parameters.copy(), np.zeros((8, 32), int)
@@ -168,3 +177,18 @@ def test_a_step_that_diverges_changes_nothing(monkeypatch):
         trainer.step(trainer.prepare(tokens, tokens), 1e-3)
     assert_array_equal(trainer.parameters, before)
     assert trainer.steps == 2
+
+
+@pytest.mark.parametrize("kind", [Trainer, ParallelTrainer, FastTrainer])
+def test_a_loss_that_is_infinite_with_a_finite_gradient_is_reported_after_the_update(kind):
+    """As of a logit -inf of a target: its gradient, softmax - 1, is finite. AdamW does not read the loss."""
+
+    class Infinite(PlainBackend):
+        def loss(self, *arguments):
+            return np.asarray(np.inf)
+
+    trainer, _ = trained(kind, Infinite(), 0)
+    before, tokens = trainer.parameters.copy(), np.zeros((8, 32), int)
+    with pytest.raises(Diverged, match="the loss is inf .*the parameters have been updated: continue from an earlier"):
+        trainer.step(trainer.prepare(tokens, tokens), 1e-3)
+    assert (trainer.parameters != before).any() and np.isfinite(trainer.parameters).all()

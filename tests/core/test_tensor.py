@@ -12,8 +12,9 @@ from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
+from gpt2core.parallel.parameter import call, deliver
 from gpt2core.parallel.part import mark
-from gpt2core.tensor import AutogradError, ShapeError, Tensor, call, is_recording, no_grad
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -340,11 +341,11 @@ def test_a_mark_reports_once_after_all_gradients_behind_it_and_before_those_in_f
         reports.append({name: None if each.grad is None else each.grad.copy() for name, each in leaves.items()})
 
     y = primitives.tanh(x @ w1 @ shared)
-    marked, passed = mark((y, y * 2), report)
+    marked, passed = mark((y, y * 2), (lambda: later.append(report)) if deferred else report)
     beside = primitives.tanh(x @ w2)  # made after the mark: it is differentiated before the mark is reached
     z = (marked @ w3 + beside) @ shared + passed
     later = []
-    z.backward(rng.standard_normal((3, 3)), when=later.append if deferred else call)
+    z.backward(rng.standard_normal((3, 3)), deliver=deliver(later.append if deferred else call))
     for function in later:
         function()
     (seen,) = reports

@@ -5,7 +5,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
 from gpt2core.codecs import CODECS, Codec
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
@@ -13,6 +12,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import load, parameter_hash, verify
@@ -81,7 +81,7 @@ class Recorder:
 
 @pytest.mark.parametrize("dp", STRATEGIES)
 def test_every_element_is_sent_once_and_no_bucket_before_it_is_complete(dp):
-    arena, sent = Arena(parameter_shapes(CONFIG)), Recorder()
+    arena, sent = DividedArena(parameter_shapes(CONFIG)), Recorder()
     strategy = data_parallel(dp, arena, sent, 4, BUCKET_MB)
     packed, eager = STRATEGIES[dp]
     for _ in range(2):  # a second step starts afresh
@@ -103,7 +103,7 @@ def test_every_element_is_sent_once_and_no_bucket_before_it_is_complete(dp):
 
 
 def test_buckets_reach_their_size_last_parameters_first():
-    arena = Arena(parameter_shapes(CONFIG))
+    arena = DividedArena(parameter_shapes(CONFIG))
     buckets = buckets_of(arena, True, 20_000, 4)
     assert [name for names in buckets for name in names] == list(reversed(arena.slices))
     sizes = [sum(arena.padded(name).stop - arena.slices[name].start for name in names) * 4 for names in buckets]

@@ -17,7 +17,7 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
-from gpt2core.arena import PAGE, SEGMENTS, Arena
+from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -29,6 +29,7 @@ from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel import parallel_trainer as trainer_module
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
@@ -79,7 +80,7 @@ def random_batch(rng, rows, T=16):
 
 def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, group=None):
     """MicroBatches over freshly initialised parameters, and those parameters; shape: of the batches to merge."""
-    workers, arena = WorkerPool(backends(threads, precision)), Arena(parameter_shapes(config))
+    workers, arena = WorkerPool(backends(threads, precision)), DividedArena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
@@ -220,7 +221,7 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 
 
 def worker_of(config, count, **options):
-    arena, backend = Arena(parameter_shapes(config)), NumpyBackend()
+    arena, backend = DividedArena(parameter_shapes(config)), NumpyBackend()
     hooks = options.pop("wait", lambda unit: None), options.pop("completed", lambda unit: None)
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
     return Worker(config, arena, *flats, backend, count, Solo(), *hooks, np.array(1.0), **options)
@@ -491,7 +492,7 @@ def test_a_step_that_diverges_changes_nothing(rng, ranks, what):
         if what == "loss":
             named_parameters(trainer)["transformer.ln_f.bias"][3] = np.nan
         else:
-            trainer.optimizer.clip = lambda *_: (np.float64(math.inf), np.float64(math.nan))
+            trainer.optimizer.norm_and_factor = lambda *_: (np.float64(math.inf), np.float64(math.nan))
 
         def state():
             moments = named_moments(trainer).values()
@@ -710,7 +711,7 @@ def test_any_plan_is_an_even_division_or_a_message_whose_advice_works(batch, cou
 
 @pytest.mark.parametrize("config", [CONFIG, TIED, PRESETS["nano"], PRESETS["tiny"]])
 def test_the_arena_holds_every_parameter_once_on_its_own_blocks(config):
-    arena = Arena(parameter_shapes(config))
+    arena = DividedArena(parameter_shapes(config))
     flat, seen = np.zeros(arena.size, np.float32), np.zeros(arena.size, int)
     assert arena.size % (SEGMENTS * PAGE) == 0
     assert list(arena.views(flat)) == [name for name, _ in parameter_shapes(config)]
@@ -725,7 +726,7 @@ def test_the_arena_holds_every_parameter_once_on_its_own_blocks(config):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 7, 8, 16, 32, 63, 64, 65, 100])
 def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
-    arena = Arena(parameter_shapes(CONFIG))
+    arena = DividedArena(parameter_shapes(CONFIG))
     slices = [arena.share(i, parts) for i in range(parts)]
     assert [edge for part in slices for edge in (part.start, part.stop)] == sorted(
         edge for part in slices for edge in (part.start, part.stop)
@@ -755,7 +756,7 @@ def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
 @pytest.mark.parametrize("clip, weight_decay", [(0.0, 0.0), (1.0, 0.1), (1e9, 0.01)])
 def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
     """clip_grad_norm_ and AdamW with two groups, for five steps, gradients both above and below the clipping norm."""
-    arena = Arena(parameter_shapes(CONFIG))
+    arena = DividedArena(parameter_shapes(CONFIG))
     flat, gradients = np.zeros((2, arena.size))
     views, gradient_views = arena.views(flat), arena.views(gradients)
     for name, value in initial_parameters(CONFIG, 4):
@@ -781,7 +782,7 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        again, scale = ours.clip(gradients)
+        again, scale = ours.norm_and_factor(gradients)
         ours.update(gradients, scale, ours.hyperparameters(step + 1, lr))
         assert again == norm
         assert_array_equal(gradients, untouched)
@@ -794,7 +795,7 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng, precision):
-    arena = Arena(parameter_shapes(PRESETS["nano"]))
+    arena = DividedArena(parameter_shapes(PRESETS["nano"]))
     start, gradients = rng.standard_normal((2, arena.size)).astype(NumpyBackend(precision).dtype)
     last = list(arena.slices)[-1]
     gradients[arena.padded(last).stop :] = 0  # the padding at the end counts in no norm
@@ -802,7 +803,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     for threads in (1, 2, 3, 5, 8, 64, 65):
         flat = start.copy()
         optimizer = AdamW(arena, flat, WorkerPool(backends(threads, precision)), weight_decay=0.1, clip=1.0)
-        norm, scale = optimizer.clip(gradients)
+        norm, scale = optimizer.norm_and_factor(gradients)
         optimizer.update(gradients, scale, optimizer.hyperparameters(1, 1e-2))
         assert optimizer.norm(gradients) == norm
         results.append((norm.item(), flat.tobytes()))
@@ -815,7 +816,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     [("beta1", 1.0), ("beta1", -0.1), ("beta2", math.nan), ("eps", -1), ("weight_decay", math.nan), ("clip", math.inf)],
 )
 def test_options_of_adamw_outside_their_range_are_refused_by_name(option, value):
-    arena = Arena(parameter_shapes(CONFIG))
+    arena = DividedArena(parameter_shapes(CONFIG))
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
         AdamW(arena, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
 

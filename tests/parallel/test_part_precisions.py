@@ -7,9 +7,9 @@ import pytest
 
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.model import GPT2
+from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.tensor import Tensor
 from stage0_serial.numpy_backend import NumpyBackend
 
 gpu = pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_a_model_that_is_cut_between_its_units_has_equal_bits(rng, make, precisi
 
     def run(cuts):
         """Losses and gradients of a model whose parts begin with the units 0, *cuts."""
-        leaves = {name: Tensor(backend.asarray(array), backend, True) for name, array in parameters}
+        leaves = {name: Parameter(backend.asarray(array), backend) for name, array in parameters}
         for leaf in leaves.values():
             leaf.buffer = backend.empty(leaf.shape, backend.dtype) if buffers else None
         units, losses, edges = GPT2(config, leaves).units, [], [0, *cuts, None]

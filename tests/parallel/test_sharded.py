@@ -10,12 +10,13 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.app.host_memory import needed_memory
 from gpt2core.architecture import GPT2Config, parameter_shapes
-from gpt2core.arena import PAGE, Arena
+from gpt2core.arena import PAGE
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.merged_micro_batches import rows_are_independent
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
@@ -179,7 +180,7 @@ def test_padding_that_adamw_changes_is_cleared_in_the_copy_too():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_each_element_is_in_the_shards_of_one_rank(size, tied):
-    arena, backend = Arena(parameter_shapes(model(tied))), NumpyBackend()
+    arena, backend = DividedArena(parameter_shapes(model(tied))), NumpyBackend()
     arrays = {name: np.random.default_rng(1).standard_normal(shape) for name, shape in arena.shapes.items()}
 
     def check(comm):

@@ -7,13 +7,13 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.async_all_gather import AsyncAllGather
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
@@ -187,7 +187,7 @@ class Owners:
 @pytest.mark.parametrize("mb", [1e-6, BUCKET_MB, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_each_owner_sends_its_elements_once_in_the_order_of_forward(size, mb):
-    arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
+    arena, owners = DividedArena(parameter_shapes(CONFIG), size), Owners(size)
     flat = np.arange(arena.size)
     gather = AsyncAllGather(arena, flat, owners, mb)
     views = arena.views(flat)
@@ -212,7 +212,7 @@ def test_each_owner_sends_its_elements_once_in_the_order_of_forward(size, mb):
 
 def test_after_a_failure_no_piece_is_waited_for():
     owners = Owners(2)
-    arena = Arena(parameter_shapes(CONFIG), 2)
+    arena = DividedArena(parameter_shapes(CONFIG), 2)
     with pytest.raises(ZeroDivisionError), AsyncAllGather(arena, np.zeros(arena.size), owners, 1.0):
         raise ZeroDivisionError
     assert owners.sent and not owners.waited

@@ -13,7 +13,7 @@ pytest.importorskip("ml_dtypes")
 
 from benchmarks.gpu import gelu_product  # noqa: E402
 from benchmarks.parity import oracle  # noqa: E402
-from gpt2core.tensor import Destination  # noqa: E402
+from gpt2core.parallel.parameter import Destination  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import gluon_gelu  # noqa: E402
 from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILE, BACKWARD_TILES, FORWARD_TILE, FORWARD_TILES  # noqa: E402

@@ -17,17 +17,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core import ops
 from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.app.settings import recipe
 from gpt2core.architecture import GPT2Config
-from gpt2core.communicator import Solo
+from gpt2core.communicator import SOLO, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.known_gradient import unembed_cross_entropy
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, load, parameter_hash
 from gpt2core.sampler import Greedy, generate
@@ -173,7 +173,7 @@ def test_the_head_computes_the_logits_in_chunks_of_rows(rng, monkeypatch, in_for
     targets, scale, found = rng.integers(0, 11, 8), 1 / 8, []
     for backend in (CudaBackend(), NumpyBackend("fp64")):
         operands = [backend.asarray(array.astype(backend.dtype)) for array in (x, w)]
-        *rows, aux = backend.unembed_cross_entropy_forward(*operands, targets, scale=scale if in_forward else None)
+        *rows, aux = backend.unembed_cross_entropy_forward(*operands, targets, 0, scale, 11 if in_forward else None)
         dy = backend.asarray(np.array(1.5))
         gradients = backend.unembed_cross_entropy_backward(dy, *operands, targets, scale, *rows[:2], aux)
         found.append([backend.to_host(array).copy() for array in (*rows, *arrays(*gradients))])
@@ -198,7 +198,7 @@ def test_a_second_backward_through_the_head_gives_the_same_gradient(dloss):
     for backend in (CudaBackend(), NumpyBackend()):
         leaves = [Tensor(backend.asarray(array), backend, requires_grad=True) for array in (x, w)]
         known = None if dloss is None else backend.asarray(np.array(dloss))
-        loss = ops.unembed_cross_entropy(*leaves, targets, dloss=known)
+        loss = unembed_cross_entropy(*leaves, targets, None, SOLO, known)
         others = [backend.asarray(np.array(dy)) for dy in gradients]
         each = []
         for dy in [None, *others] if dloss is None else [known, known]:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from gpt2core import ops
 from gpt2core.arena import round_up
-from gpt2core.tensor import Destination, ShapeError, Tensor, call, no_grad
+from gpt2core.parallel.parameter import Destination, Parameter, call, deliver
+from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import fused_head
 from stage2_cuda.cuda_backend import CudaBackend
@@ -148,7 +149,7 @@ def test_a_gradient_on_the_side_stream_waits_for_no_kernel_that_is_launched_afte
     )
     shapes = (24, 16), (16, 64), (64,), (64, 16), (16,), (16,), (16,)
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    leaves = [Tensor(backend.asarray(array), backend, requires_grad=i > 0) for i, array in enumerate(arrays)]
+    leaves = [Parameter(backend.asarray(array), backend, requires_grad=i > 0) for i, array in enumerate(arrays)]
     for leaf in leaves[1:]:
         leaf.buffer = backend.empty(leaf.shape, np.float32)
     x, *mlp, a_bias, w, b = leaves
@@ -212,7 +213,8 @@ def test_a_gradient_is_added_after_the_kernel_that_writes_the_first_one_has_ende
         table.buffer = backend.empty(table.shape, np.float32)
     y = ops.embedding(leaves.ids, leaves.wte, leaves.wpe) + ops.embedding(leaves.ids, leaves.wte, leaves.wpe)
     y.backward(
-        backend.asarray(rng.standard_normal(y.shape).astype(np.float32)), when=later.append if deferred else call
+        backend.asarray(rng.standard_normal(y.shape).astype(np.float32)),
+        deliver=deliver(later.append if deferred else call),
     )
     for function in later:
         function()
@@ -279,7 +281,9 @@ def test_a_layernorm_has_its_gradients_whichever_are_asked_for_through_a_kept_gr
     x, branch, ds, dy = rng.standard_normal((4, B, T, 16))
     found = []
     for each in (backend, NumpyBackend("fp64")):
-        leaves = {name: Tensor(each.asarray(v.astype(each.dtype)), each, name != without) for name, v in values.items()}
+        leaves = {
+            name: Parameter(each.asarray(v.astype(each.dtype)), each, name != without) for name, v in values.items()
+        }
         for leaf in leaves.values():
             leaf.buffer = each.empty((16,), each.dtype)
         fixed = (Tensor(each.asarray(v.astype(each.dtype)), each) for v in (x, branch))
@@ -287,7 +291,7 @@ def test_a_layernorm_has_its_gradients_whichever_are_asked_for_through_a_kept_gr
         roots, later = ((s, ds), (y, dy)), []
         when = later.append if deferred else call
         for root, gradient in roots + roots[1:]:  # the graph of y twice, so its gradients are added
-            root.backward(each.asarray(gradient.astype(each.dtype)), retain_graph=True, when=when)
+            root.backward(each.asarray(gradient.astype(each.dtype)), retain_graph=True, deliver=deliver(when))
         for function in later:
             function()
         each.runtime.join()

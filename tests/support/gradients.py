@@ -11,9 +11,10 @@ import numpy as np
 from gpt2core import ops, primitives
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.model import GPT2
+from gpt2core.parallel.parameter import Parameter, call, deliver
 from gpt2core.parallel.part import mark, mark_stream
 from gpt2core.stream import Branch, Stream
-from gpt2core.tensor import Tensor, call
+from gpt2core.tensor import Tensor
 
 B, T, C, H, V = 4, 9, 16, 2, 20  # more rows than one program of a sum adds on the GPU
 SHAPES = dict(
@@ -35,7 +36,7 @@ class Leaves:
         self.ids, self.targets = rng.integers(0, V, (2, B, T))
         for name, shape in SHAPES.items():
             value = rng.standard_normal(shape).astype(np.float32)
-            leaf = Tensor(backend.asarray(value.astype(backend.dtype)), backend, requires_grad=True)
+            leaf = Parameter(backend.asarray(value.astype(backend.dtype)), backend)
             leaf.buffer = backend.asarray(np.full(shape, np.nan, backend.dtype)) if buffered else None
             setattr(self, name, leaf)
         self.fixed_x, self.fixed_wte = (Tensor(leaf.data, backend) for leaf in (self.x, self.wte))
@@ -163,11 +164,11 @@ def backward(graph, leaves, times=1, later=None):
     for root in GRAPHS[graph](leaves):
         for left in reversed(range(times)):
             gradient = leaves.x.backend.asarray(np.asarray(gradient_of(root), root.dtype))
-            root.backward(gradient, retain_graph=left > 0, when=call if later is None else later.append)
+            root.backward(gradient, retain_graph=left > 0, deliver=deliver(call if later is None else later.append))
 
 
 def gradients(graph, backend, buffered=False, times=1, deferred=False):
-    """{name: the gradient on the host of each leaf that has one}. deferred: backward(when=...), then the functions.
+    """{name: the gradient on the host of each leaf that has one}. deferred: backward(deliver=...), then the functions.
 
     Asserts that a buffered leaf has its gradient in its buffer, and that a deferred one is not written too early.
     """
@@ -187,7 +188,7 @@ def gradients(graph, backend, buffered=False, times=1, deferred=False):
 
 
 def check_that_parameters_are_freed(backend, tied):
-    """A model's gradients with backward(when=...) have the bits of backward(), after the parameters were freed."""
+    """A model's gradients with backward(deliver=...) have the bits of backward(), after the parameters were freed."""
     config, rng = GPT2Config(V, T, 2, H, C, tied=tied), np.random.default_rng(7)
     ids, targets = rng.integers(0, V, (2, B, T))
     parameters = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in parameter_shapes(config)}
@@ -195,10 +196,10 @@ def check_that_parameters_are_freed(backend, tied):
     for later in (None, []):
         leaves = {}
         for name, value in parameters.items():
-            leaf = leaves[name] = Tensor(backend.asarray(value.astype(backend.dtype)), backend, requires_grad=True)
+            leaf = leaves[name] = Parameter(backend.asarray(value.astype(backend.dtype)), backend)
             leaf.data = leaf.data.copy()  # an array that nothing else refers to
             leaf.buffer = backend.empty(value.shape, backend.dtype)
-        GPT2(config, leaves).loss(ids, targets).backward(when=call if later is None else later.append)
+        GPT2(config, leaves).loss(ids, targets).backward(deliver=deliver(call if later is None else later.append))
         if later is not None:
             alive = {name: weakref.ref(leaf.data) for name, leaf in leaves.items()}
             for leaf in leaves.values():

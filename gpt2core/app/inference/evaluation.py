@@ -99,30 +99,43 @@ def read_questions(path, tokenizer, block):
     """
     questions = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            context, endings, label = (values[name] for name in ("ctx", "endings", "label"))
-            label = int(label)
-            texts = [context, *endings]
-        except (ValueError, TypeError, KeyError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"{path}: line {number} is not an object with ctx, endings and label ({reason})") from None
-        if not all(isinstance(text, str) for text in texts) or not isinstance(endings, list):
-            raise DataError(f"{path}: line {number}: ctx must be a text, and endings a list of texts")
-        if not 0 <= label < len(endings):
-            raise DataError(f"{path}: line {number}: label {label} is not one of {counted(len(endings), 'ending')}")
-        try:
-            first, *others = [tokenizer.encode(text if i == 0 else f" {text}") for i, text in enumerate(texts)]
-        except DataError as error:
-            raise DataError(f"{path}: line {number}: {error}") from None
-        if not len(first) or not all(map(len, others)) or max(map(len, others)) > block:
-            raise DataError(f"{path}: line {number}: a text is empty, or an ending has more than {block} tokens")
-        questions.append(([(np.concatenate([first, ids])[-block - 1 :], len(ids)) for ids in others], label))
+        if line.strip():
+            try:
+                texts, label = parsed(line)
+                questions.append((encoded(texts, tokenizer, block), label))
+            except DataError as error:
+                raise DataError(f"{path}: line {number}{error}") from None
     if not questions:
         raise DataError(f"{path} has no question")
     return questions
+
+
+def parsed(line):
+    """([context, *endings], label) of a line; raises DataError, whose text follows the number of the line."""
+    try:
+        values = json.loads(line)
+        context, endings, label = (values[name] for name in ("ctx", "endings", "label"))
+        texts, label = [context, *endings], int(label)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f" is not an object with ctx, endings and label ({reason})") from None
+    if not isinstance(endings, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(": ctx must be a text, and endings a list of texts")
+    if not 0 <= label < len(endings):
+        raise DataError(f": label {label} is not one of {counted(len(endings), 'ending')}")
+    return texts, label
+
+
+def encoded(texts, tokenizer, block):
+    """[(ids of context and ending, number of tokens of the ending) of each ending]; texts: of parsed()."""
+    context, endings = texts[0], [f" {ending}" for ending in texts[1:]]
+    try:
+        first, *others = map(tokenizer.encode, (context, *endings))
+    except DataError as error:
+        raise DataError(f": {error}") from None
+    if not len(first) or not all(0 < len(ids) <= block for ids in others):
+        raise DataError(f": a text is empty, or an ending has more than {block} tokens")
+    return [(np.concatenate([first, ids])[-block - 1 :], len(ids)) for ids in others]
 
 
 def ending_loss(model, ids, length):

@@ -4,10 +4,10 @@ import numpy as np
 
 
 class GroupSampler:
-    """A sampling rule for a group: it averages the logits of all ranks, samples on the root, broadcasts the token.
+    """A sampling rule for a group: it averages the logits of all ranks, samples, and returns the root's token.
 
-    All ranks compute the same logits, possibly with other rounding errors. choose: the root's sampling rule
-    (sampler.py), logits (V) -> token.
+    All ranks compute the same logits, possibly with other rounding errors. choose: this rank's sampling rule
+    (sampler.py), logits (V) -> token; every rank calls it.
     """
 
     def __init__(self, choose, group):

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import PAGE, Arena
+from gpt2core.arena import PAGE
 from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
+from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
@@ -47,12 +48,12 @@ class Call(NamedTuple):
 
 
 def arena_of(layout, pipeline):
-    """The Arena of a rank of the pipeline: see ParallelTrainer."""
+    """The DividedArena of a rank of the pipeline: see ParallelTrainer."""
     config, parallel = layout.config, layout.parallel
     placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
     shapes = shard_shapes(parameter_shapes(config), parallel.tp)
     owners = layout.replicas if parallel.zero == 1 else 1
-    return Arena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
+    return DividedArena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
 
 
 def traffic(layout, place):
@@ -162,7 +163,7 @@ def gradient_calls(layout, arena):
 
 def shard_sizes(layout):
     """{unit: the elements of a rank's shard of it}: see UnitShards."""
-    return shard_lengths(Arena(parameter_shapes(layout.config)), layout.replicas)
+    return shard_lengths(DividedArena(parameter_shapes(layout.config)), layout.replicas)
 
 
 def unit_calls(layout):

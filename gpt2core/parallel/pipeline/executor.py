@@ -1,8 +1,9 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
 from gpt2core.communicator import Handle
+from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
-from gpt2core.tensor import call, no_grad
+from gpt2core.tensor import no_grad
 
 
 class Executor:

@@ -12,11 +12,12 @@ from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.micro_batches import passes_of
+from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
 from gpt2core.parallel.sharded.units import units_read
-from gpt2core.tensor import Tensor, no_grad
+from gpt2core.tensor import no_grad
 
 
 class ShardedMicroBatches(Accumulator):
@@ -37,7 +38,7 @@ class ShardedMicroBatches(Accumulator):
         self.passes = count // self.merged
 
         self.tensors = {
-            name: Tensor(NotInMemory(shape, backend.compute_dtype), backend, requires_grad=True)
+            name: Parameter(NotInMemory(shape, backend.compute_dtype), backend)
             for name, shape in parameter_shapes(config)
         }
         reads = units_read(config, self.units)

@@ -12,7 +12,8 @@ import math
 
 import numpy as np
 
-from gpt2core.arena import PAGE, gaps, round_up
+from gpt2core.arena import PAGE, round_up
+from gpt2core.parallel.divided_arena import gaps
 from gpt2core.parallel.gpu_memory import LOGITS_ALIGNMENT
 from gpt2core.parallel.sharded.units import shard_lengths
 
@@ -20,10 +21,10 @@ from gpt2core.parallel.sharded.units import shard_lengths
 class UnitShards:
     """The layout of a flat array of `size` elements: this rank's shard of each unit.
 
-    arena: the Arena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so a unit
-    may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has
-    elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the same
-    elements. size, pages(), decays() and padding(), which AdamW reads, are as those of an Arena.
+    arena: the DividedArena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so
+    a unit may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this
+    rank has elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the
+    same elements. size, pages(), decays() and padding(), which AdamW reads, are as those of a DividedArena.
     """
 
     def __init__(self, arena, group, backend):
@@ -75,7 +76,7 @@ class UnitShards:
         return own
 
     def padding(self):
-        """See Arena.padding."""
+        """See DividedArena.padding."""
         return gaps([place for place, _ in self.pieces.values()], self.size)
 
     def join(self, sums):

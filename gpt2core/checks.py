@@ -1,0 +1,93 @@
+"""The checks of the arguments of ops.py: each raises ShapeError with the shapes that do not fit together.
+
+The arguments are those of the operation of the same name. Arrays (B, T, ...) of one micro-batch may also be (M, B, T,
+...) for M of them, if the backend merges micro-batches.
+"""
+
+import numpy as np
+
+from gpt2core.tensor import ShapeError
+
+
+def linear(x, w, b):
+    require(x.shape[-1] == w.shape[0], "linear", x, w)
+    require(b is None or b.shape == w.shape[1:], "linear", w, b)
+
+
+def mlp(x, w, b, w2):
+    require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
+
+
+def last_axis(operation, x, *vectors):
+    """Each of `vectors` has the shape (C) for x (..., C)."""
+    require(all(vector.shape == x.shape[-1:] for vector in vectors), operation, x, *vectors)
+
+
+def residual(operation, x, a, *vectors):
+    require(x.shape == a.shape and all(vector.shape == x.shape[-1:] for vector in vectors), operation, x, a, *vectors)
+
+
+def attention(qkv, n_head):
+    axes("attention", qkv.backend, qkv.shape, 3)
+    if qkv.shape[-1] % (3 * n_head):
+        raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
+
+
+def rotary(qkv, n_head):
+    axes("rotary", qkv.backend, qkv.shape, 3)
+    if qkv.shape[-1] % (6 * n_head):
+        raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
+
+
+def embedding(ids, wte, wpe, position, group):
+    axes("embedding", wte.backend, ids.shape, 2)
+    if wpe is not None:
+        require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
+        if not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
+            raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
+    wte.backend.check_tokens("embedding", ids, wte.shape[0] * group.size)
+
+
+def unembed(operation, x, w):
+    require(x.shape[-1] == w.shape[1], operation, x, w)
+
+
+def unembed_cross_entropy(x, w, targets, scale, vocabulary):
+    """Returns the scale: see loss()."""
+    unembed("unembed_cross_entropy", x, w)
+    scale = loss("unembed_cross_entropy", x, targets, scale, vocabulary)
+    if x.ndim > 3:
+        axes("unembed_cross_entropy", x.backend, x.shape, 3)
+    return scale
+
+
+def loss(operation, x, targets, scale, vocabulary):
+    """Check the targets of the rows of x (..., K); return the scale, by default 1/N."""
+    if targets.shape != x.shape[:-1]:
+        raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
+    x.backend.check_tokens(operation, targets, vocabulary)
+    return 1 / targets.size if scale is None else scale
+
+
+def require(condition, operation, *tensors):
+    if not condition:
+        raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit")
+
+
+def tokens(operation, array, vocabulary):
+    """`array`, on the host, has integers, and no token outside the vocabulary."""
+    if not np.issubdtype(array.dtype, np.integer):  # a copy would truncate floats
+        raise ShapeError(f"{operation}: tokens have dtype {array.dtype}, but they must be integers")
+    if array.size:
+        lowest, highest = int(array.min()), int(array.max())
+        if lowest < 0 or highest >= vocabulary:
+            token = lowest if lowest < 0 else highest
+            raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
+
+
+def axes(operation, backend, shape, ndim):
+    """`shape` has `ndim` axes, or one more, M, with a backend that merges micro-batches."""
+    if len(shape) == ndim + 1 and not backend.merges_micro_batches:
+        raise ShapeError(f"{operation}: the {backend.name} backend computes one micro-batch in a call, not {shape}")
+    if len(shape) not in (ndim, ndim + 1):
+        raise ShapeError(f"{operation}: an array of shape {shape}, but it must have {ndim} axes")
