@@ -96,9 +96,13 @@ def test_stage_2_needs_no_gpu_for_it(train2, corpus, monkeypatch, precision):
 
 RUNS = [
     (2, ()), (2, ("--zero", 1, "--zero-gather", "forward")), (2, ("--tp", 2, "--recompute", "block")),
-    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")), (3, ("--zero", 3, "--batch-size", 6, "--no-deterministic")),
-    (3, ("--batch-size", 6, "--no-deterministic", "--collectives", "halving-doubling", "--dp", "bucket")),
-    (4, ("--pp", 2, "--tp", 2, "--n-layer", 4)),
+    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")),
+    pytest.param(3, ("--zero", 3, "--batch-size", 6, "--no-deterministic"), marks=pytest.mark.long),
+    pytest.param(
+        3, ("--batch-size", 6, "--no-deterministic", "--collectives", "halving-doubling", "--dp", "bucket"),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(4, ("--pp", 2, "--tp", 2, "--n-layer", 4), marks=pytest.mark.long),
 ]  # fmt: skip
 
 

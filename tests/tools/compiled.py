@@ -67,11 +67,12 @@ class Target(NamedTuple):
     shared: int
 
 
-SLOW = {  # kernels that take the compiler 2 to 6 s each; the suite compiles others of the same kind
-    "attention.hopper_dkdv.specialized_kernel", "attention.hopper_dq.specialized_kernel",
-    "attention.hopper_forward.specialized_kernel", "decoding.cached_attention.cached_kernel",
+SLOW = {  # kernels that take the compiler 1 to 6 s each; the suite compiles others of the same kind
+    "attention.backward.dkdv_kernel", "attention.hopper_dkdv.specialized_kernel",
+    "attention.hopper_dq.specialized_kernel", "attention.hopper_forward.specialized_kernel",
+    "decoding.cached_attention.cached_kernel", "decoding.sampling.append_sampled_kernel", "gemm.fp16x3.product_kernel",
     "gemm.gluon_gelu.gelu_kernel", "kernels.attention_fp16x3.backward_kernel",
-    "kernels.attention_fp16x3.forward_kernel",
+    "kernels.attention_fp16x3.forward_kernel", "kernels.attention_fp16x3.split_kernel",
 }  # fmt: skip
 ADDED_ROWS = "fp32", "bf16"  # precisions in which the suite compares the order of the sums of add_rows()
 GPUS = {"a100": Target((8, 0), 163 << 10), "h200": Target((9, 0), 227 << 10)}
