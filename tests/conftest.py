@@ -192,6 +192,17 @@ def infer2(command, cuda_backend):
 
 
 @pytest.fixture(scope="session")
+def servers():
+    """Ranks of stage 1 that stay, for the tests of the xdist_group "mpi". Skips the test without MPI."""
+    from tests.support.mpi import mpiexec
+    from tests.support.rank_server import RankServers
+
+    mpiexec()  # or skip
+    with RankServers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """The path of a text of a thousand words that is learned in seconds; some characters have two bytes."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"

@@ -16,8 +16,6 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from tests.support.jobs import succeeded
-from tests.support.mpi import mpiexec
-from tests.support.rank_server import RankServers
 from tests.support.training import make_trainer
 
 NANO = PRESETS["nano"]
@@ -106,13 +104,7 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def servers():
-    mpiexec()  # or skip
-    with RankServers() as servers:
-        yield servers
-
-
+@pytest.mark.xdist_group("mpi")
 @pytest.mark.parametrize("ranks, flags", RUNS, ids=str)
 def test_the_bytes_are_those_of_the_log_of_training(servers, ranks, flags, tmp_path):
     log, given = tmp_path / "log.jsonl", arguments("--steps", 2, "--batch-size", 4, *flags)

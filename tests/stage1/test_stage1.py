@@ -9,7 +9,6 @@ import pytest
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from tests.support.jobs import script, succeeded
 from tests.support.mpi import mpiexec
-from tests.support.rank_server import RankServers
 
 ROUNDING = 1e-5  # relative error of a loss in float32 after at most 20 steps with another order of the sums
 STRATEGIES = ("naive", "flat", "overlap", "bucket")
@@ -66,12 +65,6 @@ def serial(train, corpus, logs):
         return log
 
     return run
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with RankServers() as servers:
-        yield servers
 
 
 @pytest.fixture

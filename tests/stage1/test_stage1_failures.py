@@ -17,7 +17,6 @@ from gpt2core.app.stop_signals import STOPPING
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.misuse_tables import misuses
 from tests.support.mpi import ROOT, mpiexec
-from tests.support.rank_server import RankServers
 from tests.support.unsaved import unsaved
 
 SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load
@@ -340,12 +339,6 @@ def places(tmp_path_factory, corpus):
     (home / "less").write_text(text[: len(text) // 2], encoding="utf-8")
     succeeded(script(1, *NANO, "--data", corpus, "--steps", 1, "--out", home / "run"))
     return {"corpus": corpus} | {name: home / name for name in ("less", "run", "missing")}
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with RankServers() as servers:
-        yield servers
 
 
 @pytest.mark.parametrize("misuse", misuses("ranks"))

@@ -46,7 +46,8 @@ WITH_INTERPRETER = pytest.param(
 
 
 @pytest.mark.parametrize(
-    "stage, environment", [("stage0_serial", {}), pytest.param(*WITH_INTERPRETER, marks=pytest.mark.long)]
+    "stage, environment",
+    [("stage0_serial", {}), pytest.param(*WITH_INTERPRETER.values, marks=[pytest.mark.long, *WITH_INTERPRETER.marks])],
 )
 def test_training_and_generation_import_no_package_that_they_do_not_need(tmp_path, stage, environment):
     found = imported(stage, "train_gpt2", f"{TINY} --out {tmp_path}", **environment)

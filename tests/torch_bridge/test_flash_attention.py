@@ -258,11 +258,16 @@ def test_any_strides_of_inputs_and_gradient_give_the_same_results(rng, function,
     assert_near(got, want, TOLERANCE)
 
 
-@pytest.mark.parametrize("function, batch", [  # in make test each function with half of the shapes
-    pytest.param(function, batch, marks=[] if (i + j) % 2 else pytest.mark.long)
-    for i, function in enumerate(FUNCTIONS)
-    for j, batch in enumerate([(), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2), (1, 2, 1, 2, 2)])
-])  # fmt: skip
+def batch_cases():
+    """Each function with each shape of the batch; in make test with half of the shapes."""
+    shapes = (), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2), (1, 2, 1, 2, 2)
+    for i, each in enumerate(FUNCTIONS):
+        (function,), marks = getattr(each, "values", (each,)), getattr(each, "marks", ())
+        for j, batch in enumerate(shapes):
+            yield pytest.param(function, batch, marks=[*marks, *[pytest.mark.long] * ((i + j) % 2)])
+
+
+@pytest.mark.parametrize("function, batch", batch_cases())
 def test_dimensions_in_any_order_and_any_number_of_batch_dimensions_equal_float64(rng, function, batch):
     """q, k, v and do have their dimensions in four different orders, of which most cannot be merged without a copy."""
     arrays = []
