@@ -1,5 +1,6 @@
 """Fixtures that run the commands of stages 0 and 2 in this process, and the options that select tests."""
 
+import gc
 import os
 import secrets
 import signal
@@ -81,6 +82,18 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
         items[:] = filter(is_fast, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Exclude the tests and their modules, a million objects, from each later garbage collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures compute anything
@@ -176,6 +189,17 @@ def train2(command, cuda_backend):
 def infer2(command, cuda_backend):
     """infer2(*argv) -> Result of stage 2's inference.py."""
     return lambda *argv: command(cli.infer, *argv, backend=cuda_backend)
+
+
+@pytest.fixture(scope="session")
+def servers():
+    """Ranks of stage 1 that stay, for the tests of the xdist_group "mpi". Skips the test without MPI."""
+    from tests.support.mpi import mpiexec
+    from tests.support.rank_server import RankServers
+
+    mpiexec()  # or skip
+    with RankServers() as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session")

@@ -271,12 +271,18 @@ RECIPE = "--shuffle --schedule cosine --warmup 5 --clip 0.5 --weight-decay 0.1"
 EVERYTHING = f"{RECIPE} --val-fraction 0.1 --eval-every 7".split()
 
 
-@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "shuffle, cosine, clip, decay, validation"])
-@pytest.mark.parametrize(
-    "number, code, done",
-    [(signal.SIGKILL, -9, 20), (signal.SIGTERM, 143, 24), (signal.SIGINT, 130, 24)],
-    ids=["kill -9", "SIGTERM", "SIGINT"],
-)
+STOPPED = {
+    "kill -9": (signal.SIGKILL, -9, 20),
+    "SIGTERM": (signal.SIGTERM, 143, 24),
+    "SIGINT": (signal.SIGINT, 130, 24),
+}
+SHORT = [("kill -9", EVERYTHING), ("SIGTERM", EVERYTHING), ("SIGINT", PLAIN)]  # the other three are long
+
+
+@pytest.mark.parametrize("number, code, done, options", [
+    pytest.param(*values, options, marks=[] if (name, options) in SHORT else pytest.mark.long, id=f"{name}-{what}")
+    for name, values in STOPPED.items() for what, options in (("plain", PLAIN), ("every option", EVERYTHING))
+])  # fmt: skip
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     train, corpus, tmp_path, options, number, code, done
 ):
@@ -563,8 +569,13 @@ def continuation(result):
     return result.out.split("Continuation:\n")[1]
 
 
-@pytest.mark.parametrize("kind", ["word", "byte"])
-@pytest.mark.parametrize("draw", [(), ("--temperature", 2, "--seed", 3)], ids=["greedy", "drawn"])
+DRAWN = ("--temperature", 2, "--seed", 3)
+
+
+@pytest.mark.parametrize("draw, kind", [
+    ((), "byte"), (DRAWN, "word"), pytest.param((), "word", marks=pytest.mark.long),
+    pytest.param(DRAWN, "byte", marks=pytest.mark.long),
+], ids=["greedy-byte", "drawn-word", "greedy-word", "drawn-byte"])  # fmt: skip
 def test_streamed_text_equals_text_at_once(infer, weights, kind, draw):
     # sampled bytes are often not UTF-8 and become U+FFFD, in both outputs
     flags = ("--weights", weights[kind], "--prompt", "the model", "--max-new-tokens", 60, *draw)

@@ -16,8 +16,6 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from tests.support.jobs import succeeded
-from tests.support.mpi import mpiexec
-from tests.support.rank_server import RankServers
 from tests.support.training import make_trainer
 
 NANO = PRESETS["nano"]
@@ -96,19 +94,17 @@ def test_stage_2_needs_no_gpu_for_it(train2, corpus, monkeypatch, precision):
 
 RUNS = [
     (2, ()), (2, ("--zero", 1, "--zero-gather", "forward")), (2, ("--tp", 2, "--recompute", "block")),
-    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")), (3, ("--zero", 3, "--batch-size", 6, "--no-deterministic")),
-    (3, ("--batch-size", 6, "--no-deterministic", "--collectives", "halving-doubling", "--dp", "bucket")),
-    (4, ("--pp", 2, "--tp", 2, "--n-layer", 4)),
+    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")),
+    pytest.param(3, ("--zero", 3, "--batch-size", 6, "--no-deterministic"), marks=pytest.mark.long),
+    pytest.param(
+        3, ("--batch-size", 6, "--no-deterministic", "--collectives", "halving-doubling", "--dp", "bucket"),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(4, ("--pp", 2, "--tp", 2, "--n-layer", 4), marks=pytest.mark.long),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def servers():
-    mpiexec()  # or skip
-    with RankServers() as servers:
-        yield servers
-
-
+@pytest.mark.xdist_group("mpi")
 @pytest.mark.parametrize("ranks, flags", RUNS, ids=str)
 def test_the_bytes_are_those_of_the_log_of_training(servers, ranks, flags, tmp_path):
     log, given = tmp_path / "log.jsonl", arguments("--steps", 2, "--batch-size", 4, *flags)

@@ -380,7 +380,7 @@ def test_the_width_of_a_terminal_is_used_if_it_is_known(columns, width):
 
 def test_the_header_of_a_run_with_many_ranks_fits_80_columns(corpus, tmp_path, capsys):
     words = ["--preset", "nano", "--data", str(corpus), "--steps", "1", "--threads", "1", "--sample", "0"]
-    args = cli.train_parser().parse_args(words)
+    args = cli.train_parser().parse_args([*words, "--no-save"])
     assert run_ranks(2, lambda world: train_command(NumpyBackend, world, args, 1)) == [0, 0]
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("2 ranks: 2 data x 1 tensor parallel") for line in lines)

@@ -119,7 +119,9 @@ def test_the_sample_after_training_has_only_tokens(train, weights, corpus):
     assert (result.code, result.err) == (0, "") and "Continuation:\n" in result.out
 
 
-@pytest.mark.parametrize("flags", [RULES["greedy"], RULES["top-k"]], ids=["greedy", "top-k"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(RULES["greedy"], marks=pytest.mark.long), RULES["top-k"]], ids=["greedy", "top-k"]
+)
 def test_the_gpu_s_text_is_that_of_stage_0(command, cuda_backend, weights, tmp_path, flags):
     (tmp_path / "prompts").write_text("the whale\nand\n")
     flags = ("--weights", weights, "--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 3, *flags)

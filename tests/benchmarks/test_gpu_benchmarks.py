@@ -130,6 +130,7 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
+@pytest.mark.long
 def test_removing_an_optimisation_changes_only_the_time():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
     want = ours.gradients(variants.trainer(None, 1)).copy()
@@ -229,6 +230,7 @@ def trained(host, variants):
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
+@pytest.mark.long
 def test_all_variants_of_a_job_train_on_the_same_batches_from_the_same_parameters():
     ways = [dict(dp="bucket", bucket_mb=0.01), dict(dp="flat", zero=1, deterministic=True)]
     variants = {str(number): dict(ranks=2, batch_size=2, **way) for number, way in enumerate(ways)}
@@ -239,6 +241,7 @@ def test_all_variants_of_a_job_train_on_the_same_batches_from_the_same_parameter
         np.testing.assert_allclose(list(losses.values()), want, rtol=1e-5)  # only the order of the float32 sums differs
 
 
+@pytest.mark.long
 def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     pytest.importorskip("torch")
     sizes = {"preset": "nano", "seq_len": 16, "precision": "fp32", "compiled": False, "device": "cpu"}

@@ -37,6 +37,9 @@ RANKS = 4
 # -- recorded collectives ---------------------------------------------------------------------------------------------
 
 
+pytestmark = pytest.mark.xdist_group("report")  # one page, and one browser
+
+
 def sent(recorded, rank):
     """The bytes that a rank sends in a recording."""
     return sum(m["bytes"] for frame in recorded["frames"] for m in frame["messages"] if m["from"] == rank)

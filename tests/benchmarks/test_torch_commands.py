@@ -44,6 +44,7 @@ class SameProcess(contextlib.nullcontext):
         """Nothing ends."""
 
 
+@pytest.mark.long
 def test_end_to_end_times_every_kind_and_the_warm_up(run, monkeypatch, capsys):
     monkeypatch.setattr(end_to_end.Processes, "start", lambda self, name: SameProcess(name, self.args))
     flags = "--precisions", "fp32", "--implementations", "torch naive", "ours", "--warm-up", "1", "--repeats", "2"
@@ -107,6 +108,7 @@ def test_accumulation_prints_the_four_sums_and_the_dtypes(run):
             assert row["float32"] < row["own dtype"]
 
 
+@pytest.mark.long
 def test_memory_has_the_peaks_and_draws_the_timeline(run, tmp_path):
     found = run(memory, *TRIAL, "--precisions", "fp32", "--implementations", "torch naive", "--blocks", "1")
     peaks = found["toy / context 16 / fp32 / torch naive"]

@@ -147,7 +147,9 @@ def test_gradients_of_a_step_are_close_to_those_of_fp32(rng, library, tied):
     assert 0 < np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)  # 8 significant bits: errors up to 2^-9
 
 
-@pytest.mark.parametrize("ranks, threads", [(1, 2), (1, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "ranks, threads", [(1, 2), (2, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, 4), (4, 2)])]
+)
 def test_threads_and_ranks_change_no_bit(rng, library, ranks, threads):
     tokens = rng.integers(0, 67, 1000)
     options = dict(steps=3, config=SIZES, precision="bf16", batch_size=32)

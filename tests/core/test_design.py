@@ -34,6 +34,40 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def for_each(paths):
+    """A decorator: one test that calls a function with each path and names every path for which it fails.
+
+    pytest would need more time for a test of each rule and file than the rules need.
+    """
+
+    def decorate(rule):
+        def test():
+            failed = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    failed.append(f"{name_of(path)}: {error}")
+            if failed:
+                pytest.fail("\n".join(failed), pytrace=False)
+            assert paths
+
+        test.__doc__ = rule.__doc__
+        return test
+
+    return decorate
+
+
+def test_each_file_that_breaks_a_rule_is_named():
+    @for_each([ROOT / name for name in ("README.md", "Makefile", "CONTRIBUTING.md")])
+    def rule(path):
+        assert "." not in path.name, "is a page"
+
+    with pytest.raises(pytest.fail.Exception) as failure:
+        rule()
+    assert re.findall(r"^(\S+): is a page", str(failure.value), re.M) == ["README.md", "CONTRIBUTING.md"]
+
+
 @functools.cache
 def tree_of(path):
     return ast.parse(path.read_bytes(), name_of(path))
@@ -48,7 +82,7 @@ def imported(tree):
             yield "." * node.level + (node.module or "").split(".")[0]
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
+@for_each(CORE)
 def test_the_core_imports_no_stage(path):
     assert not [module for module in imported(tree_of(path)) if re.match(r"\.|stage|torch|cupy|triton|mpi4py", module)]
 
@@ -62,7 +96,7 @@ def test_a_stage_imports_only_what_it_adds_to(stage):
         assert [module for module in others if module[5] not in allowed] == [], name_of(path)
 
 
-@pytest.mark.parametrize("path", BRIDGE, ids=name_of)
+@for_each(BRIDGE)
 def test_of_the_stages_the_bridge_imports_only_kernels_of_stage_2_and_their_launches(path):
     found = imports_below(path, *STAGES, "gpt2core")
     rooms = tuple(f"stage2_cuda.{room}." for room in ("attention", "kernels", "runtime"))
@@ -70,7 +104,7 @@ def test_of_the_stages_the_bridge_imports_only_kernels_of_stage_2_and_their_laun
     assert [name for name in found if not name.startswith(allowed)] == []
 
 
-@pytest.mark.parametrize("path", BRIDGE, ids=name_of)
+@for_each(BRIDGE)
 def test_importing_the_bridge_imports_neither_cupy_nor_mpi(path):
     """Nor does any file of this repository that it imports, directly or through others."""
     reached, unread = set(), {path}
@@ -85,23 +119,23 @@ def test_importing_the_bridge_imports_neither_cupy_nor_mpi(path):
     assert len(reached) > 1 or not imports_below(path, *STAGES, "gpt2core", "torch_bridge")
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
+@for_each(CODE)
 def test_neither_the_core_nor_a_stage_imports_the_bridge(path):
     assert imports_below(path, "torch_bridge") == []
 
 
-@pytest.mark.parametrize("path", CODE + BRIDGE + API, ids=name_of)
+@for_each(CODE + BRIDGE + API)
 def test_neither_the_core_nor_a_stage_nor_the_bridge_nor_the_api_imports_the_exercises(path):
     assert imports_below(path, "exercises") == []
 
 
-@pytest.mark.parametrize("path", CODE + BRIDGE + EXERCISES, ids=name_of)
+@for_each(CODE + BRIDGE + EXERCISES)
 def test_nothing_imports_the_api(path):
     """staged_gpt2 is above the stages, as their scripts are."""
     assert imports_below(path, "staged_gpt2") == []
 
 
-@pytest.mark.parametrize("path", [path for path in EXERCISES if path.parent.name != "checks"], ids=name_of)
+@for_each([path for path in EXERCISES if path.parent.name != "checks"])
 def test_only_the_checks_of_the_exercises_import_kernels_and_stages(path):
     """The commands read the source of a stage, but never import it: a student's file may be broken."""
     found = imports_below(path, *STAGES, "gpt2core", "testing")
@@ -128,14 +162,14 @@ def imports_below(path, *packages):
     return [name for name in modules_imported(tree_of(path)) if f"{name}.".startswith(tuple(f"{p}." for p in packages))]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "gpt2core").glob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "gpt2core").glob("*.py")))
 def test_the_top_level_computes_and_the_folders_above_make_it_fast(path):
     """Without the folders, a model can be trained in one process."""
     folders = {f"gpt2core.{file.parent.name}" for file in CORE if file.parent != ROOT / "gpt2core"}
     assert imports_below(path, *sorted(folders)) == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "gpt2core" / "parallel").glob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "gpt2core" / "parallel").glob("*.py")))
 def test_parallel_imports_neither_the_trainer_nor_a_loop_nor_the_engine(path):
     trainer = [] if path.name == "parallel_trainer.py" else ["gpt2core.trainer"]
     assert imports_below(path, *trainer, "gpt2core.training_loop", "gpt2core.engine") == []
@@ -221,18 +255,18 @@ def test_a_circle_is_found_and_an_import_in_a_function_too():
     assert set(modules_of(ast.parse(text), known)) == known - {"r"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "stage2_cuda" / "runtime").glob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "stage2_cuda" / "runtime").glob("*.py")))
 def test_the_runtime_of_stage_2_imports_nothing_that_needs_it(path):
     found = imports_below(path, "stage2_cuda")
     assert [name for name in found if not name.startswith("stage2_cuda.runtime.")] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "testing").glob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "testing").glob("*.py")))
 def test_what_tests_benchmarks_and_exercises_share_imports_none_of_them(path):
     assert imports_below(path, "tests", "benchmarks", "exercises", "pytest") == []
 
 
-@pytest.mark.parametrize("path", CODE + BRIDGE + API, ids=name_of)
+@for_each(CODE + BRIDGE + API)
 def test_neither_the_core_nor_a_stage_nor_the_bridge_nor_the_api_imports_fakes(path):
     assert imports_below(path, "testing") == []
 
@@ -259,18 +293,18 @@ def branches(function):
     return operators + sum(isinstance(node, BRANCHES) for node in nodes)
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
+@for_each(CORE)
 def test_no_function_of_the_core_has_too_many_branches(path):
     functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]
     assert {each.name: branches(each) for each in functions if branches(each) > MOST_BRANCHES} == {}
 
 
-@pytest.mark.parametrize("path", [path for path in CODE if "/app/" not in name_of(path)], ids=name_of)
+@for_each([path for path in CODE if "/app/" not in name_of(path)])
 def test_only_app_and_the_scripts_of_a_stage_import_app(path):
     assert path.name in ("train_gpt2.py", "inference.py") or imports_below(path, "gpt2core.app") == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name_of)
+@for_each(sorted((ROOT / "tests").rglob("*.py")))
 def test_no_test_imports_from_another_test(path):
     found = imports_below(path, "tests")
     assert [name for name in found if not name.startswith(("tests.support.", "tests.tools."))] == []
@@ -295,7 +329,7 @@ def test_importing_the_core_changes_neither_the_environment_nor_the_excepthook()
 COMMANDS = ("gpt2core/app/", "stage1_mpi/launch.py", "stage1_mpi/host_file.py")  # their users give flags
 
 
-@pytest.mark.parametrize("path", [path for path in CODE if not name_of(path).startswith(COMMANDS)], ids=name_of)
+@for_each([path for path in CODE if not name_of(path).startswith(COMMANDS)])
 def test_an_error_of_the_library_names_settings_and_no_flags(path):
     """`batch_size=15`, not --batch-size 15: a user of the library gives no flags. A command prints flags."""
     raised = [part for node in ast.walk(tree_of(path)) if isinstance(node, ast.Raise) for part in ast.walk(node)]
@@ -361,12 +395,12 @@ def branches_on_devices(tree):
             yield ast.unparse(test)
 
 
-@pytest.mark.parametrize("path", [path for path in CODE if not COMMUNICATORS.search(path.name)], ids=name_of)
+@for_each([path for path in CODE if not COMMUNICATORS.search(path.name)])
 def test_no_branch_on_the_number_of_ranks(path):
     assert list(branches_on_ranks(tree_of(path))) == []
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
+@for_each(CODE)
 def test_no_branch_on_the_device(path):
     assert list(branches_on_devices(tree_of(path))) == []
 
@@ -415,7 +449,7 @@ def nested_targets(tree):
 KERNELS = [path for path in CODE + EXERCISES if "jit\n" in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=name_of)
+@for_each(KERNELS)
 def test_no_kernel_assigns_to_a_tuple_in_a_tuple(path):
     """Triton 3.9 compiles such a line, Triton 3.6 ends with a TypeError."""
     assert list(nested_targets(tree_of(path))) == []
@@ -426,9 +460,7 @@ def test_a_tuple_in_a_tuple_is_found():
     assert list(nested_targets(ast.parse(text))) == [3]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *ENVIRONMENT)], ids=name_of
-)
+@for_each([path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *ENVIRONMENT)])
 def test_no_environment_is_read_in_the_middle_of_code(path):
     tree = tree_of(path)
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -469,7 +501,7 @@ def test_a_console_script_runs_main_of_each_script_of_a_stage():
 # -- what a reader sees ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CODE + EXERCISES + sorted((ROOT / "tests").rglob("*[a-z].py")), ids=name_of)
+@for_each(CODE + EXERCISES + sorted((ROOT / "tests").rglob("*[a-z].py")))
 def test_a_file_opens_with_its_thesis(path):
     thesis = (ast.get_docstring(tree_of(path)) or "").split("\n")[0]
     assert len(thesis) > 20 and thesis[-1] in ".:?", f"{name_of(path)} opens with {thesis!r}"
@@ -510,7 +542,7 @@ def test_every_package_is_listed_for_installation():
     assert sorted(packages) == sorted([".".join(path.relative_to(ROOT).parts) for path in there] + shipped)
 
 
-@pytest.mark.parametrize("path", READMES, ids=name_of)
+@for_each(READMES)
 def test_the_flags_that_a_page_names_exist(path):
     parsers = (cli.train_parser(), cli.inference_parser())
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}

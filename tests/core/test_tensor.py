@@ -408,7 +408,7 @@ def test_a_gradient_is_computed_as_soon_as_its_operation_is_differentiated(backe
 
 
 @pytest.mark.fast("10000")
-@pytest.mark.parametrize("length", [10_000, 100_000])
+@pytest.mark.parametrize("length", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_a_long_chain_reaches_no_recursion_limit_in_backward_or_when_it_is_freed(backend, length):
     def chain():
         x = leaf([1.0], backend)

@@ -42,6 +42,9 @@ NEEDS_MPI = r"|(TRITON_INTERPRET=1 )?mpirun\b|make .*STAGE=[13]" * (not MPICH)
 NOT_RUN = re.compile(
     r"(make (?!train|generate)|(git|pip|python3? -m (pip|venv)|ssh)\b|cd \S+$" + NEEDS_MPI + NEEDS_INTERPRETER + ")"
 )
+LONG_COMMANDS = re.compile(  # run only with --long: other numbers of ranks, ways to divide the work, and precisions
+    r"mpirun -n 3 |mpirun .*(--zero \d|--tp \d|--mode (replicate|tensor))|.*--precision|mpirun .*--max-new-tokens 1$"
+)
 PACKAGES = "gpt2core", "stage*", "staged_gpt2", "torch_bridge", "exercises"
 CODE = [path for folder in PACKAGES for path in ROOT.glob(f"{folder}/**/*.py")]
 SCRIPTS = [path for folder in ("benchmarks", "data", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
@@ -170,11 +173,12 @@ def shell(tmp_path):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=name_of)
-def test_the_commands_of_a_page_print_what_the_page_shows(page, shell):
+def test_the_commands_of_a_page_print_what_the_page_shows(page, shell, request):
+    long = request.config.getoption("--long")
     failures, folder = [], page.parent.relative_to(ROOT)
     write_files(page, shell.copy / folder)
     for command, shown in commands(page):
-        if NOT_RUN.match(command):
+        if NOT_RUN.match(command) or not long and LONG_COMMANDS.match(command):
             continue
         done = shell(command, folder)
         wrong = differences(shown, done.stdout)
@@ -189,11 +193,11 @@ TWO_COMMANDS = {
     "stage2_cuda": "TRITON_INTERPRET=1 python train_gpt2.py --preset nano --n-layer 1 --steps 1 --batch-size 1",
     "stage3_mpi_cuda": "mpirun -n 2 python train_gpt2.py --preset nano --n-layer 1 --steps 1 --batch-size 2",
 }
-LONG = "stage3_mpi_cuda"  # its script is that of stage 1, its kernels are those of stage 2
+LONG = "stage2_cuda", "stage3_mpi_cuda"  # the interpreter is slow, and the scripts are those of stages 0 and 1
 
 
 @pytest.mark.parametrize(
-    "folder", [pytest.param(folder, marks=[pytest.mark.long] * (folder == LONG)) for folder in TWO_COMMANDS]
+    "folder", [pytest.param(folder, marks=[pytest.mark.long] * (folder in LONG)) for folder in TWO_COMMANDS]
 )
 def test_a_model_that_was_trained_in_a_stage_folder_continues_a_text_there(folder, shell):
     if NOT_RUN.match(TWO_COMMANDS[folder]):
@@ -331,7 +335,9 @@ def test_the_architecture_quotes_the_script_of_stage_1():
 # -- the README -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size, works", [(60, False), (1_000, True), (1_000_000, True)])
+@pytest.mark.parametrize(
+    "size, works", [(60, False), (1_000, True), pytest.param(1_000_000, True, marks=pytest.mark.long)]
+)
 def test_the_commands_for_the_readers_own_text_work_for_any_text_that_is_long_enough(size, works, shell):
     (block,) = [text for _, text in blocks(ROOT / "README.md", "sh") if "my.txt" in text]
     train, generate = (line.replace("100'", "1 --sample 0'") for line in block.splitlines())

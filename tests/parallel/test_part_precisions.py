@@ -44,8 +44,17 @@ def random_parameters(config, rng, dtype):
         yield name, (rng.standard_normal(shape) * scale + shift).astype(np.float32).astype(dtype)
 
 
-@pytest.mark.parametrize("make, precision, sizes", CASES)
-@pytest.mark.parametrize("buffers", [False, True], ids=["new arrays", "buffers"])
+def cases():
+    """CASES in new arrays and in buffers; in the interpreter, where each takes seconds, one of both is long."""
+    for each in CASES:
+        make, precision, _ = values = getattr(each, "values", each)
+        for buffers in (False, True):
+            slow = make is cuda and values is each and buffers == (precision == "fp16")
+            marks = [*getattr(each, "marks", ()), *[pytest.mark.long] * slow]
+            yield pytest.param(*values, buffers, marks=marks)
+
+
+@pytest.mark.parametrize("make, precision, sizes, buffers", cases())
 def test_a_model_that_is_cut_between_its_units_has_equal_bits(rng, make, precision, buffers, sizes):
     B, T, V, C, heads = sizes
     backend, config = make(precision), GPT2Config(V, T, 2, heads, C)

@@ -132,7 +132,7 @@ def test_gradients_through_gathered_logits_equal_the_serial_model_s(seed, ranks,
     run_ranks(ranks, loss_and_gradients_equal_serial, replace(config, tied=tied), B, T, seed, loss_over_logits)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_same_over_mpi(seed, ranks):
     config, B, T = SIZES[0]
     run_mpi(ranks, loss_and_gradients_equal_serial, config, B, T, seed)

@@ -44,9 +44,10 @@ def every_sum(comm, algorithm, op, dtype):
     return result
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", REDUCTIONS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm, op, dtype", [  # each pair of them; the other combinations are long
+    pytest.param(algorithm, op, dtype, marks=[] if (i + j + k) % 3 == 0 else pytest.mark.long)
+    for i, algorithm in enumerate(ALGORITHMS) for j, op in enumerate(REDUCTIONS) for k, dtype in enumerate(DTYPES)
+])  # fmt: skip
 def test_sums_equal_their_oracle_on_any_number_of_ranks(algorithm, op, dtype):
     for ranks in RANKS:
         first, *others = run_ranks(ranks, every_sum, algorithm, op, dtype)

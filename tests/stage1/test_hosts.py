@@ -166,7 +166,7 @@ def curve(path):
 TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
 
 
-@pytest.mark.parametrize("ranks_each", [1, 2])
+@pytest.mark.parametrize("ranks_each", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_two_hosts_train_to_the_same_bits_as_one(hosts, tmp_path, ranks_each):
     flags = [*TRAIN, "--no-save", "--steps", 3, "--log"]
     alone = ["-m", "stage1_mpi.launch", "-n", str(2 * ranks_each)]
@@ -178,7 +178,9 @@ def test_two_hosts_train_to_the_same_bits_as_one(hosts, tmp_path, ranks_each):
     assert curve(tmp_path / "two") == curve(tmp_path / "one")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["ctrl-c", "sigterm"]
+)
 def test_a_signal_stops_both_hosts_after_a_checkpoint(hosts, tmp_path, number):
     line = hosts.launch(1, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run")
     pipe = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -391,7 +391,7 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_ranks_are_one_world_and_their_exit_code_is_the_job_s(mpi, tmp_path, ranks):
     script = write(tmp_path / "hello.py", HELLO)
     words = ["--lr", "1e-3", "two words", "--", "-n", "$HOME", "é"]
@@ -415,7 +415,7 @@ def test_a_module_can_be_run_too(mpi):
 
 
 def test_a_closed_pipe_ends_a_job_with_exit_code_1(mpi):
-    process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6))
+    process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6, "--no-save"))
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(60) == 1
@@ -424,8 +424,11 @@ def test_a_closed_pipe_ends_a_job_with_exit_code_1(mpi):
 TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("to", ["launcher", "group"])
+@pytest.mark.parametrize("to, number", [
+    ("launcher", signal.SIGTERM), ("group", signal.SIGINT),
+    pytest.param("launcher", signal.SIGINT, marks=pytest.mark.long),
+    pytest.param("group", signal.SIGTERM, marks=pytest.mark.long),
+], ids=["launcher-sigterm", "group-ctrl-c", "launcher-ctrl-c", "group-sigterm"])  # fmt: skip
 def test_a_signal_ends_the_step_saves_it_and_keeps_its_exit_code(mpi, tmp_path, number, to):
     process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run"))
     while not process.stdout.readline().startswith("step     3"):
@@ -438,7 +441,9 @@ def test_a_signal_ends_the_step_saves_it_and_keeps_its_exit_code(mpi, tmp_path, 
     assert load_checkpoint(tmp_path / "run").path.name.endswith(stopped[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["ctrl-c", "sigterm"]
+)
 def test_two_signals_in_a_row_end_the_job_without_messages_of_the_launcher(mpi, tmp_path, number):
     process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run"))
     while not process.stdout.readline().startswith("step     3"):

@@ -202,7 +202,7 @@ def test_the_five_functions_on_threads(p, dtype, kind):
 
 
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
-@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("p", [2, *(pytest.param(p, marks=pytest.mark.long) for p in (1, 4))])
 def test_the_five_functions_under_mpi(p):
     cases = list(
         itertools.product(SHAPES, [dtype for dtype in TYPES if dtype[0] != ">"])
@@ -437,7 +437,7 @@ def test_megatron_trains_the_same_block_with_fewer_bytes(mp_size, dp_size):
     check_lesson(*ways, mp_size, dp_size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_megatron_trains_the_same_block_with_fewer_bytes_under_mpi(size):
     grids = [(p, d) for p, d in GRIDS if p * d == size]
     results = run_mpi(size, mpi_train, grids)

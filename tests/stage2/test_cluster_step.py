@@ -116,7 +116,7 @@ CASES = [
     (256, "bf16", 300, 16),
     (256, "fp16", 1, 0),
     long(256, "bf16", 1024, 3),
-    (512, "fp16", 17, 16),
+    long(512, "fp16", 17, 16),
 ]
 
 
@@ -159,7 +159,7 @@ def test_the_mlp_equals_float64_in_the_emulator(emulated, C, name, parts):
     assert_close(partials, want, 1e-4)
 
 
-@pytest.mark.parametrize("C, name, V", [(256, "bf16", 1000), (768, "fp16", 129)])
+@pytest.mark.parametrize("C, name, V", [(256, "bf16", 1000), long(768, "fp16", 129)])
 def test_the_logits_equal_float64_in_the_emulator(emulated, C, name, V):
     random, clusters = np.random.default_rng(V), 2
     layer, rows = Layer(random, C, DTYPES[name], 1, 16), cluster_step.rows_per_warp(V, clusters)
@@ -218,13 +218,13 @@ def test_the_launches_of_a_step_give_stage_0_s_tokens(rng, monkeypatch):
     monkeypatch.setattr(cluster_step, "supports", lambda *_: True)
     tiling = batched.SINGLE._replace(block_vocab=1024)  # in the interpreter each program takes 10 ms
     monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch: tiling))
-    config, decoders = GPT2Config(3100, 12, 3, 4, 256, tied=False), {}
+    config, decoders = GPT2Config(3100, 8, 2, 4, 256, tied=False), {}
     parameters = {
         name: array + 0.1 * rng.standard_normal(array.shape, np.float32)
         for name, array in initial_parameters(config, 0)
     }
     ours, stage0 = (load_model(config, parameters, backend) for backend in (CudaBackend(), NumpyBackend()))
-    assert list(generate(ours, [1, 2, 3], 8, decoders=decoders)) == list(generate(stage0, [1, 2, 3], 8))
+    assert list(generate(ours, [1, 2, 3], 6, decoders=decoders)) == list(generate(stage0, [1, 2, 3], 6))
     assert isinstance(decoders[1][0].decode_step, ClusterStep)
 
 

@@ -143,8 +143,11 @@ def test_residual_bias_gradient_adds_in_the_order_of_the_kernel_in_cuda_c(rng, h
     assert_close(da_bias, float64(ds).sum(0), 1e-5)
 
 
-@pytest.mark.parametrize("vocab, width, name", [(1003, 1024, "bf16"), (20000, 20000, "fp16"), (50257, 50304, "bf16")])
-@pytest.mark.parametrize("dy", [None, 0.5])
+@pytest.mark.parametrize("vocab, width, name, dy", [
+    (1003, 1024, "bf16", None), (1003, 1024, "bf16", 0.5), (20000, 20000, "fp16", 0.5),
+    pytest.param(20000, 20000, "fp16", None, marks=pytest.mark.long),
+    *(pytest.param(50257, 50304, "bf16", dy, marks=pytest.mark.long) for dy in (None, 0.5)),
+])  # fmt: skip
 def test_cross_entropy_in_the_emulator(rng, tmp_path, vocab, width, name, dy):
     case = CrossEntropy(rng, 8, vocab, width, name)
     logits, targets = aligned(case.logits), aligned(case.targets)

@@ -95,8 +95,11 @@ def test_a_batch_of_different_lengths_gives_stage_0_s_tokens(rule):
     assert generated(ours, prompts, 4, rule) == generated(stage0, prompts, 4, rule)
 
 
-@pytest.mark.parametrize("prompts", [[[3, 1, 4]], [[1, 2, 3], [4] * 6, [9]], [[5] * 11]], ids=["one", "three", "long"])
-@pytest.mark.parametrize("captured", [0, 4096])
+@pytest.mark.parametrize("captured, prompts", [
+    (0, [[3, 1, 4]]), (4096, [[1, 2, 3], [4] * 6, [9]]), (0, [[5] * 11]),
+    *(pytest.param(captured, prompts, marks=pytest.mark.long)
+      for captured, prompts in [(4096, [[3, 1, 4]]), (0, [[1, 2, 3], [4] * 6, [9]]), (4096, [[5] * 11])]),
+])  # fmt: skip
 def test_padded_prompts_give_stage_0_s_tokens(monkeypatch, prompts, captured):
     monkeypatch.setattr(decoder, "CAPTURED_PREFILL", captured)
     for stream in (decode_stream.EagerStream, decode_stream.DecodeStream):
@@ -114,9 +117,9 @@ def test_the_readback_ring_buffer_wraps_around(monkeypatch):
 
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4] * 5]], ids=["one", "two"])
 def test_more_tokens_are_drawn_than_random_numbers_are_uploaded_at_a_time(monkeypatch, prompts):
-    monkeypatch.setattr(decoder, "UNIFORMS", 4)
+    monkeypatch.setattr(decoder, "UNIFORMS", 2)
     ours, stage0 = models(GPT2Config(29, 32, 1, 2, 32, tied=False))
-    assert generated(ours, prompts, 15, RULES["sampled"]) == generated(stage0, prompts, 15, RULES["sampled"])
+    assert generated(ours, prompts, 7, RULES["sampled"]) == generated(stage0, prompts, 7, RULES["sampled"])
 
 
 def test_a_custom_rule_gets_the_logits_on_the_host(rng):
@@ -149,18 +152,17 @@ def test_the_device_never_chooses_an_id_without_a_token(rng, name, B):
     rule = RULES[name]
     (ours, stage0), decoders = models(UNTIED), {}
     prompts = [rng.integers(0, 29, int(length)).tolist() for length in rng.integers(1, 8, B)]
-    for count in (5, 28):  # the decoder is reused with other ids
+    for count in (28, 5):  # the decoder is reused with other ids
         ids = np.sort(rng.choice(29, count, replace=False))
 
         def limited(seed, ids=ids):
             return OnlyTokens(rule(seed), ids)
 
-        got, want = generated(ours, prompts, 3, limited, decoders), generated(stage0, prompts, 3, limited)
+        got, want = generated(ours, prompts, 2, limited, decoders), generated(stage0, prompts, 2, limited)
         assert got == want and np.isin(got, ids).all()
         (decoder,) = decoders[B]
         assert decoder.steps_ahead  # the device has chosen the tokens
-    unlimited = generated(ours, prompts, 3, rule, decoders)
-    assert unlimited == generated(stage0, prompts, 3, rule) == generated(ours, prompts, 3, rule)
+    assert generated(ours, prompts, 2, rule, decoders) == generated(stage0, prompts, 2, rule)
 
 
 def test_rules_with_different_ids_sample_on_the_host():

@@ -138,16 +138,16 @@ def pooled(monkeypatch, config, precision="fp16"):
     "preset, batch, micro_batches, how",
     [
         ("gpt2", 64, 1, "recomputed"),
-        ("gpt2", 64, 4, "recomputed"),
-        ("gpt2-medium", 32, 1, "recomputed"),
         ("gpt2", 64, 2, "captured"),
-        ("gpt2", 64, 4, "captured"),
-        ("gpt2", 64, 8, "captured"),
         ("gpt2", 64, 8, "eager"),
         ("gpt2", 64, 8, "resumed"),
-        ("gpt2", 64, 16, "captured"),
         ("gpt2", 1, 1, "captured"),
-        ("gpt2-medium", 32, 8, "captured"),
+        pytest.param("gpt2", 64, 4, "recomputed", marks=pytest.mark.long),
+        pytest.param("gpt2-medium", 32, 1, "recomputed", marks=pytest.mark.long),
+        pytest.param("gpt2", 64, 4, "captured", marks=pytest.mark.long),
+        pytest.param("gpt2", 64, 8, "captured", marks=pytest.mark.long),
+        pytest.param("gpt2", 64, 16, "captured", marks=pytest.mark.long),
+        pytest.param("gpt2-medium", 32, 8, "captured", marks=pytest.mark.long),
     ],
 )
 def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch, micro_batches, how):

@@ -45,7 +45,10 @@ WITH_INTERPRETER = pytest.param(
 )
 
 
-@pytest.mark.parametrize("stage, environment", [("stage0_serial", {}), WITH_INTERPRETER])
+@pytest.mark.parametrize(
+    "stage, environment",
+    [("stage0_serial", {}), pytest.param(*WITH_INTERPRETER.values, marks=[pytest.mark.long, *WITH_INTERPRETER.marks])],
+)
 def test_training_and_generation_import_no_package_that_they_do_not_need(tmp_path, stage, environment):
     found = imported(stage, "train_gpt2", f"{TINY} --out {tmp_path}", **environment)
     assert found == {"gpt2core.app.train_command", "tqdm"}

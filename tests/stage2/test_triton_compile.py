@@ -1,6 +1,6 @@
 """Every kernel compiles for real GPUs within their shared memory and registers; the test needs no GPU.
 
-`make test` compiles one variant of each kernel, in most cases that of preset gpt2 on an H200; `make test-long` all.
+`make test` compiles one variant of most kernels, in most cases that of preset gpt2 on an H200; `make test-long` all.
 """
 
 import json
@@ -16,7 +16,7 @@ pytest.importorskip("ml_dtypes")
 
 from tests.tools.sanitize import all_kernels
 
-pytestmark = pytest.mark.xdist_group("compile")  # all tests read one result, which takes a minute, and all minutes
+pytestmark = pytest.mark.xdist_group("compile")  # all tests read one result, which takes half a minute, and all minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Bytes of shared memory per program: CUDA C programming guide, table of compute capabilities.
@@ -77,7 +77,8 @@ def test_every_kernel_compiles(compiled):
 
 
 def test_the_suite_compiles_every_kernel_of_the_repository(compiled):
-    assert {row["kernel"] for row in compiled["rows"] if row["gpu"] == "h200"} == set(all_kernels())
+    found = [row["kernel"] for row in compiled["rows"] if row["gpu"] == "h200"]
+    assert {*found, *compiled["slow"]} == set(all_kernels())
 
 
 @pytest.mark.parametrize("kind", ["*fp32", "*bf16"])

@@ -587,6 +587,7 @@ def compiled():
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.long  # make test compiles most kernels in test_triton_compile.py
 def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_uses_atomics(compiled):
     names = {name for name, *_ in compiled}
     modules = "adamw cast column_sums cross_entropy embedding gelu layernorm rounding segment_sum".split()
@@ -598,6 +599,7 @@ def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_uses_atomics(compile
     assert not [name for name, _, spills, atomics in compiled if spills or atomics]
 
 
+@pytest.mark.long
 def test_every_kernel_loads_16_bytes_at_a_time(compiled):
     """The compiler loads element by element if a mask ends at a number that may not be divisible by 16."""
     assert not [name for name, wide, _, _ in compiled if not wide and name not in SMALL_READS]

@@ -38,9 +38,10 @@ from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
 from tests.support.unsaved import unsaved
 
-pytestmark = pytest.mark.skipif(
-    not triton_launch.interpreted(), reason="needs the interpreter; test_nccl.py tests GPUs"
-)
+pytestmark = [
+    pytest.mark.skipif(not triton_launch.interpreted(), reason="needs the interpreter; test_nccl.py tests GPUs"),
+    pytest.mark.xdist_group("stage3"),  # one training of stage 2, with which the others are compared
+]
 
 
 # -- the collectives of GPU arrays -------------------------------------------------------------------------------------
@@ -268,7 +269,9 @@ def test_stage_2_equals_stage_0_within_rounding(serial):
 
 
 @pytest.mark.fast("2-{'dp': 'flat'}")
-@pytest.mark.parametrize("ranks, how", [(2, dict(dp="flat")), (4, dict(dp="overlap")), (4, dict(zero=1))], ids=str)
+@pytest.mark.parametrize("ranks, how", [
+    (2, dict(dp="flat")), pytest.param(4, dict(dp="overlap"), marks=pytest.mark.long), (4, dict(zero=1)),
+], ids=str)  # fmt: skip
 def test_ranks_have_stage_2_s_bits(serial, ranks, how):
     for got in run_ranks(ranks, lambda world: trained(world, CudaBackend, 4, **how)):
         assert got == serial[:1]
@@ -383,10 +386,16 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_its_chec
     ask = ("--weights", tmp_path / "run", "--prompt", "the model", "--max-new-tokens", 3)
     want = infer(*ask, "--threads", 1)
     assert want.code == 0 and succeeded(stage3(2, *ask, "--mode", "tensor", name="inference.py")).out == want.out
+
+
+@pytest.mark.long
+def test_two_ranks_continue_prompts_as_stage_0_does(stage3, train, infer, corpus, tmp_path):
+    assert train(*FLAGS, "--data", corpus, "--threads", 1, "--out", tmp_path / "run").code == 0
     (tmp_path / "prompts").write_text("the model\nit learns\n")
-    ask = (*ask[:2], "--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 2)
-    done = succeeded(stage3(2, *ask, name="inference.py"))
-    assert done.out == infer(*ask, "--threads", 1).out and done.out.count("Continuation:") == 2
+    prompts = ("--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 2)
+    done = succeeded(stage3(2, "--weights", tmp_path / "run", *prompts, name="inference.py"))
+    assert done.out == infer("--weights", tmp_path / "run", *prompts, "--threads", 1).out
+    assert done.out.count("Continuation:") == 2
 
 
 MISTAKES = [
@@ -400,11 +409,11 @@ MISTAKES = [
 ]
 
 
-SHARED = "--collectives x", "--tp 3", "--batch-size 3"  # rows that misuse/ranks.toml also has, for stage 1
+SHORT = "--transport nccl", "--precision bf16"  # the others are long; most are in misuse/ranks.toml, for stage 1
 
 
 @pytest.mark.parametrize("flags, words", [
-    pytest.param(*row, id=row[0], marks=pytest.mark.long if row[0] in SHARED else []) for row in MISTAKES
+    pytest.param(*row, id=row[0], marks=[] if row[0] in SHORT else pytest.mark.long) for row in MISTAKES
 ])  # fmt: skip
 def test_a_mistake_is_one_error_line(stage3, flags, words):
     done = stage3(2, *flags.split())
@@ -515,7 +524,9 @@ train(backend=CudaBackend, world=NcclCommunicator)
 """
 
 
-@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has sent no heartbeat for 4 s"), ("SIGKILL", "")])
+@pytest.mark.parametrize("name, cause", [
+    pytest.param("SIGSTOP", "rank 1 has sent no heartbeat for 4 s", marks=pytest.mark.long), ("SIGKILL", ""),
+])  # fmt: skip
 def test_a_rank_that_is_stopped_or_killed_ends_the_job(mpi_is_here, corpus, name, cause):
     code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--no-save", "--data", corpus)
     done = mpi("-n", 2, *code, TRITON_INTERPRET="1")

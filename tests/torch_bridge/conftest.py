@@ -1,6 +1,7 @@
 """Ranks for the tests of data parallelism, started once per session: on gloo, and on nccl with two GPUs.
 
-With three ranks, the parts of a weight have different lengths. With four ranks on two GPUs, two ranks share a GPU.
+With three ranks, the parts of a weight have different lengths; two ranks on gloo are long tests. With four ranks on two
+GPUs, two ranks share a GPU.
 """
 
 import functools
@@ -11,7 +12,7 @@ from testing.torch_ranks import TorchRanks
 from tests.support.torch_models import on_gpu
 
 RANKS = [
-    pytest.param(dict(size=2, backend="gloo"), id="gloo-2"),
+    pytest.param(dict(size=2, backend="gloo"), id="gloo-2", marks=pytest.mark.long),
     pytest.param(dict(size=3, backend="gloo"), id="gloo-3"),
     pytest.param(dict(size=2, backend="nccl"), id="nccl-2", marks=pytest.mark.gpu),
     pytest.param(dict(size=4, backend="nccl", share_gpus=True), id="nccl-shared-4", marks=pytest.mark.gpu),

@@ -78,12 +78,13 @@ def test_results_and_gradients_equal_float64(rng, function, batch, T_q, T_k, D, 
 
 
 def tile_cases():
-    """All combinations; those that are not marked long contain each pair of values."""
+    """All combinations; in make test each way with two sizes, once causal and once not."""
     ways = [("tf32x3", name) for name in TILES] + [("fp16x3", name) for name in TILES if TILES[name].both]
     for i, way in enumerate(ways):
         for j, sizes in enumerate([(48, 48), (33, 70), (70, 33), (64, 32)]):
             for causal in (False, True):
-                marks = [] if (i + j) % 2 == causal else pytest.mark.long
+                short = j in (i % 4, (i + 1) % 4) and (i + j) % 2 == causal
+                marks = [] if short else pytest.mark.long
                 yield pytest.param(*way, *sizes, causal, marks=marks)
 
 
@@ -168,8 +169,10 @@ def test_float32_of_any_magnitude_keeps_its_precision(rng):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("size", [2e3, 1e20, "any"])
-@pytest.mark.parametrize("array", ["q", "k", "v", "do", "k and v"])
+@pytest.mark.parametrize("array, size", [  # each of both in make test
+    pytest.param(array, size, marks=[] if (i + j) % 3 == 0 else pytest.mark.long)
+    for i, array in enumerate(["q", "k", "v", "do", "k and v"]) for j, size in enumerate([2e3, 1e20, "any"])
+])  # fmt: skip
 def test_a_large_row_does_not_change_the_precision_of_other_rows(rng, monkeypatch, array, size):
     causal, in_parts = rng.random(2) < 0.5
     if in_parts:
@@ -255,8 +258,16 @@ def test_any_strides_of_inputs_and_gradient_give_the_same_results(rng, function,
     assert_near(got, want, TOLERANCE)
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2), (1, 2, 1, 2, 2)])
-@pytest.mark.parametrize("function", FUNCTIONS)
+def batch_cases():
+    """Each function with each shape of the batch; in make test with half of the shapes."""
+    shapes = (), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2), (1, 2, 1, 2, 2)
+    for i, each in enumerate(FUNCTIONS):
+        (function,), marks = getattr(each, "values", (each,)), getattr(each, "marks", ())
+        for j, batch in enumerate(shapes):
+            yield pytest.param(function, batch, marks=[*marks, *[pytest.mark.long] * ((i + j) % 2)])
+
+
+@pytest.mark.parametrize("function, batch", batch_cases())
 def test_dimensions_in_any_order_and_any_number_of_batch_dimensions_equal_float64(rng, function, batch):
     """q, k, v and do have their dimensions in four different orders, of which most cannot be merged without a copy."""
     arrays = []
