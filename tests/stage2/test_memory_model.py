@@ -208,6 +208,8 @@ def test_memory_does_not_grow_over_successive_trainers():
 
     def left_after_training():
         """Bytes left in the default pool and in the pools of the graphs, and the bytes held before."""
+        gc.collect()  # arrays of earlier tests
+        default.free_all_blocks()
         backend = CudaBackend("bf16")
         windows = Windows(np.arange(10_000) % 172, 256)
         trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
