@@ -18,10 +18,11 @@ from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import AutogradError, ShapeError, Tensor, no_grad
 from staged_gpt2 import import_app  # noqa: F401  before the modules that import gpt2core.app
 from staged_gpt2.gpt2 import GPT2
+from staged_gpt2.loss_plot import LossPlot
 from staged_gpt2.training import Run, evaluate, train
 
 __all__ = [
-    "GPT2", "GPT2Config", "Run", "evaluate", "train",
+    "GPT2", "GPT2Config", "LossPlot", "Run", "evaluate", "train",
     "PlainBackend", "Tensor", "no_grad", "ops",
     "AutogradError", "CheckpointError", "ConfigError", "DataError", "DeviceMemoryError", "Diverged", "ShapeError",
     "UserError",

@@ -23,6 +23,7 @@ from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Step
 from staged_gpt2.arguments import checked, python_errors, warn
 from staged_gpt2.gpt2 import GPT2
+from staged_gpt2.loss_plot import LossPlot
 from staged_gpt2.stages import backend_class, chosen_stage, make_world
 
 OF_THE_COMMAND = {  # {setting: what a program does instead}
@@ -98,7 +99,8 @@ def train(
     """Train a model on a text, as the command train_gpt2.py does, and return the Run.
 
     data: a UTF-8 text file, or the output of data/prepare.py; None: the corpus of the preset. stage: see
-    GPT2.from_pretrained. on_step: called with the Step after each step, of several ranks only on the first one.
+    GPT2.from_pretrained. on_step: called with the Step after each step, of several ranks only on the first one; a
+    LossPlot draws the losses in a notebook.
     progress: show a progress bar. settings: those of the command by their names, such as preset="tiny", steps=100,
     batch_size=8, init_from="data/gpt2-book", out="out/mine" (docs/USAGE.md lists all). The losses are those of the
     command with the same settings. Nothing is saved without `out`, or save=True, which saves to a new folder of out/.
@@ -115,6 +117,8 @@ def train(
         settings = checked_training(data, on_step, progress, settings)
         with threadpoolctl.threadpool_limits(1, user_api="blas"):  # restores what training changes
             recorder, stopped, arrays, corpus, config = run_training(stage, on_step, progress, settings)
+        if isinstance(on_step, LossPlot):
+            on_step.draw()
         if recorder.error and not isinstance(recorder.error, KeyboardInterrupt):
             raise recorder.error
         options = complete(InferenceSettings(precision=config.precision, threads=config.threads, blas=config.blas))

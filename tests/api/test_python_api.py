@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,6 +233,22 @@ def test_an_error_of_on_step_is_raised_after_training_has_ended(corpus, tmp_path
 def test_a_diverged_run_raises(corpus):
     with pytest.raises(sg.Diverged, match="^step .*Lower `lr`"):
         sg.train(corpus, **NANO | dict(steps=50), lr=1e30)
+
+
+def test_the_losses_are_drawn_in_a_notebook_while_a_model_is_trained(corpus, monkeypatch):
+    import IPython
+    from IPython.core.interactiveshell import InteractiveShell
+
+    with pytest.raises(sg.ConfigError, match="LossPlot draws in a notebook: in a program, use the setting `plot`"):
+        sg.LossPlot()
+    drawn = []
+    handle = SimpleNamespace(update=drawn.append)
+    monkeypatch.setattr(IPython, "get_ipython", InteractiveShell)
+    monkeypatch.setattr("IPython.display.display", lambda image, display_id: drawn.append(image) or handle)
+    plot = sg.LossPlot("one run", every=1000)
+    run = sg.train(corpus, **NANO | dict(steps=3), on_step=plot)
+    assert [row["loss"] for row in plot.rows] == run.losses and len(drawn) == 2  # the first step, and the end
+    assert all(image.data.startswith(b"\x89PNG") for image in drawn) and drawn[0].data != drawn[1].data
 
 
 def test_a_progress_bar_and_steps_are_printed_only_on_request(corpus, capsys):
