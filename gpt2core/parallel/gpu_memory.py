@@ -61,21 +61,24 @@ def shares(config, parallel, micro_batches):
     return found
 
 
-def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
-    """{term: maximum bytes} of one rank that trains on `batch_size` sequences per step.
+def training_memory(*sizes, **options):
+    """The result of memory_of_ranks() for the rank that needs most; the arguments are the same."""
+    return max(memory_of_ranks(*sizes, **options), key=lambda terms: sum(terms.values()))
 
-    batch_size and micro_batches count this rank only; of a pipeline, its replica: the result is that of the rank that
-    needs most. ranks: the number of data-parallel ranks. parallel: a ParallelConfig. in_order: whether the GPUs sum
-    gradients in the canonical order.
+
+def memory_of_ranks(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
+    """[{term: maximum bytes} of each rank of a pipeline], in a step of `batch_size` sequences; one without a pipeline.
+
+    batch_size and micro_batches count this replica only. ranks: the number of data-parallel ranks. parallel: a
+    ParallelConfig. in_order: whether the GPUs sum gradients in the canonical order.
     """
     parallel = parallel or ParallelConfig()
     sizes = batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order
-    every = [memory_of_share(config, share, *sizes) for share in shares(config, parallel, micro_batches)]
-    return max(every, key=lambda terms: sum(terms.values()))
+    return [memory_of_share(config, share, *sizes) for share in shares(config, parallel, micro_batches)]
 
 
 def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order):
-    """The result of training_memory() for a rank with this Share."""
+    """{term: maximum bytes} of a rank with this Share; the other arguments are those of memory_of_ranks()."""
     tp, owners = parallel.tp, ranks if parallel.zero == 1 else 1
     C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), share.layers
     rows = -(-batch_size // micro_batches) * seq_len

@@ -157,7 +157,7 @@ def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options,
 def test_the_memory_of_a_gpu_is_that_of_the_memory_model():
     plan = layout(PRESETS["gpt2"], replicas=2, zero=1)
     wanted = training_memory(PRESETS["gpt2"], 4, 1024, "bf16", 2, 2, ParallelConfig(zero=1))
-    assert device_terms(plan, "bf16", in_order=False) == wanted and parameter_count(PRESETS["gpt2"]) == 124_439_808
+    assert device_terms(plan, "bf16", in_order=False) == [wanted] and parameter_count(PRESETS["gpt2"]) == 124_439_808
 
 
 def test_an_array_without_memory_has_a_shape():

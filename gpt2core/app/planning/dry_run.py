@@ -95,7 +95,8 @@ def plan_lines(config, trainer):
         memory = [host_terms(layout, place) for place in places]
     else:
         in_order = step_sizes(config, layout.micro_batches, layout.replicas)[-1]
-        memory = [device_terms(layout, config.precision, in_order)]
+        terms = device_terms(layout, config.precision, in_order)
+        memory = [terms[place.pipeline] for place in places]
     largest = max(range(len(memory)), key=lambda rank: sum(memory[rank].values()))
     yield from memory_lines(memory[largest], largest)
     yield from traffic_lines(layout, trainer.world.sent, places)

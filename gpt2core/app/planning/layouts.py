@@ -117,7 +117,8 @@ def estimate(layout, devices, machine):
     if devices.on_host:
         memory = max(sum(host_terms(layout, Place(pipeline=r)).values()) for r in range(layout.parallel.pp))
     else:
-        memory = int(MARGIN * sum(device_terms(layout, devices.precision, in_order=False).values()))
+        ranks = device_terms(layout, devices.precision, in_order=False)
+        memory = int(MARGIN * max(sum(terms.values()) for terms in ranks))
     return Estimate(layout, memory, step_seconds(layout, machine))
 
 

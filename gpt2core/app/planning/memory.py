@@ -3,7 +3,7 @@
 from gpt2core.app.host_memory import array_terms, largest_unit
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes
-from gpt2core.parallel.gpu_memory import training_memory
+from gpt2core.parallel.gpu_memory import memory_of_ranks
 from gpt2core.parallel.merged_micro_batches import kept_numbers
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
@@ -45,6 +45,6 @@ def activations(layout, place):
 
 
 def device_terms(layout, precision, in_order):
-    """{term: bytes} of a rank that computes on a GPU: see gpu_memory.training_memory()."""
+    """[{term: bytes} of each rank of a pipeline] that computes on GPUs: see gpu_memory.memory_of_ranks()."""
     sizes = layout.batch_size // layout.replicas, layout.seq_len, precision, layout.count, layout.replicas
-    return training_memory(layout.config, *sizes, layout.parallel, in_order)
+    return memory_of_ranks(layout.config, *sizes, layout.parallel, in_order)
