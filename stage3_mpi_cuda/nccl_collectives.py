@@ -54,6 +54,7 @@ class NcclCollectives(Communicator):
         unique_id = mpi_group.broadcast_object(gpu.nccl.get_unique_id() if mpi_group.is_root else None)
         self._comm = new_communicator(gpu, self.size, unique_id, self.rank)
         self._channels = {}  # {(source, to): Channel} of this rank's messages; empty before the first one
+        self._receives = []  # _Receives that are not yet enqueued
 
     @staticmethod
     def sent_on_device(mpi_group, call, size, rank):
@@ -156,17 +157,32 @@ class NcclCollectives(Communicator):
 
     # -- messages; all ranks of the group must send or receive a first one, which opens the channels -------------------
 
+    # A receive waits on the GPU until the other rank sends, and meanwhile the host must not wait for the GPU, as it may
+    # do to allocate memory: the other rank may need a result that this rank has not yet enqueued. So recv_start() only
+    # records when the memory of `out` is free; the next send, or wait(), enqueues the receive.
+
     def send_start(self, x, to, tag=0):
         self.check_peer(to, "to")
         x, channel = self._xp.ascontiguousarray(x), self._channel(self.rank, to, tag)
         self.bytes_sent += x.nbytes
-        return self._enqueue(lambda: channel.send(x), x, None, stream=channel.stream)
+        handle = self._enqueue(lambda: channel.send(x), x, None, stream=channel.stream)
+        self._enqueue_receives()
+        return handle
 
     def recv_start(self, out, source, tag=0):
         self.check_peer(source, "source")
         check_out(out, out.shape, out.dtype)
-        channel = self._channel(source, self.rank, tag)
-        return self._enqueue(lambda: channel.receive(out), out, stream=channel.stream)
+        free = self._cuda.Event(disable_timing=True)
+        free.record()
+        receive = _Receive(self, self._channel(source, self.rank, tag), free, out)
+        self._receives.append(receive)
+        return receive
+
+    def _enqueue_receives(self):
+        """Enqueue the receives that recv_start() has noted, in their order."""
+        receives, self._receives = self._receives, []
+        for receive in receives:
+            receive.enqueue()
 
     def _channel(self, source, to, tag):
         if tag:
@@ -230,6 +246,26 @@ class NcclCollectives(Communicator):
     def _output(self, out, shape, dtype):
         """`out`, or a new array if `out` is None."""
         return self._xp.empty(shape, dtype) if out is None else out
+
+
+class _Receive(Handle):
+    """A message to `out` through a Channel, after the event `free`; wait() enqueues it if that was not done before."""
+
+    def __init__(self, collectives, channel, free, out):
+        super().__init__(out)
+        self._collectives, self._channel, self._free, self._operation = collectives, channel, free, None
+
+    def enqueue(self):
+        cuda, stream = self._collectives._cuda, self._channel.stream
+        stream.wait_event(self._free)
+        self._channel.receive(self._result)
+        done = cuda.Event(disable_timing=True)
+        done.record(stream)
+        self._operation = _StreamOperation(cuda, done, (self._result,))
+
+    def wait(self):
+        self._collectives._enqueue_receives()
+        return self._operation.wait()
 
 
 class _StreamOperation(Handle):
