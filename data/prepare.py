@@ -16,8 +16,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
-import numpy as np
-
 from gpt2core.app.command import error_text, run_command
 from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.communicator import Solo
@@ -39,6 +37,8 @@ def chunks_with_bar(path, pass_name):
 
 def ids_of(texts, tokenizer):
     """Yield arrays, the ids of the text files, with the id of END_OF_TEXT between two files."""
+    import numpy as np  # not at the top, as in chunks_with_bar()
+
     for number, text in enumerate(texts):
         if number:
             yield np.array([tokenizer.end_of_text], tokenizer.dtype)

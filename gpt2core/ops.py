@@ -125,12 +125,12 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     """
     checks.embedding(ids, wte, wpe, position, group)
     backend, first, parents = wte.backend, group.rank * wte.shape[0], (wte,) if wpe is None else (wte, wpe)
-    positions = None if wpe is None else wpe.data
-    added = positions if group.is_root else None  # on one rank only, or the sum would contain it p times
+    added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
 
     def backward(dy):
+        positions = None if wpe is None else wpe.data
         return backend.embedding_backward(dy, ids, wte.data, positions, position, first)[: len(parents)]
 
     return Tensor.from_op(y, parents, backward)
