@@ -53,16 +53,16 @@ def unembed(operation, x, w):
 
 
 def unembed_cross_entropy(x, w, targets, scale, vocabulary):
-    """Returns the scale: see loss()."""
+    """Returns the scale: see scale_of_loss()."""
     unembed("unembed_cross_entropy", x, w)
-    scale = loss("unembed_cross_entropy", x, targets, scale, vocabulary)
+    scale = scale_of_loss("unembed_cross_entropy", x, targets, scale, vocabulary)
     if x.ndim > 3:
         axes("unembed_cross_entropy", x.backend, x.shape, 3)
     return scale
 
 
-def loss(operation, x, targets, scale, vocabulary):
-    """Check the targets of the rows of x (..., K); return the scale, by default 1/N."""
+def scale_of_loss(operation, x, targets, scale, vocabulary):
+    """Check the targets of the rows of x (..., K); return the scale of the loss, by default 1/N."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     x.backend.check_tokens(operation, targets, vocabulary)

@@ -23,8 +23,8 @@ class Windows:
     "sequential": window w has the tokens w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T)
     windows once, in an order seeded by (seed, epoch). An offset, also seeded by these, shifts all windows of an epoch.
 
-    `position` is the number of windows that training has read before, over all ranks. It is the only state needed to
-    resume. A rank reads its own rows of the global batch with batch(position + first row, number of rows).
+    `position`, an argument, is the number of windows that training has read before, over all ranks: the only state that
+    is needed to resume. A rank reads its own rows of the global batch with batch(position + first row, number of rows).
 
     Raises DataError unless `tokens` has one axis with at least T + 1 integers, and ConfigError for a wrong option.
     """

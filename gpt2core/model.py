@@ -109,13 +109,14 @@ class Block:
         self.name, eps = f"h.{layer}", config.layer_norm_epsilon
         prefix = f"transformer.{self.name}"
         self.ln_1, self.ln_2 = (LayerNorm(parameters, f"{prefix}.{norm}", eps) for norm in ("ln_1", "ln_2"))
-        self.qkv = weight_and_bias(parameters, f"{prefix}.attn.c_attn")  # (C, 3C), (3C); C / group.size of each
+        # sizes on one rank; a group of p ranks divides 3C of qkv, 4C of the MLP, and C, the rows of attention_out
+        self.qkv = weight_and_bias(parameters, f"{prefix}.attn.c_attn")  # (C, 3C), (3C)
         self.attention_out = weight_and_bias(parameters, f"{prefix}.attn.c_proj")  # (C, C), (C)
         self.mlp_in = weight_and_bias(parameters, f"{prefix}.mlp.c_fc")  # (C, 4C), (4C)
         self.mlp_out = weight_and_bias(parameters, f"{prefix}.mlp.c_proj")  # (4C, C), (C)
 
     def __call__(self, x, cache=None):
-        x = x + self.attention(self.ln_1(x), cache)
+        x = x + self.attention(self.ln_1(x), cache)  # an addition; stream.py only lets the next LayerNorm compute it
         return x + self.mlp(self.ln_2(x))
 
     def attention(self, y, cache=None):

@@ -150,11 +150,11 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
-    scale = checks.loss("cross_entropy", logits, targets, scale, logits.shape[-1] * group.size)
+    scale = checks.scale_of_loss("cross_entropy", logits, targets, scale, logits.shape[-1] * group.size)
     backend, first, shape = logits.backend, group.rank * logits.shape[-1], logits.shape
     targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
-    *rows, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*rows, scale, group, backend)
+    *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
@@ -168,8 +168,9 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
     V = w.shape[0] * group.size
     scale = checks.unembed_cross_entropy(x, w, targets, scale, V)
     backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
-    *rows, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V)
-    loss, maxima, sums = loss_of_rows(*rows, scale, group, backend)
+    # scale and V: a backend may compute the gradients already here, while it has the logits
+    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
 
     def backward(dy):
         return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)

@@ -97,7 +97,7 @@ class PlainBackend(Backend):
 
     # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf above the diagonal, y = P v -------------
     #    dv = P' dy,  dP = dy v',  dS = P (dP - rowsum(P dP)),  dq = dS k / sqrt(D),  dk = dS' q / sqrt(D), because
-    #    dP_j/dS_i = P_j ((1 if i = j else 0) - P_i) in each row
+    #    ∂P_j/∂S_i = P_j ((1 if i = j else 0) - P_i) in each row
 
     def attention_forward(self, qkv, n_head):
         q, k, v = split_heads(qkv, n_head)

@@ -35,8 +35,8 @@ class BaseTrainer:
     """A trainer without its arrays. A subclass makes them: flat `gradients`, an `optimizer`, the slice `rows` of the
     global batch that it reads, and the methods compute_gradients(batch) and prepare(inputs, targets).
 
-    config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` equal
-    parts, one after another. Raises ConfigError for sizes that do not fit.
+    config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` parts,
+    one after another; their sizes differ by at most one sequence. Raises ConfigError for sizes that do not fit.
     """
 
     def __init__(self, config, batch_size, seq_len, micro_batches):
@@ -69,17 +69,9 @@ class BaseTrainer:
         method once and replay it.
         """
         losses = self.compute_gradients(batch)
-        norm, factor = self.clip()
-        self.apply(factor, hyperparameters)
-        return losses, norm
-
-    def clip(self):
-        """(the norm of the gradient, the factor that clips it): see AdamW.norm_and_factor."""
-        return self.optimizer.norm_and_factor(self.gradients)
-
-    def apply(self, factor, hyperparameters):
-        """Update the parameters from self.gradients * factor: see AdamW.update."""
+        norm, factor = self.optimizer.norm_and_factor(self.gradients)
         self.optimizer.update(self.gradients, factor, hyperparameters)
+        return losses, norm
 
     def total_loss(self, losses):
         """The loss of the batch, from those of its micro-batches (Python numbers)."""
@@ -119,7 +111,7 @@ class Trainer(BaseTrainer):
                 f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
             )
         if backend.compute_dtype != backend.dtype:
-            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use FastTrainer")
+            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")
         backend.check_model(config)
         require_known("optimizer", optimizer or {}, AdamW.OPTIONS)
         self.backend, self.rows = backend, slice(0, batch_size)

@@ -51,7 +51,7 @@ def explain_training_oom(
         options.append(f"--zero {zero}")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
         options.append("--compress none")
-    given = {name: getattr(parallel, name) for name in ("tp", "zero", "compress", "recompute")}
+    given = {name: getattr(parallel, name) for name in ("tp", "pp", "zero", "compress", "recompute")}
     flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(ParallelConfig(), name))
     return (
         f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_batches, 'micro-batch')}"

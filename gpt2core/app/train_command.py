@@ -240,7 +240,7 @@ def run_steps(prepared, signals, on_step=None):
 
 
 class Outputs:
-    """What the training loop calls after a step: report() and save(). All ranks call both."""
+    """What the training loop calls after a step: report(), save() and sample(). All ranks call them."""
 
     def __init__(self, prepared, on_step=None):
         self.config, self.corpus, self.trainer = prepared.config, prepared.corpus, prepared.trainer

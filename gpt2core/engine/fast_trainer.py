@@ -39,9 +39,16 @@ class FastTrainer(ParallelTrainer):
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
         self.compiled = self.compile_update(capture)
         self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
+        self.optimizer.clip_options = self.clip_options()
         self.sent_by_update = 0  # bytes that this rank sends in an update
         self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
+
+    def clip_options(self):
+        """Arguments of Backend.clip, which on a device also updates the loss scale, or sets `stop`."""
+        if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
+            return {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
+        return {"stop": self.stop} if self.compiled.replays else {}
 
     def check_idle(self):
         if self.in_flight:
@@ -148,16 +155,9 @@ class FastTrainer(ParallelTrainer):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
         losses, norm = self.update(batch, hyper)
-        self.updating = False  # result() counts the step
+        self.optimizer.updating = False  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
-
-    def clip(self):
-        """See BaseTrainer; on the device, it also updates the loss scale, or sets `stop` if the norm is not finite."""
-        state = {"stop": self.stop} if self.compiled.replays else {}
-        if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
-            state = {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
-        return self.optimizer.norm_and_factor(self.gradients, **state)
 
     def load_tuned(self, tuned, final=False):
         """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""

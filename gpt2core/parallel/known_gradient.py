@@ -15,8 +15,8 @@ def unembed_cross_entropy(x, w, targets, scale, group, dloss=None):
     V = w.shape[0] * group.size
     scale = checks.unembed_cross_entropy(x, w, targets, scale, V)
     backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
-    *rows, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
-    loss, maxima, sums = ops.loss_of_rows(*rows, scale, group, backend)
+    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
+    loss, maxima, sums = ops.loss_of_rows(*statistics, scale, group, backend)
 
     def backward(dy):
         if dloss is not None and dy is not dloss:

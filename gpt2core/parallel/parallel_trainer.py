@@ -42,8 +42,7 @@ class ParallelTrainer(BaseTrainer):
     `gradients`, and of `compute_parameters`, which kernels read: the parameters, or a copy in compute_dtype. It is the
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
     micro-batches. data_parallel: sums them over the ranks (with ZeRO-2 and ZeRO-3, a UnitGradients). bucket_mb: the
-    size of a message; bucket_size: its measurement, or None. updating: whether an update has begun that is not counted
-    in `steps`.
+    size of a message; bucket_size: its measurement, or None.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ParallelTrainer(BaseTrainer):
         seed=0, dloss=None,
     ):  # fmt: skip
         super().__init__(config, batch_size, seq_len, micro_batches)
-        self.updating = False
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
         self.pool, self.backend = WorkerPool(list_of_backends(backends)), backends[0]
         if self.backend.scales_loss and dloss is None:
@@ -140,15 +138,11 @@ class ParallelTrainer(BaseTrainer):
         self.data_parallel.finish()
         return losses
 
-    def apply(self, *arguments):
-        self.updating = True  # until report(): a step that is interrupted after this point is not continued
-        super().apply(*arguments)
-
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
     def report(self, *arguments):
-        self.updating = False
+        self.optimizer.updating = False
         return super().report(*arguments)
 
     @property
@@ -158,7 +152,7 @@ class ParallelTrainer(BaseTrainer):
 
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
-        if self.updating:
+        if self.optimizer.updating:
             raise UserError(
                 f"step {self.steps} was interrupted while it changed the parameters: load a checkpoint, or make a new "
                 f"{type(self).__name__}"

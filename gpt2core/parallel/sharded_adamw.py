@@ -35,7 +35,7 @@ class Hyperparameters(NamedTuple):
 
 
 class DividedAdamW(AdamW):
-    """AdamW with a copy of the parameters, and the methods that a ParallelTrainer needs.
+    """AdamW with a copy of the parameters, and what else a ParallelTrainer needs.
 
     own: the slice of `parameters` whose moments this rank has. compute_copy: a copy of `parameters` that kernels read,
     or None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
@@ -49,6 +49,8 @@ class DividedAdamW(AdamW):
         self.own, self.parameters, self.compute_copy = own, parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
+        self.clip_options = {}  # further arguments of Backend.clip
+        self.updating = False  # whether an update has begun that no report() of a trainer has counted
 
     def hyperparameters(self, step, lr):
         key = None if self.seed is None else rounding_key(self.seed, step)
@@ -65,10 +67,20 @@ class DividedAdamW(AdamW):
         """
         raise NotImplementedError
 
-    def norm_and_factor(self, gradients, **state):
-        """See AdamW. state: further arguments of Backend.clip."""
+    def norm_and_factor(self, gradients):
         with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.clip, **state)
+            return self.backend.clip(self.page_sums(gradients), self.clip, **self.clip_options)
+
+    def update(self, gradients, factor, hyperparameters):
+        self.updating = True  # until report(): a step that is interrupted after this point is not continued
+        with self.backend.runtime.range("optimizer"):
+            self.update_own(gradients, factor, hyperparameters)
+            self.clear_padding(self.parameters)
+            self.clear_padding(self.compute_parameters)
+
+    def update_own(self, gradients, factor, hyperparameters):
+        """Do the work of update() for the parameters whose moments this rank has."""
+        raise NotImplementedError
 
     def clear_padding(self, flat):
         """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
@@ -136,9 +148,14 @@ class ShardedAdamW(DividedAdamW):
         own = sums[0] if len(sums) == 1 else self.backend.xp.concatenate(sums)  # without a copy
         return self.pages.join(self.owners.all_gather(own)[: self.arena.norm_pages])
 
-    def update(self, gradients, factor, hyperparameters):
+    def update(self, *arguments):
         """Update this rank's share; if `gathers`, all-gather the updated shares."""
+        super().update(*arguments)
+        if self.gathers:
+            with self.backend.runtime.range("optimizer"):
+                self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
+    def update_own(self, gradients, factor, hyperparameters):
         def update(backend, share):
             copy = None
             if self.compute_copy is not None:
@@ -146,12 +163,7 @@ class ShardedAdamW(DividedAdamW):
             *arrays, decays = self.arrays(share, gradients)
             backend.adamw_step(*arrays, hyperparameters.scalars, factor, decays, self.betas, copy)
 
-        with self.backend.runtime.range("optimizer"):
-            self.map_own(update)
-            self.clear_padding(self.parameters)
-            self.clear_padding(self.compute_parameters)
-            if self.gathers:
-                self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+        self.map_own(update)
 
     def arrays(self, share, gradients):
         """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""

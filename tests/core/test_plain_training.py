@@ -146,7 +146,7 @@ def test_a_backend_whose_kernels_read_rounded_parameters_needs_the_parallel_trai
             super().__init__()
             self.precision, self.compute_dtype = "bf16", np.dtype(np.float16)
 
-    with pytest.raises(ConfigError, match="`precision=bf16` needs a copy of the parameters: use FastTrainer"):
+    with pytest.raises(ConfigError, match="`precision=bf16` needs a copy of the parameters: use ParallelTrainer"):
         trained(Trainer, Rounded(), 0)
 
 

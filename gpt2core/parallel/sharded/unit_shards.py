@@ -14,7 +14,6 @@ import numpy as np
 
 from gpt2core.arena import PAGE, round_up
 from gpt2core.parallel.divided_arena import gaps
-from gpt2core.parallel.gpu_memory import LOGITS_ALIGNMENT
 from gpt2core.parallel.sharded.units import shard_lengths
 
 
@@ -107,7 +106,7 @@ class UnitShards:
             array[gap] = 0
 
     def length_with_rows(self, unit):
-        """whole_size(), or more if the last matrix needs it for a number of rows that LOGITS_ALIGNMENT divides.
+        """whole_size(), or more if the last matrix needs it for a number of rows that Backend.logits_alignment divides.
 
         A product with the matrix of the logits reads such rows if the flat array has memory for them (FusedHead in
         stage 2). It has memory here if the arena has it, so the product has the same bits.
@@ -115,7 +114,7 @@ class UnitShards:
         most, length = self.arena.size - self.arena.unit_slice(unit).start, self.whole_size(unit)
         for name, place in self.places(unit).items():
             rows, *columns = self.arena.shapes[name]
-            stop = place.start + round_up(rows, LOGITS_ALIGNMENT) * math.prod(columns)
+            stop = place.start + round_up(rows, self.backend.logits_alignment) * math.prod(columns)
             if columns and stop <= most:
                 length = max(length, stop)
         return length
