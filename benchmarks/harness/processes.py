@@ -139,7 +139,7 @@ def failure(message, errors):
 
 
 def run_to_end(name, command, blas_threads, timeout):
-    """Run a command and wait for its end. Raises BenchmarkFailed if it fails or takes more than `timeout` seconds."""
+    """Run a command, wait for its end, return its output. Raises BenchmarkFailed if it fails or exceeds `timeout` s."""
     environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -150,6 +150,8 @@ def run_to_end(name, command, blas_threads, timeout):
             status = process.wait(timeout)
             if status:
                 raise failure(f"'{name}' ended with status {status}", errors)
+            errors.seek(0)
+            return errors.read()
         except subprocess.TimeoutExpired:
             end(process)
             raise failure(f"'{name}' was stopped after {timeout} s", errors) from None

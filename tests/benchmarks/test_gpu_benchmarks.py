@@ -14,12 +14,13 @@ from benchmarks.gpu.profile import Launch, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
+from benchmarks.gpus import pipeline
 from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
 from benchmarks.harness import ours, processes
 from benchmarks.harness.gpu_tables import TABLES, group_of
-from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
@@ -252,6 +253,31 @@ def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     one, two = gpu_scaling.measure(args, [spec], steps=1)
     assert one["last_loss"] != two["last_loss"]  # a rank of DDP returns the loss of its own rows
     assert (one["side"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
+
+
+# -- pipeline ----------------------------------------------------------------------------------------------------------
+
+
+def test_bubbles_are_read_and_judged(monkeypatch):
+    text = (
+        "pipeline measured, the last step: 43.1 ms, bubble {}%\n"
+        "pipeline simulated, with the mean times of\nthese actions: 40.0 ms, bubble {}%\n"
+    )
+    bubbles = {"gpipe": (24.5, 22.9), "1f1b": (21.7, 20.9), "interleaved": (19.9, 18.7), "zero-bubble": (17.7, 17.8)}
+    monkeypatch.setattr(pipeline, "run_to_end", lambda schedule, *_, **__: text.format(*bubbles[schedule]))
+    monkeypatch.setattr(pipeline, "read_log", lambda path: [dict(seconds=9.0)] * 5 + [dict(seconds=0.5)] * 3)
+    monkeypatch.setattr(pipeline, "choose", lambda: ("mpiexec", "hydra"))
+    monkeypatch.setattr(pipeline, "launch_line", lambda *_: [])
+    args = pipeline.parser().parse_args(["--flags", "--seed 1"])
+    results = [pipeline.measure(args, schedule) for schedule in bubbles]
+    assert results[0] == dict(schedule="gpipe", median=0.5, measured=24.5, simulated=22.9)
+    assert len(cells("gpus-pipeline", results)) == 4
+    assert pipeline.verdict(results)[0] and "up to 1.6 points" in pipeline.verdict(results)[1]
+    assert not pipeline.verdict([dict(results[0], measured=28.0), *results[1:]])[0]
+    assert not pipeline.verdict([dict(results[0], measured=21.0), *results[1:]])[0]  # another order
+    monkeypatch.setattr(pipeline, "run_to_end", lambda *_, **__: "nothing")
+    with pytest.raises(BenchmarkFailed, match="gpipe: the output has no measured and simulated bubble: nothing"):
+        pipeline.measure(args, "gpipe")
 
 
 # -- parity ------------------------------------------------------------------------------------------------------------

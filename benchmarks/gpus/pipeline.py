@@ -1,0 +1,104 @@
+"""Are the bubbles of the pipeline schedules those that the simulator computes from the times of the actions?
+
+Each row is one run of train_gpt2.py with --pp and --schedule-picture, which records when each action of the last step
+ran, and simulates the schedule with the mean times of these actions. A bubble is the fraction of the time of all ranks
+in which they wait.
+"""
+
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.gpus.parity import UNTIMED_STEPS
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from gpt2core.app.output.run_log import read_log
+from gpt2core.app.presets import PRESETS
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from stage1_mpi.launch import choose, launch_line
+
+BENCHMARK = "benchmarks.gpus.pipeline"
+STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
+PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"
+MOST = 5.0  # points by which a measured bubble may differ from the simulated one
+
+
+def measure(args, schedule):
+    """The result of one schedule: bubbles in percent, and the median of the seconds per step."""
+    sizes = ("--preset", args.preset, "--batch-size", args.batch_size, "--micro-batches", args.micro_batches)
+    how = (
+        "--pp",
+        args.ranks,
+        "--pp-schedule",
+        schedule,
+        "--schedule-picture",
+        "--steps",
+        args.steps,
+        *args.flags.split(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.jsonl")
+        flags = map(str, (*sizes, *how, "--sample", 0, "--no-save", "--log", log))
+        line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", f"{STAGES[args.stage]}.train_gpt2", *flags]
+        text = " ".join(run_to_end(schedule, line, blas_threads=1, timeout=args.timeout).split())
+        seconds = [row["seconds"] for row in read_log(log)]
+    bubbles = {kind: float(percent) for kind, percent in re.findall(PICTURE, text)}
+    if bubbles.keys() != {"measured", "simulated"}:
+        raise BenchmarkFailed(f"{schedule}: the output has no measured and simulated bubble: {text[-500:]}")
+    return {"schedule": schedule, "median": statistics.median(seconds[UNTIMED_STEPS:] or seconds), **bubbles}
+
+
+def verdict(results):
+    """(whether the bubbles are as predicted, a sentence that says so)."""
+    largest = max(abs(result["measured"] - result["simulated"]) for result in results)
+    orders = [sorted(results, key=lambda result, kind=kind: result[kind]) for kind in ("measured", "simulated")]
+    equal = orders[0] == orders[1]
+    return (
+        equal and largest <= MOST,
+        f"The measured bubbles differ from the simulated ones by up to {largest:.1f} points (target: {MOST:g}); the "
+        f"order of the schedules is {'' if equal else 'not '}as predicted.",
+    )
+
+
+def parser():
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "gpt2 on two GPUs"),
+        ("--stage 1 --preset tiny --batch-size 8 --schedules 1f1b", "on CPUs"),
+    )
+    add = parser.add_argument
+    add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
+    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
+    add("--ranks", type=int, default=2, help="ranks that divide the layers (default 2)")
+    add("--batch-size", type=int, default=32, help="sequences per step (default 32)")
+    add("--micro-batches", type=int, default=8, help="micro-batches per step (default 8)")
+    add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)")
+    text = "more flags of train_gpt2.py, in quotes (default: --precision bf16 --deterministic in stage 3)"
+    add("--flags", default=None, metavar="FLAGS", help=text)
+    add_flags(add, steps=12, timeout=200)
+    add_save_flags(add, "pipeline")
+    return parser
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    if args.flags is None:
+        args.flags = "--precision bf16 --deterministic" if args.stage == 3 else ""
+    results = []
+    for schedule in args.schedules:
+        progress(schedule)
+        results.append(measure(args, schedule))
+    progress("")
+    TABLES["gpus-pipeline"].print(results)
+    met, sentence = verdict(results)
+    print(sentence, flush=True)
+    save(BENCHMARK, results, args, args.save_as)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
