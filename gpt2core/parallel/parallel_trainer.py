@@ -104,12 +104,13 @@ class ParallelTrainer(BaseTrainer):
         arrays = self.arena, self.compute_parameters, self.gradients
         if parallel.pp > 1:
             accumulator = PipelineMicroBatches(
-                self.config, *arrays, data_parallel, backend, count, mesh, parallel, dloss
-            )
+                self.config, *arrays, data_parallel, backend=backend, count=count, mesh=mesh, parallel=parallel,
+                dloss=dloss,
+            )  # fmt: skip
         else:
             accumulator = MicroBatches(
-                self.config, *arrays, data_parallel, self.pool, count, mesh.tensor, self.batch_shape, all_gather,
-                dloss, parallel.recompute,
+                self.config, *arrays, data_parallel, self.pool, count=count, tensor_group=mesh.tensor,
+                shape=self.batch_shape, all_gather=all_gather, dloss=dloss, recompute=parallel.recompute,
             )  # fmt: skip
         optimizer = ShardedAdamW(
             self.arena, self.parameters, self.pool, owners=owners, pages=pages, compute_copy=copy,
@@ -120,8 +121,8 @@ class ParallelTrainer(BaseTrainer):
     def objects_of_units(self, count, dloss, optimizer, copy):
         """The same if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
         accumulator = ShardedMicroBatches(
-            self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count, self.batch_shape,
-            self.parallel.zero, dloss, self.parallel.recompute,
+            self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count=count,
+            shape=self.batch_shape, zero=self.parallel.zero, dloss=dloss, recompute=self.parallel.recompute,
         )  # fmt: skip
         optimizer = UnitAdamW(self.layout, self.parameters, self.backend, compute_copy=copy, **optimizer)
         return accumulator, accumulator.unit_gradients, optimizer

@@ -37,16 +37,17 @@ class Hyperparameters(NamedTuple):
 class DividedAdamW(AdamW):
     """AdamW with a copy of the parameters, and what else a ParallelTrainer needs.
 
-    own: the slice of `parameters` whose moments this rank has. compute_copy: a copy of `parameters` that kernels read,
-    or None if they read `parameters`. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers
-    depend only on `seed`, the step and the index in the arena. The other arguments are those of AdamW.
+    parameters: the flat array `all_parameters`. own: the slice of it whose moments this rank has; it is `parameters` of
+    AdamW. compute_copy: a copy of all parameters that kernels read, or None if they read these. rounding: how the copy
+    is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and the index in the
+    arena. The other arguments are those of AdamW.
     """
 
     def __init__(
         self, arena, parameters, backend, *, own=slice(None), compute_copy=None, rounding="nearest", seed=0, **options
     ):  # fmt: skip
         super().__init__(arena, parameters[own], backend, **options)
-        self.own, self.parameters, self.compute_copy = own, parameters, compute_copy
+        self.own, self.all_parameters, self.compute_copy = own, parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
         self.clip_options = {}  # further arguments of Backend.clip
@@ -58,7 +59,7 @@ class DividedAdamW(AdamW):
 
     def pieces(self, key):
         """[(slice of the flat arrays, its first index in the arena)], each for one call of a kernel that rounds."""
-        return [(slice(0, len(self.parameters)), 0)]
+        return [(slice(0, len(self.all_parameters)), 0)]
 
     def page_sums(self, flat):
         """The sums of squares of all pages of the model, in the order of one rank, from this rank's part of an array.
@@ -75,7 +76,7 @@ class DividedAdamW(AdamW):
         self.updating = True  # until report(): a step that is interrupted after this point is not continued
         with self.backend.runtime.range("optimizer"):
             self.update_own(gradients, factor, hyperparameters)
-            self.clear_padding(self.parameters)
+            self.clear_padding(self.all_parameters)
             self.clear_padding(self.compute_parameters)
 
     def update_own(self, gradients, factor, hyperparameters):
@@ -103,7 +104,7 @@ class DividedAdamW(AdamW):
         if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             for piece, offset in self.pieces(key):
-                self.backend.cast(self.parameters[piece], self.compute_copy[piece], key, offset)
+                self.backend.cast(self.all_parameters[piece], self.compute_copy[piece], key, offset)
 
     @property
     def nbytes(self):
@@ -168,7 +169,7 @@ class ShardedAdamW(DividedAdamW):
     def arrays(self, share, gradients):
         """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""
         moments = slice(share.start - self.own.start, share.stop - self.own.start)
-        p, m, v, g = self.parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
+        p, m, v, g = self.all_parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
         return p, m, v, g, self.decays[self.arena.pages(share)]
 
     def gather(self):
@@ -178,7 +179,7 @@ class ShardedAdamW(DividedAdamW):
     def gather_parameters(self):
         super().gather_parameters()
         if self.compute_copy is not None:
-            self.owners.all_gather(self.parameters[self.own], out=self.parameters)
+            self.owners.all_gather(self.all_parameters[self.own], out=self.all_parameters)
 
     def moments(self):
         """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""

@@ -22,7 +22,7 @@ class UnitAdamW(DividedAdamW):
 
     def update_own(self, gradients, factor, hyperparameters):
         scalars, key = hyperparameters
-        p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
+        p, m, v = self.all_parameters, self.exp_avg, self.exp_avg_sq
         for piece, offset in self.pieces(key):
             copy = None
             if self.compute_copy is not None:
