@@ -160,12 +160,13 @@ def gb(count):
 
 # -- the report --------------------------------------------------------------------------------------------------------
 
+CLOSE = 0.01  # a difference of predicted times that is too small to be a reason
 COLUMNS = f"{'dp':>5} {'tp':>3} {'pp':>3} {'schedule':>12} zero recompute micro {'memory':>9} {'step':>10}"
 
 
 def report(args, devices, machine, batch_size, seq_len, found, count):
     """The lines of the plan."""
-    config, best = PRESETS[args.preset], found[0]
+    config, best = PRESETS[args.preset], recommended(found)
     kind = "rank" if devices.on_host else "GPU"
     yield f"{args.preset}: {parameter_count(config):,} parameters, {batch_size} x {seq_len} tokens per step"
     yield f"{counted(devices.count, kind)} with {gb(devices.memory)} each; times: {machine.name}"
@@ -175,6 +176,18 @@ def report(args, devices, machine, batch_size, seq_len, found, count):
     yield "the recommended one, in ms: " + ", ".join(f"{term} {1e3 * s:.2f}" for term, s in best.seconds.items())
     yield f"recommended: {flags_of(best, batch_size, devices)}"
     yield f"why: {reason(best, found)}"
+
+
+def recommended(found):
+    """Of the layouts that are at most CLOSE slower than the fastest one, that with the fewest options."""
+    close = [each for each in found if each.total <= (1 + CLOSE) * found[0].total]
+    return min(close, key=lambda each: (len(changed(each.layout.parallel)), each.layout.parallel.zero, each.total))
+
+
+def changed(parallel):
+    """The options of a ParallelConfig that are not the default."""
+    default = ParallelConfig()
+    return [name for name, value in vars(parallel).items() if value != getattr(default, name)]
 
 
 def row(each):
@@ -201,6 +214,8 @@ def flags_of(each, batch_size, devices):
 
 def reason(best, found):
     """One sentence: by which term the best layout is faster than the next one that differs in more than memory."""
+    if best is not found[0]:
+        return f"no layout is more than {CLOSE:.0%} faster, and of those as fast as it, it needs the fewest options."
     others = [each for each in found[1:] if each.layout.parallel != best.layout.parallel and each.total > best.total]
     if not others:
         return "no other layout that fits has another time."

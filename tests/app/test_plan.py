@@ -62,7 +62,8 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
     times = [float(number) for number in re.findall(r"([\d.]+) ms$", out, re.M)]
     assert len(times) == 5 and times == sorted(times)
     assert re.search(r"^recommended: --batch-size 16 --micro-batches \d+", out, re.M)
-    assert re.search(r"^why: it has the shortest predicted step; .*\.$", out, re.M)
+    why = re.search(r"^why: (.*)\.$", out, re.M)[1]
+    assert why.startswith(("it has the shortest predicted step; ", "no layout is more than 1% faster, "))
 
 
 def test_a_thousand_gpus_are_planned_without_one(run):
