@@ -22,8 +22,12 @@ class LossPlot:
             from IPython.display import Image, display
         except ImportError:
             get_ipython = lambda: None  # noqa: E731
-        if get_ipython() is None:
+        if not hasattr(get_ipython(), "kernel"):  # IPython in a terminal shows no pictures
             raise ConfigError("LossPlot draws in a notebook: in a program, use the setting `plot`, a PNG file")
+        if not isinstance(title, str):
+            raise ConfigError(f"`title={title!r:.60}` must be a text")
+        if not isinstance(every, int | float) or isinstance(every, bool) or not every >= 0:
+            raise ConfigError(f"`every={every!r:.60}` must be a number of seconds, 0 or more")
         self.image, self.display, self.title, self.every = Image, display, title, every
         self.rows, self.handle, self.next_time = [], None, 0.0
 

@@ -4,16 +4,22 @@ The file has one line for each setting, such as `batch_size = 16`, in any tables
 flags, with `_` or `-` between words.
 """
 
+import argparse
+import contextlib
 import difflib
 import json
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
+from gpt2core.app.flag_parser import to_path
 from gpt2core.app.setting_fields import SAVED, check_value, names_of
 from gpt2core.errors import ConfigError
+from gpt2core.text.input_file import read_file
 
 NAME = "settings.toml"  # the file of a run
+HEADER = "# The settings of this run. To repeat it: train_gpt2.py --config FILE\n"
+LARGEST_FILE = 1 << 20  # bytes
 
 
 def with_config_file(settings):
@@ -25,16 +31,22 @@ def with_config_file(settings):
     if settings.config is None:
         return settings
     values = read_settings(settings.config, type(settings))
+    for each in fields(settings):  # a flag also overrides the setting that excludes it
+        if other := each.metadata.get("instead_of"):
+            if getattr(settings, each.name) is not None:
+                values.pop(other, None)
+            if getattr(settings, other) is not None:
+                values.pop(each.name, None)
     return replace(settings, **{name: value for name, value in values.items() if getattr(settings, name) is None})
 
 
 def read_settings(path, settings):
     """{name: value} in a TOML file; settings: the class of the settings. Raises ConfigError."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(read_file(path, LARGEST_FILE).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError and TOMLDecodeError
         raise ConfigError(f"--config {path}: it is not a TOML file: {error}") from None
     known, only_flags, values = {each.name: each for each in fields(settings)}, names_of(settings, one_call=True), {}
     for key, value in pairs(content):
@@ -47,12 +59,21 @@ def read_settings(path, settings):
             raise ConfigError(f"--config {path}: {key} is for one call of the command: give it as a flag")
         if name in values:
             raise ConfigError(f"--config {path}: {key} is there twice: remove one of the lines")
-        values[name] = Path(value) if known[name].type is Path and isinstance(value, str) else value
         try:
-            check_value(known[name], values[name])
-        except ConfigError as error:
-            raise ConfigError(f"--config {path}: {error}") from None
+            values[name] = checked(known[name], value)
+        except (ConfigError, argparse.ArgumentTypeError, OverflowError) as error:
+            raise ConfigError(f"--config {path}: {key}: {error}") from None
     return values
+
+
+def checked(setting, value):
+    """A value of a TOML file as the value of a setting; raises an error if the setting does not accept it."""
+    if isinstance(value, str):
+        if "\0" in value:
+            raise ConfigError(f"{value!r:.60} has a NUL byte, which no file name and no text may have")
+        value = setting.metadata.get("parse", to_path if setting.type is Path else str)(value)
+    check_value(setting, value)
+    return float(value) if setting.type is float else value
 
 
 def pairs(content):
@@ -64,27 +85,53 @@ def pairs(content):
             yield key, value
 
 
-def text_of(given, config):
+def earlier_settings(settings):
+    """{name: value} of the file NAME of the run that `settings` resume; {} if there is none."""
+    folders = [settings.resume, settings.resume.resolve().parent] if settings.resume else []
+    for path in (folder / NAME for folder in folders):
+        if is_own(path):
+            with contextlib.suppress(ConfigError):
+                return read_settings(path, type(settings))
+    return {}
+
+
+def is_own(path):
+    """Whether a run has written this file."""
+    try:
+        return read_file(path, LARGEST_FILE).startswith(HEADER.encode())
+    except OSError:
+        return False
+
+
+def text_of(given, config, earlier):
     """The content of NAME for a run: the settings that decide its result, and the others that were given.
 
-    given: the Settings as given, config: those with their final values. A run with `--config` and this file has the
-    same settings, except those for one call of the command and the files that a run writes.
+    given: the Settings as given, config: those with their final values, earlier: see earlier_settings(). A run with
+    `--config` and this file has the same settings, except those for one call of the command and the files that a run
+    writes.
     """
     omitted = {*names_of(type(given), one_call=True), *names_of(type(given), written=True)}
     decide = names_of(type(given), kept=SAVED)
-    values = {
+    values = earlier | {
         name: getattr(config, name)
         for name in names_of(type(given))
         if name not in omitted and (name in decide or getattr(given, name) is not None)
     }
     lines = [f"{name} = {toml(value)}\n" for name, value in values.items() if value is not None]
-    return "".join(["# The settings of this run. To repeat it: train_gpt2.py --config FILE\n", *lines])
+    return "".join([HEADER, *lines])
+
+
+def write_settings(path, text):
+    """Write the file NAME of a run; raises ConfigError if there is a file that no run has written."""
+    if path.exists() and not is_own(path):
+        raise ConfigError(f"{path} is not of a run, and is not replaced")
+    path.write_text(text, encoding="utf-8")
 
 
 def toml(value):
     """A value of a setting as TOML."""
-    if isinstance(value, Path):
-        value = str(value.resolve())
+    if isinstance(value, Path) or (isinstance(value, str) and value.endswith(".json")):  # the path of a tokenizer
+        value = str(Path(value).resolve())
     if isinstance(value, bool | str):
-        return json.dumps(value)  # true, false, and JSON's strings are those of TOML
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings are those of TOML
     return repr(value)  # also inf

@@ -12,7 +12,7 @@ from gpt2core.app.host_memory import available_memory
 from gpt2core.app.planning.layouts import Devices, estimates
 from gpt2core.app.planning.machine import calibration_file, h100, host_machine, save_calibration
 from gpt2core.app.presets import PRESETS
-from gpt2core.app.setting_fields import flag
+from gpt2core.app.setting_fields import LARGEST, flag
 from gpt2core.app.settings import PRECISIONS, recipe
 from gpt2core.architecture import parameter_count
 from gpt2core.communicator import Solo
@@ -82,9 +82,9 @@ def check(args):
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"{flag(name)} {value} must be at least 1")
-    for name, value in given.items():
-        if value > LIMIT:
-            raise ConfigError(f"{flag(name)} {value} is too large: the largest value is {LIMIT}")
+    for name, value in sizes.items():
+        if value > (most := LIMIT if name in given else LARGEST):
+            raise ConfigError(f"{flag(name)} {value} is too large: the largest value is {most}")
     if (args.seq_len or 1) > config.block_size:
         raise ConfigError(
             f"--seq-len {args.seq_len} exceeds the model's block of {config.block_size} tokens: use --seq-len "

@@ -29,6 +29,7 @@ def setting(group, help, default=None, kept=None, **options):
       parse: a function of the text of the flag, instead of the type. former: an earlier name, which is still accepted.
       switch: for a bool, whether --no-NAME exists too. compared: whether all ranks must have the same file.
       written: whether the run writes this file. one_call: whether it cannot be in the file of `config`.
+      instead_of: the setting that this one excludes.
       stage: the only stage that has the setting, if another one checks that.
     """
     return field(default=None, metadata=dict(group=group, help=help, default=default, kept=kept) | options)

@@ -92,6 +92,7 @@ class TrainSettings(Settings):
         "instead of --steps: the total number of passes over the training tokens, rounded up to whole steps; the paper "
         "calls one batch an epoch, and so its 50 epochs are --steps 50 (default: --steps is used)",
         metavar="E",
+        instead_of="steps",
         at_least=1,
     )
     batch_size: int = setting(RECIPE, "training sequences per step, over all ranks together", 16, SAVED, at_least=1)

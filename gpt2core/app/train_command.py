@@ -15,7 +15,7 @@ from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.config_file import NAME, text_of
+from gpt2core.app.config_file import NAME, earlier_settings, text_of, write_settings
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference.continuations import write_continuation, write_text
@@ -55,7 +55,7 @@ class TrainingRun:
     trace: Trace | None
     notes: list[str]  # lines for the user
     threads: int  # the worker threads that this rank may use
-    settings: str  # the content of the file with the settings of this run
+    settings: str | None  # on the root, the content of the file with the settings of this run
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     trainer.backend.runtime.notify = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     threads = usable_threads(make_backend, config.threads, cores)
-    settings = text_of(args, config)
+    settings = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads, settings)
 
 
@@ -261,7 +261,7 @@ class Outputs:
                 keep=self.config.keep,
             )
             with noted(f"{NAME} is missing"):
-                (self.config.out / NAME).write_text(self.settings, encoding="utf-8")
+                write_settings(self.config.out / NAME, self.settings)
 
     def sample(self, trainer):
         """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""

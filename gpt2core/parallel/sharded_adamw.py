@@ -78,6 +78,10 @@ class DividedAdamW(AdamW):
             self.update_own(gradients, factor, hyperparameters)
             self.clear_padding(self.all_parameters)
             self.clear_padding(self.compute_parameters)
+            self.share_update()
+
+    def share_update(self):
+        """Send what the owners have updated to each other; by default nothing is sent."""
 
     def update_own(self, gradients, factor, hyperparameters):
         """Do the work of update() for the parameters whose moments this rank has."""
@@ -149,12 +153,9 @@ class ShardedAdamW(DividedAdamW):
         own = sums[0] if len(sums) == 1 else self.backend.xp.concatenate(sums)  # without a copy
         return self.pages.join(self.owners.all_gather(own)[: self.arena.norm_pages])
 
-    def update(self, *arguments):
-        """Update this rank's share; if `gathers`, all-gather the updated shares."""
-        super().update(*arguments)
+    def share_update(self):
         if self.gathers:
-            with self.backend.runtime.range("optimizer"):
-                self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
+            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def update_own(self, gradients, factor, hyperparameters):
         def update(backend, share):

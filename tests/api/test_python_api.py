@@ -243,7 +243,12 @@ def test_the_losses_are_drawn_in_a_notebook_while_a_model_is_trained(corpus, mon
         sg.LossPlot()
     drawn = []
     handle = SimpleNamespace(update=drawn.append)
-    monkeypatch.setattr(IPython, "get_ipython", InteractiveShell)
+    shell = InteractiveShell()
+    shell.kernel = None
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    for arguments, words in (((5,), "`title=5` must be a text"), (("", None), "`every=None` must be a number of sec")):
+        with pytest.raises(sg.ConfigError, match=words):
+            sg.LossPlot(*arguments)
     monkeypatch.setattr("IPython.display.display", lambda image, display_id: drawn.append(image) or handle)
     plot = sg.LossPlot("one run", every=1000)
     run = sg.train(corpus, **NANO | dict(steps=3), on_step=plot)

@@ -1,6 +1,7 @@
 """--config FILE.toml gives settings, flags override them, and a run saves its settings in such a file."""
 
 import json
+import os
 import re
 import tomllib
 
@@ -30,11 +31,16 @@ def test_a_file_gives_settings_in_any_tables_and_flags_override_them(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ("bath_size = 4", "bath_size is not a setting: did you mean batch_size?"),
     ("zzzz = 4", "zzzz is not a setting (--help lists them)"),
-    ("batch_size = '4'", "`batch_size='4'` must be a whole number"),
-    ("batch_size = true", "`batch_size=True` must be a whole number"),
-    ("batch_size = 0", "`batch_size=0` must be at least 1"),
-    ("steps = [1]", "`steps=[1]` must be a whole number"),
-    ("precision = 'fp8'", "`precision=fp8` is unknown: choose from fp32, tf32, bf16, fp16"),
+    ("batch_size = '4'", "batch_size: `batch_size='4'` must be a whole number"),
+    ("batch-size = true", "batch-size: `batch_size=True` must be a whole number"),
+    ("batch_size = 0", "batch_size: `batch_size=0` must be at least 1"),
+    ("steps = [1]", "steps: `steps=[1]` must be a whole number"),
+    ("precision = 'fp8'", "precision: `precision=fp8` is unknown: choose from fp32, tf32, bf16, fp16"),
+    (f"steps = {'9' * 5000}", "it is not a TOML file: Exceeds the limit"),
+    (f"lr = {'9' * 400}", "lr: int too large to convert to float"),
+    ('data = "a\\u0000b"', "data: 'a\\x00b' has a NUL byte"),
+    ('tokenizer = ""', "tokenizer: it is empty: give a path, or omit the flag"),
+    (f"steps = {'[' * 3000}", "it is not a TOML file: "),
     ("batch_size = 4\n[recipe]\nbatch-size = 8", "batch-size is there twice: remove one of the lines"),
     ("out = 'here'", "out is for one call of the command: give it as a flag"),
     ("steps 4", "it is not a TOML file: Expected '=' after a key"),
@@ -47,9 +53,19 @@ def test_a_mistake_in_a_file_is_one_error_with_its_name(tmp_path, text, message)
 def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match=re.escape(f"--config {tmp_path}: Is a directory")):
         with_config_file(TrainSettings(config=tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path / "pipe", "is a named pipe"), ("/dev/zero", "is a device")):
+        with pytest.raises(ConfigError, match=re.escape(f"--config {path}: {words}, not a regular file")):
+            with_config_file(TrainSettings(config=path))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is not a TOML file"):
         with_config_file(TrainSettings(config=tmp_path / "binary"))
+
+
+def test_a_flag_overrides_the_setting_that_it_excludes(tmp_path):
+    assert settings_of(tmp_path, "steps = 5", epochs=2).steps is None
+    assert settings_of(tmp_path, "epochs = 5", steps=2).epochs is None
+    assert settings_of(tmp_path, "\ufeffsteps = 5").steps == 5  # after a byte order mark
 
 
 @pytest.mark.parametrize("value", [1e-8, 3e-4, 1e16, float("inf"), 7, True, False, 'a "b"\\ \u00e9 \n\t'])
@@ -87,3 +103,20 @@ def test_a_run_repeats_with_its_own_file(command, corpus, tmp_path):
     assert got == want and again == text and "epochs" not in text
     rows, changed = train("third", "--config", tmp_path / "first" / "settings.toml", "--seed", 4)
     assert rows != want and changed == text.replace("seed = 3", "seed = 4")
+
+
+def test_the_file_of_a_resumed_run_keeps_what_no_checkpoint_has(command, corpus, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    flags = ("--preset", "nano", "--data", corpus, "--sample", 0, "--threads", 1)
+    first = ("--steps", 1, "--n-layer", 3, "--positions", "rotary", "--tokenizer", "byte", "--out", run)
+    assert command(cli.train, *flags, *first, backend=NumpyBackend).code == 0
+    done = command(cli.train, "--resume", run, "--out", run, "--steps", 2, "--sample", 0, backend=NumpyBackend)
+    assert done.code == 0, done.err
+    values = tomllib.loads((run / "settings.toml").read_text())
+    wanted = dict(n_layer=3, positions="rotary", tokenizer="byte", steps=2, preset="nano", sample=0, threads=1)
+    assert wanted.items() <= values.items()
+    other.mkdir()
+    (other / "settings.toml").write_text("steps = 1\n")
+    done = command(cli.train, *flags, "--steps", 1, "--out", other, backend=NumpyBackend)
+    assert done.code == 0 and "settings.toml is not of a run, and is not replaced" in done.err
+    assert (other / "settings.toml").read_text() == "steps = 1\n"

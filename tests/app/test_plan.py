@@ -80,6 +80,7 @@ def test_a_thousand_gpus_are_planned_without_one(run):
         (("--ranks", 0), "--ranks 0 must be at least 1"),
         (("--gpus", -1), "--gpus -1 must be at least 1"),
         (("--gpus", 10**9), "--gpus 1000000000 is too large: the largest value is 65536"),
+        (("--gpus", 8, "--batch-size", 10**20), f"--batch-size {10**20} is too large: the largest value is 2147483647"),
         (("--gpus", 8, "--preset", "gpt5"), "--preset gpt5 is unknown: choose from nano, tiny"),
         (("--gpus", 8, "--batch-size", 0), "--batch-size 0 must be at least 1"),
         (("--gpus", 8, "--seq-len", 2000), "--seq-len 2000 exceeds the model's block of 1024 tokens: use --seq-len 10"),

@@ -12,7 +12,7 @@ import numpy as np
 from gpt2core.app.corpus import share_tokens
 from gpt2core.data import Windows
 from gpt2core.errors import DataError, counted
-from gpt2core.parallel.all_or_raise import all_or_raise, on_root
+from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.token_files import load_tokens
@@ -26,7 +26,7 @@ def evaluate_file(world, model, tokenizer, path, emit):
 
     Raises DataError for a file that cannot be used.
     """
-    evaluate = evaluate_questions if path.suffix == QUESTIONS else evaluate_text
+    evaluate = evaluate_questions if path.suffix.lower() == QUESTIONS else evaluate_text
     with no_grad():
         for line in evaluate(world, model, tokenizer, path):
             emit(line)
@@ -46,8 +46,14 @@ def evaluate_text(world, model, tokenizer, path):
     """Return lines with the mean loss of all windows of block_size tokens inside a text, as --val-data computes it."""
     tokens = share_tokens(world, path, on_root(world, lambda: load_tokens(path, tokenizer)[0]), tokenizer)
     length = model.config.block_size
-    windows = all_or_raise(world, lambda: Windows(tokens, length))
+    if len(tokens) <= length:
+        raise shared_error(
+            DataError(f"{path} has {counted(len(tokens), 'token')}, but one window of this model needs {length + 1}")
+        )
+    windows = Windows(tokens, length)
     sizes = np.array([len(token) for token in tokenizer.token_bytes])
+    if tokenizer.end_of_text is not None:
+        sizes[tokenizer.end_of_text] = 0  # it is not in a text
 
     def numbers(batch):
         inputs, targets = batch
@@ -98,7 +104,7 @@ def read_questions(path, tokenizer, block):
     Of a question that is too long, the ids are the last block + 1. Raises DataError with the number of a wrong line.
     """
     questions = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 texts, label = parsed(line)
@@ -106,7 +112,7 @@ def read_questions(path, tokenizer, block):
             except DataError as error:
                 raise DataError(f"{path}: line {number}{error}") from None
     if not questions:
-        raise DataError(f"{path} has no question")
+        raise DataError(f"{path} has no question: give at least one line with ctx, endings and label")
     return questions
 
 
@@ -115,14 +121,14 @@ def parsed(line):
     try:
         values = json.loads(line)
         context, endings, label = (values[name] for name in ("ctx", "endings", "label"))
-        texts, label = [context, *endings], int(label)
-    except (ValueError, TypeError, KeyError) as error:
+        texts, label = [context, *endings], int(str(label))  # of a whole number, or of its text
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f" is not an object with ctx, endings and label ({reason})") from None
     if not isinstance(endings, list) or not all(isinstance(text, str) for text in texts):
         raise DataError(": ctx must be a text, and endings a list of texts")
     if not 0 <= label < len(endings):
-        raise DataError(f": label {label} is not one of {counted(len(endings), 'ending')}")
+        raise DataError(f": label {label} is not one of {counted(len(endings), 'ending')}: use 0 to {len(endings) - 1}")
     return texts, label
 
 

@@ -96,8 +96,8 @@ def divided(config, parallel, devices, batch_size, seq_len):
     if config.n_layer < parallel.pp:
         raise ConfigError(f"`n_layer={config.n_layer}` is less than `pp={parallel.pp}`: use fewer ranks")
     rows, bytes_of_number = batch_size // replicas, FP32 if devices.on_host else BYTES[devices.precision]
-    for count in divisors(rows):
-        if count > MOST_PASSES or count & (count - 1):
+    for count in (1 << i for i in range(MOST_PASSES.bit_length())):
+        if rows % count:
             continue
         try:
             check_pipeline(config, parallel, [devices.backend], count, replicas)
