@@ -298,9 +298,6 @@ PARITY = """
     = {precision}, {name} | compared with stage 2 = {compared} | largest loss deviation = {deviation}
     ms per step = {median:times 1e3 .3g} | last loss = {loss}"""
 PARITY_CONSOLE = "difference | parameters_sha256 = {parameters_sha256:.12}"
-PIPELINE = """
-    = {schedule} | ms per step = {median:times 1e3 .1f} | measured bubble = {measured:.1f} %
-    simulated bubble = {simulated:.1f} %"""
 MATMUL = """
     = {name} | size | us = {value[median]:times 1e3 .1f} | time of this row / time of ours = {ratio:.2f}"""
 DDP = """
@@ -338,7 +335,6 @@ TABLES = {
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),
     "gpus-timeline": Table("gpus/timeline", TIMELINE, overlaps),
     "gpus-parity": Table("gpus/parity", PARITY, compared_runs, PARITY_CONSOLE),
-    "gpus-pipeline": Table("gpus/pipeline", PIPELINE),
     "gpus-kill": Table("gpus/kill", rows=kill_results),
     "torch-attention": Table(
         "torch/attention", "= {name} | ms = {both?[mean]:.4g} | standard deviation = {both?[std]:.2g}", leaderboard

@@ -117,7 +117,7 @@ def text_of(given, config, earlier):
         for name in names_of(type(given))
         if name not in omitted and (name in decide or getattr(given, name) is not None)
     }
-    lines = [f"{name} = {toml(value)}\n" for name, value in values.items() if value is not None]
+    lines = [line(name, value) for name, value in values.items() if value is not None]
     return "".join([HEADER, *lines])
 
 
@@ -126,6 +126,16 @@ def write_settings(path, text):
     if path.exists() and not is_own(path):
         raise ConfigError(f"{path} is not of a run, and is not replaced")
     path.write_text(text, encoding="utf-8")
+
+
+def line(name, value):
+    """The line of a setting."""
+    text = f"{name} = {toml(value)}\n"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # the name of a file
+        return f"# {name} is not UTF-8: give it as a flag\n"
+    return text
 
 
 def toml(value):

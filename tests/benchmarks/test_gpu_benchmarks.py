@@ -22,6 +22,7 @@ from benchmarks.harness import ours, processes
 from benchmarks.harness.gpu_tables import TABLES, group_of
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
+from benchmarks.harness.table_format import Table
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -271,7 +272,8 @@ def test_bubbles_are_read_and_judged(monkeypatch):
     args = pipeline.parser().parse_args(["--flags", "--seed 1"])
     results = [pipeline.measure(args, schedule) for schedule in bubbles]
     assert results[0] == dict(schedule="gpipe", median=0.5, measured=24.5, simulated=22.9)
-    assert len(cells("gpus-pipeline", results)) == 4
+    record = {"results": summarised(results), "hardware": {}, "commit": ""}
+    assert len(Table("gpus/pipeline", pipeline.COLUMNS).cells([record])) == 4
     assert pipeline.verdict(results)[0] and "up to 1.6 points" in pipeline.verdict(results)[1]
     assert not pipeline.verdict([dict(results[0], measured=28.0), *results[1:]])[0]
     assert not pipeline.verdict([dict(results[0], measured=21.0), *results[1:]])[0]  # another order

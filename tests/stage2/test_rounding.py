@@ -243,7 +243,7 @@ def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(capture):
 
 def test_the_copy_of_new_parameters_is_rounded_to_nearest_and_later_ones_with_the_key_of_their_step():
     keys = []
-    optimizer = SimpleNamespace(compute_copy=(), parameters=(), seed=7, pieces=lambda key: [(slice(0, 0), 0)])
+    optimizer = SimpleNamespace(compute_copy=(), all_parameters=(), seed=7, pieces=lambda key: [(slice(0, 0), 0)])
     optimizer.backend = SimpleNamespace(cast=lambda parameters, copy, key, offset: keys.append(key))
     for steps in (0, 1, 5):
         ShardedAdamW.refresh_copy(optimizer, steps)
