@@ -24,7 +24,7 @@ OPS = {"sum": 0, "max": 2, "min": 3}
 class NcclCollectives(Communicator):
     """Collectives of the ranks of mpi_group, an MpiCommunicator of at least two ranks; x and out are CuPy arrays.
 
-    Each rank has its own GPU. gpu: the GpuBinding of this rank. mpi_group only distributes the id of the NCCL group.
+    Each rank has its own GPU. gpu: the GpuBinding of this rank. mpi_group only distributes ids of NCCL.
 
     By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own sums. A canonical sum has three steps:
     all-to-all of parts; the sum of the received parts in the order of gpt2core/tree_sum.py (float16 and

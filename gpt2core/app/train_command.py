@@ -112,6 +112,8 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     trainer.backend.runtime.notify = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     threads = usable_threads(make_backend, config.threads, cores)
+    if config.sample_every and not config.sample:
+        notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
     settings = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads, settings)
 
@@ -260,7 +262,7 @@ class Outputs:
                 state=run_state(trainer, self.config, self.corpus.fingerprint, self.log.last_log_row),
                 keep=self.config.keep,
             )
-            with noted(f"{NAME} is missing"):
+            with noted(f"{NAME} was not written"):
                 write_settings(self.config.out / NAME, self.settings)
 
     def sample(self, trainer):

@@ -26,4 +26,5 @@ def test_a_sample_every_two_steps_changes_no_loss(command, corpus, tmp_path, thr
     assert all(line.partition(": ")[2].strip() for line in samples) and "sample after" not in plain
     assert out.partition("Continuation:")[2] == plain.partition("Continuation:")[2] != ""
     none, _ = trained("none", "--sample", 0, "--sample-every", 2)
-    assert "sample" not in none
+    assert "sample after" not in none
+    assert "note: --sample-every 2: no effect, because --sample is 0" in " ".join(none.split())

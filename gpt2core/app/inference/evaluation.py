@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from gpt2core.app.corpus import share_tokens
+from gpt2core.app.output.run_log import perplexity
 from gpt2core.data import Windows
 from gpt2core.errors import DataError, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
@@ -43,7 +44,7 @@ def divided(world, items, function):
 
 
 def evaluate_text(world, model, tokenizer, path):
-    """Return lines with the mean loss of all windows of block_size tokens inside a text, as --val-data computes it."""
+    """Yield lines with the mean loss of all windows of block_size tokens inside a text, as --val-data computes it."""
     tokens = share_tokens(world, path, on_root(world, lambda: load_tokens(path, tokenizer)[0]), tokenizer)
     length = model.config.block_size
     if len(tokens) <= length:
@@ -61,11 +62,10 @@ def evaluate_text(world, model, tokenizer, path):
 
     rows = divided(world, windows.once(BATCH), numbers)
     loss, count, size = (math.fsum(column) for column in zip(*rows, strict=True))
-    perplexity = math.exp(min(loss / count, 700))  # exp(710) overflows
-    yield f"{path.name}: loss {loss / count:.4f} nats per token, perplexity {perplexity:.4g}"
+    yield f"{path.name}: loss {loss / count:.4f} nats per token, perplexity {perplexity(loss / count):.4g}"
     yield f"{loss / math.log(2) / size:.4f} bits per byte" if size else "no bits per byte: the tokens have no text"
-    windows = counted(int(count) // length, "window")
-    yield f"{int(count):,} tokens in {windows} of {length}, {int(size):,} bytes of text"
+    number = counted(int(count) // length, "window")
+    yield f"{int(count):,} tokens in {number} of {length}, {int(size):,} bytes of text"
 
 
 def sum_of_losses(model, inputs, targets):
@@ -78,7 +78,7 @@ def sum_of_losses(model, inputs, targets):
 
 
 def evaluate_questions(world, model, tokenizer, path):
-    """Return lines with the share of questions whose right ending is the most likely one (Zellers et al. 2019).
+    """Yield lines with the share of questions whose right ending is the most likely one (Zellers et al. 2019).
 
     A line of the file is a JSON object with `ctx`, a text, `endings`, a list of texts, and `label`, the index of the
     right one, as in HellaSwag. The probability of an ending is the product of those of its tokens; "by mean" takes the

@@ -10,7 +10,6 @@ from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary,
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.checkpoints.run_folders import newest_run, shown, stage_of
 from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
-from gpt2core.app.inference.evaluation import evaluate_file
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.one_process import check_many_ranks, check_one_process
@@ -59,6 +58,8 @@ def inference_command(make_backend, world, args, cores):
     with memory_errors(backend, config, parallel=ParallelConfig(tp=group.size)):
         model = load_model(config, arrays, backend, group)
         if args.mode == "evaluate":
+            from gpt2core.app.inference.evaluation import evaluate_file  # here: generation starts faster without it
+
             evaluate_file(world, model, tokenizer, args.data, emit)
             return 0
         if args.mode == "batch":
