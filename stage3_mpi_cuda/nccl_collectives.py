@@ -269,7 +269,7 @@ class _Receive(Handle):
 
 
 class _StreamOperation(Handle):
-    """A call on the communication stream. wait() makes the caller's stream, not the host, wait for the call."""
+    """A call on a stream of communication. wait() makes the caller's stream, not the host, wait for the call."""
 
     def __init__(self, cuda, done, arrays):
         super().__init__(arrays[-1] if arrays else None)

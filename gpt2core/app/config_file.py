@@ -16,6 +16,7 @@ from gpt2core.app.flag_parser import to_path
 from gpt2core.app.setting_fields import SAVED, check_value, names_of
 from gpt2core.errors import ConfigError
 from gpt2core.text.input_file import read_file
+from gpt2core.text.token_file import replaced
 
 NAME = "settings.toml"  # the file of a run
 HEADER = "# The settings of this run. To repeat it: train_gpt2.py --config FILE\n"
@@ -125,7 +126,8 @@ def write_settings(path, text):
     """Write the file NAME of a run; raises ConfigError if there is a file that no run has written."""
     if path.exists() and not is_own(path):
         raise ConfigError(f"{path} is not of a run, and is not replaced")
-    path.write_text(text, encoding="utf-8")
+    with replaced(path) as file:  # a run that is killed leaves no half of it
+        file.write(text.encode("utf-8"))
 
 
 def line(name, value):
