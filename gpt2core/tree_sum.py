@@ -28,22 +28,19 @@ def tree_reduce(items, add):
     A single item is returned unchanged. Raises ValueError for an empty iterable.
     """
     stack, number = [], 0
-
-    def add_top():
-        right = stack.pop()
-        stack.append(add(stack.pop(), right))
-
     for item in items:
+        number += 1
+        carry = number
+        while carry % 2 == 0:  # two sums of equally many items: see additions()
+            item, carry = add(stack.pop(), item), carry // 2
         stack.append(item)
         del item  # otherwise it would stay in memory while the next item is computed
-        for _ in range(additions(number)):
-            add_top()
-        number += 1
     if not stack:
         raise ValueError("a tree of 0 items has no result: give at least 1")
-    while len(stack) > 1:
-        add_top()
-    return stack[0]
+    total = stack.pop()
+    while stack:
+        total = add(stack.pop(), total)
+    return total
 
 
 def tree_sum(arrays):

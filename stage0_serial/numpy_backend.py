@@ -2,7 +2,6 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
-import itertools
 import math
 
 import numpy as np
@@ -125,21 +124,31 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
     def canonical_sum(self, write, parts, total):
         """Write the sum of the parts to `total`, in the canonical order, and return it."""
-        arrays = itertools.chain([total], map(self.like, itertools.repeat(total)))  # the first array becomes the sum
 
-        def written(part):
-            write(part, array := next(arrays))
-            return array
+        def sums():
+            for part in parts:
+                array = total if part is parts[0] else self.like(total)  # the first array becomes the sum
+                write(part, array)
+                yield array
+                del array  # otherwise it would stay in memory while the next one is computed
 
-        return tree_reduce(map(written, parts), lambda a, b: np.add(a, b, out=a))
+        return tree_reduce(sums(), add_in_place)
+
+    def vector_gradient(self, sums):
+        """The gradient of a vector (C), as a function of its Destination. sums(): (M, C), that of each micro-batch."""
+
+        def gradient(out):
+            if out is None:
+                return tree_sum(sums())
+            self.put(tree_sum(sums()) if out.array.ndim == 1 else sums(), out)
+            return out.array
+
+        return gradient
 
     def column_sums(self, x, count):
-        """x (N, C) -> its sum over rows (C); result and count: as in weight_gradient()."""
-
-        def write(part, total):
-            np.matmul(self.constant(1, part.stop - part.start, x.dtype), x[part], out=total)  # faster than np.sum
-
-        return self.weight_gradient(write, len(x), x.shape[1:], x.dtype, count)
+        """The sum over the rows of x (N, C), divided into `count` micro-batches, as vector_gradient()."""
+        ones = self.constant(1, len(x) // count, x.dtype)  # a product is faster than np.sum
+        return self.vector_gradient(lambda: np.matmul(ones, x.reshape(count, -1, x.shape[1])))
 
     def bias_backward(self, dy):
         return self.column_sums(rows(dy), micro_batches(dy))
@@ -286,11 +295,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.multiply(g, rstd[block][:, None], out=g)
                 if ds is not None:
                     np.add(g, ds2[block], out=g)
-
-        def write(part, dw):
-            dw[...] = sums[part.start]
-
-        dw = self.weight_gradient(write, count, w.shape, w.dtype, count)
+        dw = self.vector_gradient(lambda: sums)
         return dx, self.column_sums(dx2, count), dw, self.column_sums(dy2, count)
 
     # -- attention: E = exp(S - c), S = scale q k', causal; y = E v / rowsum(E); c: see exp_of_scores() ---------------
@@ -402,6 +407,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             np.subtract(pb, a, out=pb)
         if copy is not None:
             self.cast(p, copy.array, copy.key)
+
+
+def add_in_place(a, b):
+    return np.add(a, b, out=a)
 
 
 def decay_slices(decays, width):

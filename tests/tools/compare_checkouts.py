@@ -108,12 +108,12 @@ class Job:
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
 
-def start(arguments, checkout):
-    """Start Python with these arguments and the modules of a checkout; return its process."""
+def start(arguments, checkout, pipes=()):
+    """Start Python with these arguments and the modules of a checkout; return its process. pipes: ends that it uses."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=checkout, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, pass_fds=pipes,
     )  # fmt: skip
 
 
@@ -285,12 +285,13 @@ class Timing:
     name: str
     arguments: tuple  # of Python
     bound: float  # smallest accepted ratio: time in the other checkout / time in this checkout
+    in_turns: bool = False  # whether the two checkouts run at the same time and take turns, step by step
 
 
 def train_timing(name, stage, steps, bound, *flags):
-    """The Timing of a training with `steps` steps."""
+    """The Timing of a training with `steps` steps. On a CPU each step ends before the next one, so they take turns."""
     script = ("-m", f"{STAGES[stage]}.train_gpt2", "--sample", "0", "--steps", str(steps))
-    return Timing(f"{name}, seconds per step", (*script, *flags), bound)
+    return Timing(f"{name}, seconds per step", (*script, *flags), bound, in_turns=stage == 0)
 
 
 def decode_timing(name, stage, tokens, bound, *flags):
@@ -301,9 +302,11 @@ def decode_timing(name, stage, tokens, bound, *flags):
 
 
 def cpu_timings():
-    for threads in ("1", "2"):
-        yield train_timing(f"stage 0, paper, {threads} threads", 0, 20, 0.97, "--preset", "paper", "--threads", threads)
-    yield decode_timing("stage 0, decode", 0, 100, 0.97, "--threads", "1")
+    for preset, steps in (("paper", 40), ("tiny", 400)):
+        for threads in ("1", "2"):
+            name = f"stage 0, {preset}, {threads} threads"
+            yield train_timing(name, 0, steps, 0.98, "--preset", preset, "--threads", threads)
+    yield decode_timing("stage 0, decode", 0, 100, 0.98, "--threads", "1")
 
 
 def gpu_timings(gpus):
@@ -318,64 +321,123 @@ def gpu_timings(gpus):
             yield replace(timing, arguments=(*launch, *timing.arguments))
 
 
-# A program that runs a training module and writes the times at which the steps are logged. The times in the log itself
-# are not used, because their meaning may differ between two versions. Its arguments: the file to write, the module, the
-# flags of the module.
+# A program that runs a training module and writes the seconds of each step, from the times at which steps are logged.
+# The seconds in the log are not used, because their meaning may differ between two versions. Its arguments: the file to
+# write; the pipes on which it says that a step has ended and waits for its turn, or "" twice; the module and its flags.
 TIMING_PROGRAM = """
-import atexit, json, runpy, sys, time
+import atexit, json, os, runpy, sys, time
 try:
     from gpt2core.app.output.run_log import RunLog
 except ImportError:  # an older checkout
     from gpt2core.app.run_log import RunLog
-file, module, times, report = sys.argv[1], sys.argv[2], [], RunLog.__call__
+file, ended, turn, module = sys.argv[1:5]
+begin, seconds, report = [], [], RunLog.__call__
 
 def timed(self, *arguments):
-    times.append(time.perf_counter())
+    if begin:
+        seconds.append(time.perf_counter() - begin.pop())
+    if turn:
+        os.write(int(ended), b"x")
+        os.read(int(turn), 1)
+    begin.append(time.perf_counter())
     return report(self, *arguments)
 
 RunLog.__call__ = timed
-atexit.register(lambda: times and json.dump(times, open(file, "w")))  # only rank 0 has times
-sys.argv = sys.argv[2:]
+atexit.register(lambda: seconds and json.dump(seconds, open(file, "w")))  # only rank 0 has some
+sys.argv = sys.argv[4:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
+
+
+def timed(timing, directory, ended="", turn=""):
+    """The arguments of Python for a Timing of a training: with TIMING_PROGRAM, which writes directory/seconds.json."""
+    # replace the last -m, that of the training module; the launcher has another one
+    index = max(number for number, argument in enumerate(timing.arguments) if argument == "-m")
+    program = directory / "timed.py"
+    program.write_text(TIMING_PROGRAM)
+    first = map(str, (program, directory / "seconds.json", ended, turn))
+    # an older checkout has no --no-save
+    return (*timing.arguments[:index], *first, *timing.arguments[index + 1 :], "--out", str(directory / "run"))
+
+
+def output_of(process, timing, checkout):
+    """The standard output of a process. Raises RunFailed unless its exit code is 0."""
+    out, error = communicate(process)
+    if process.returncode:
+        raise RunFailed(f"{timing.name} in {checkout}: {error.strip()}")
+    return out
+
+
+def means_of_two(numbers):
+    """The means of numbers 0 and 1, of 2 and 3, ..."""
+    return [(a + b) / 2 for a, b in zip(numbers[::2], numbers[1::2], strict=False)]
+
+
+def seconds_of_steps(directory):
+    return json.loads((directory / "seconds.json").read_text())[WARM_UP:]
 
 
 def measure(timing, checkout):
     """Run a Timing in one checkout; return the median seconds per step, or the seconds per token (from --stats)."""
     with tempfile.TemporaryDirectory() as directory:
-        times_file, arguments = Path(directory) / "times.json", timing.arguments
-        if "--steps" in arguments:
-            # replace the last -m, that of the training module; the launcher has another one
-            index = max(number for number, argument in enumerate(arguments) if argument == "-m")
-            program = Path(directory) / "timed.py"
-            program.write_text(TIMING_PROGRAM)
-            arguments = (*arguments[:index], str(program), str(times_file), *arguments[index + 1 :])
-            arguments += ("--out", str(Path(directory) / "run"))  # an older checkout has no --no-save
-        process = start(arguments, checkout)
-        out, error = communicate(process)
-        if process.returncode:
-            raise RunFailed(f"{timing.name} in {checkout}: {error.strip()}")
-        if times_file.exists():
-            times = json.loads(times_file.read_text())[WARM_UP:]
-            return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        if "--steps" in timing.arguments:
+            output_of(start(timed(timing, Path(directory)), checkout), timing, checkout)
+            return statistics.median(seconds_of_steps(Path(directory)))
+        out = output_of(start(timing.arguments, checkout), timing, checkout)
         return float(re.search(r"([\d.]+) ms/token", out)[1]) / 1000
 
 
-def compare_speed(timings, other, rounds):
-    """Measure each Timing in both checkouts, and print its ratio. Returns the rows of the table.
+def measure_in_turns(timing, checkouts):
+    """Train in both checkouts, in turns A B B A, step by step; return {checkout: the mean seconds of each two steps}.
 
-    The checkouts take turns in the order A B B A, so that a slow change of the machine affects both equally.
+    The first step of a pair is slower, because the other process has used the caches; two steps contain one of each.
     """
+    runs = {}  # {checkout: (process, directory, pipe for "a step has ended", pipe for "begin the next one")}
+    with tempfile.TemporaryDirectory() as parent:
+        for number, checkout in enumerate(checkouts):
+            (ended, to_parent), (from_parent, turn) = os.pipe(), os.pipe()
+            directory = Path(parent) / str(number)
+            directory.mkdir()
+            process = start(timed(timing, directory, to_parent, from_parent), checkout, (to_parent, from_parent))
+            os.close(to_parent)
+            os.close(from_parent)
+            runs[checkout] = process, directory, ended, turn
+        order = list(runs)
+        running = all(os.read(runs[checkout][2], 1) for checkout in order)  # the first step of both has ended
+        while running:
+            for _, _, ended, turn in (runs[checkout] for checkout in order):
+                os.write(turn, b"x")
+                running = bool(os.read(ended, 1)) and running  # no byte: the process has ended
+            order.reverse()
+        for checkout, (process, _, ended, turn) in runs.items():
+            os.close(ended)
+            os.close(turn)  # a run that still waits goes on
+            output_of(process, timing, checkout)
+        return {checkout: means_of_two(seconds_of_steps(runs[checkout][1])) for checkout in checkouts}
+
+
+def measure_by_run(timing, checkouts, rounds):
+    """Run a Timing `rounds` times in each checkout, in the order A B B A; return {checkout: the seconds of each run}.
+
+    In this order a slow change of the machine affects both equally.
+    """
+    seconds = {checkout: [] for checkout in checkouts}
+    for index in range(rounds):
+        for checkout in checkouts if index % 2 else reversed(checkouts):
+            seconds[checkout].append(measure(timing, checkout))
+    return seconds
+
+
+def compare_speed(timings, other, rounds):
+    """Measure each Timing in both checkouts, and print its ratio. Returns the rows of the table."""
     rows = []
     for timing in timings:
-        seconds = {ROOT: [], other: []}
-        for index in range(rounds):
-            for checkout in (ROOT, other) if index % 2 else (other, ROOT):
-                seconds[checkout].append(measure(timing, checkout))
-        here, there = (statistics.median(seconds[checkout]) for checkout in (ROOT, other))
+        both = (ROOT, other)
+        seconds = measure_in_turns(timing, both) if timing.in_turns else measure_by_run(timing, both, rounds)
+        here, there = (statistics.median(seconds[checkout]) for checkout in both)
         ratios = [a / b for a, b in zip(seconds[other], seconds[ROOT], strict=True)]
         ratio, (low, high) = statistics.median(ratios), median_interval(ratios)
-        row = {"what": timing.name, "other": f"{there:.6f}", "here": f"{here:.6f}", "pairs": rounds}
+        row = {"what": timing.name, "other": f"{there:.6f}", "here": f"{here:.6f}", "pairs": len(ratios)}
         row |= {"ratio": f"{ratio:.3f}", "interval": f"{low:.3f} to {high:.3f}", "at least": timing.bound}
         rows.append(row | {"result": "holds" if ratio >= timing.bound else "slower"})
         print(f"{timing.name}: {ratio:.3f} of {', '.join(f'{a:.3f}' for a in ratios)}", file=sys.stderr, flush=True)
@@ -433,7 +495,12 @@ def main():
     add("--gpus", type=int, default=1, help="GPUs; stage 3 is compared if there are two (default 1)")
     add("--only", default="", metavar="TEXT", help="compare only the runs whose names contain this text")
     add("--speed", action="store_true", help="compare times instead of bits")
-    add("--rounds", type=int, default=4, help="with --speed: runs of each command in each checkout (default 4)")
+    add(
+        "--rounds",
+        type=int,
+        default=4,
+        help="with --speed: runs of each command that is not measured step by step (default 4)",
+    )
     add("--commit", help="the commit of this checkout, if the checkout has no .git")
     add("--save", action="store_true", help="write the table to results/")
     args = parser.parse_args()
