@@ -290,21 +290,21 @@ class Backend(ABC):
 
     @abstractmethod
     def clip(self, sums, clip):
-        """sums: from page_sums() -> norm = sqrt(their sum), grad_scale = min(1, clip / (norm + 1e-6)).
+        """sums: from page_sums() -> norm = sqrt(their sum), factor = min(1, clip / (norm + 1e-6)).
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
-        clip 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step does nothing.
+        clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
         Further arguments, given by engine/fast_trainer.py, are only for backends whose steps overlap or that scale the
         loss. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
-        grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss
-        scale before clipping, grad_scale after clipping, and the state is updated.
+        factor is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss
+        scale before clipping, factor after clipping, and the state is updated.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
-        """Update p, m, v (n) from the gradient g (n) * grad_scale: one step of AdamW (optimizer.py).
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+        """Update p, m, v (n) from the gradient g (n) * factor: one step of AdamW (optimizer.py).
 
-        m, v: the moments. scalars: from adamw_scalars(). If grad_scale (from clip) is NaN, nothing changes. decays
-        (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that receives
-        the new p, or None.
+        m, v: the moments. coefficients: from adamw_coefficients(). factor: from clip(); if it is NaN, nothing changes.
+        decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that
+        receives the new p, or None.
         """

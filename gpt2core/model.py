@@ -94,10 +94,10 @@ class Head:
         self.w = parameters[config.head]  # (V, C): the logits of y (..., C) are y @ w.T
         self.group = group
 
-    def __call__(self, x, targets, scale=None, loss=ops.unembed_cross_entropy):
-        """The loss of a Stream: see GPT2.loss. loss: the operation that computes it."""
+    def __call__(self, x, targets, scale=None, dloss=None):
+        """The loss of a Stream: see GPT2.loss. dloss: see ops.unembed_cross_entropy."""
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return loss(y, self.w, targets, scale, self.group)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss)
 
 
 class Block:

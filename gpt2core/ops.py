@@ -163,13 +163,16 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once."""
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
+    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once.
+
+    A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss, the
+    array of shape () with which backward() will be called, if it is given: fp16 scales the loss with it.
+    """
     V = w.shape[0] * group.size
     scale = checks.unembed_cross_entropy(x, w, targets, scale, V)
     backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
-    # scale and V: a backend may compute the gradients already here, while it has the logits
-    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V)
+    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
     loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
 
     def backward(dy):

@@ -39,7 +39,7 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * remaining
 
 
-def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
+def adamw_coefficients(step, lr, beta1, beta2, eps, weight_decay):
     """(3) float64 [rate, e, shrink]: the formula of AdamW as p = shrink p - rate m / (sqrt(v) + e).
 
     With c1 = 1 - beta1^step and c2 = 1 - beta2^step: (m / c1) / (sqrt(v / c2) + eps) is
@@ -77,9 +77,9 @@ class AdamW:
         self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters.shape, parameters.dtype) for _ in ("m", "v"))
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
-    def hyperparameters(self, step, lr):
-        """The numbers of update number `step` (from 1), in double precision: see adamw_scalars()."""
-        return adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
+    def coefficients(self, step, lr):
+        """The numbers of update number `step` (from 1), in double precision: see adamw_coefficients()."""
+        return adamw_coefficients(step, lr, *self.betas, self.eps, self.weight_decay)
 
     def norm_and_factor(self, gradients):
         """(the global norm of flat `gradients`, the factor that clips them), each of one element.
@@ -88,7 +88,7 @@ class AdamW:
         """
         return self.backend.clip(self.backend.page_sums(gradients), self.clip)
 
-    def update(self, gradients, factor, hyperparameters):
-        """Update the parameters from flat `gradients` * factor; see norm_and_factor() and hyperparameters()."""
+    def update(self, gradients, factor, coefficients):
+        """Update the parameters from flat `gradients` * factor; see norm_and_factor() and coefficients()."""
         p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
-        self.backend.adamw_step(p, m, v, gradients, hyperparameters, factor, self.decays, self.betas)
+        self.backend.adamw_step(p, m, v, gradients, coefficients, factor, self.decays, self.betas)

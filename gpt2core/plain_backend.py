@@ -168,13 +168,13 @@ class PlainBackend(Backend):
         return norm, np.float64(min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
 
     # -- AdamW: m and v are running means of g and of g^2;  p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)
-    #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_scalars() puts these divisors into rate and e
+    #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_coefficients() puts these divisors into rate and e
 
-    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
-        if math.isnan(grad_scale):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+        if math.isnan(factor):
             return
-        (rate, e, shrink), (beta1, beta2) = scalars.tolist(), betas
-        g = g * p.dtype.type(grad_scale)
+        (rate, e, shrink), (beta1, beta2) = coefficients.tolist(), betas
+        g = g * p.dtype.type(factor)
         m[...] = beta1 * m + (1 - beta1) * g
         v[...] = beta2 * v + (1 - beta2) * g * g
         decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)

@@ -58,19 +58,19 @@ class BaseTrainer:
         only the loss is not, the update was made: it does not read the loss.
         """
         start = time.perf_counter()
-        losses, norm = self.update(batch, self.optimizer.hyperparameters(self.steps + 1, lr))
+        losses, norm = self.update(batch, self.optimizer.coefficients(self.steps + 1, lr))
         loss, norm = self.total_loss([loss.item() for loss in losses]), norm.item()
         return self.report(loss, norm, lr, time.perf_counter() - start)
 
-    def update(self, batch, hyperparameters):
+    def update(self, batch, coefficients):
         """The formula of a step -> (losses of the micro-batches, gradient norm).
 
-        hyperparameters: the numbers of AdamW. The host reads no device value here, so that a device can capture this
+        coefficients: the numbers of AdamW. The host reads no device value here, so that a device can capture this
         method once and replay it.
         """
         losses = self.compute_gradients(batch)
         norm, factor = self.optimizer.norm_and_factor(self.gradients)
-        self.optimizer.update(self.gradients, factor, hyperparameters)
+        self.optimizer.update(self.gradients, factor, coefficients)
         return losses, norm
 
     def total_loss(self, losses):

@@ -379,18 +379,18 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
         return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
-    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
-        if math.isnan(grad_scale):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+        if math.isnan(factor):
             return
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
-        (rate, eps, shrink), (beta1, beta2), grad_scale = scalars.tolist(), betas, float(grad_scale)
+        (rate, eps, shrink), (beta1, beta2), factor = coefficients.tolist(), betas, float(factor)
         width = BLOCK // 2
         t, u = (self.empty((width,), p.dtype) for _ in range(2))
         for block, decay in decay_slices(decays, width):
             pb, gb, mb, vb = p[block], g[block], m[block], v[block]
             a, b = t[: len(pb)], u[: len(pb)]
-            if grad_scale != 1.0:
-                gb = np.multiply(gb, grad_scale, out=b)
+            if factor != 1.0:
+                gb = np.multiply(gb, factor, out=b)
             np.multiply(mb, beta1, out=mb)
             np.multiply(gb, 1 - beta1, out=a)
             np.add(mb, a, out=mb)

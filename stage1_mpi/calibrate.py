@@ -138,11 +138,11 @@ def update_rates(world, rates):
     """The bandwidth of the update and the seconds of a step besides, from a few steps on each rank by itself."""
     size, backend = 1 << 20, NumpyBackend()
     p, m, v, g = (np.zeros(size, np.float32) for _ in range(4))
-    decays, scalars = np.zeros(size // 1024, np.int32), np.array([1e-3, 1e-8, 1.0])
+    decays, coefficients = np.zeros(size // 1024, np.int32), np.array([1e-3, 1e-8, 1.0])
 
     def update():
         backend.page_sums(g)
-        backend.adamw_step(p, m, v, g, scalars, np.float64(1.0), decays, (0.9, 0.999), None)
+        backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.999), None)
 
     bandwidth = 8 * p.nbytes / fastest(world, update, 10)
     trainer = FastTrainer(CONFIG, [backend], batch_size=8, seq_len=CONFIG.block_size, micro_batches=1, world=Solo())

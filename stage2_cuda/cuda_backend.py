@@ -408,20 +408,20 @@ class CudaBackend(FusedHead, Backend):
         return sums
 
     def clip(self, sums, clip, loss_scale=None, interval=0, stop=None):
-        squares, norm, grad_scale = self.xp.empty(SEGMENTS, np.float64), self.floats(1), self.floats(1)
+        squares, norm, factor = self.xp.empty(SEGMENTS, np.float64), self.floats(1), self.floats(1)
         segment_sum(squares, sums)
         if stop is None and loss_scale is None:  # the norm of the parameters, for a checkpoint
             # A stop of 0 does not change the result. With it the kernel is the variant that training steps use; without
             # it the first checkpoint would wait until another variant is compiled.
             stop = self.zeros(1, "float32")
-        adamw.clip_scale(grad_scale, norm, squares, clip, loss_scale, interval, stop)
-        return norm, grad_scale
+        adamw.clip_scale(factor, norm, squares, clip, loss_scale, interval, stop)
+        return norm, factor
 
-    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         array, rounding_arguments = None if copy is None else copy.array, ()
         if copy is not None and copy.key is not None:  # stochastic rounding
             array, rounding_arguments = array.view(np.uint16), (self.asarray(copy.key), copy.offset)
-        adamw.adamw_step(p, m, v, array, g, self.asarray(scalars), grad_scale, decays, *betas, *rounding_arguments)
+        adamw.adamw_step(p, m, v, array, g, self.asarray(coefficients), factor, decays, *betas, *rounding_arguments)
 
 
 def dtype_of(name):

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpt2core.arena import round_up
 from gpt2core.parallel.gpu_memory import CHUNK_LOGITS, LOGITS_ALIGNMENT
-from gpt2core.tensor import is_recording
+from gpt2core.tensor import AutogradError, is_recording
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
 
@@ -52,12 +52,15 @@ class FusedHead:
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *arguments)
                 self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
                 del logits  # frees the memory before the logits of the next chunk are allocated
-        return *statistics, (dx, dw, dloss is not None) if with_gradients else None
+        return *statistics, (dx, dw, dloss) if with_gradients else None
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:  # forward has computed the gradients, for dy if it was known, otherwise for dy = 1
-            dx, dw, includes_dy = aux
-            dx, dw = (dx, dw) if includes_dy else (self.times(dx, dy), self.times(dw, dy))
+            dx, dw, dloss = aux
+            if dloss is None:
+                dx, dw = self.times(dx, dy), self.times(dw, dy)
+            elif dy is not dloss:
+                raise AutogradError("unembed_cross_entropy: call backward() with the dloss that forward was given")
             return dx.reshape(x.shape), dw
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
         shape, x = x.shape, rows(x)

@@ -15,7 +15,7 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
-from gpt2core.optimizer import adamw_scalars
+from gpt2core.optimizer import adamw_coefficients
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
@@ -77,7 +77,7 @@ def overrides(backend, config):
     w, b, w1, b1, w2 = normal(C), normal(C), 0.02 * normal(C, 4 * C), normal(4 * C), 0.02 * normal(4 * C, C)
     wte, wpe, ids, targets = normal(V, C), normal(T, C), rng.integers(0, V, (B, T)), rng.integers(0, V, B * T)
     (p, m, v, g), decays = (abs(normal(BLOCKS * 1024)) for _ in range(4)), np.ones(BLOCKS, np.int32)
-    scalars = adamw_scalars(1, 1e-3, 0.9, 0.99, 1e-8, 0.1)
+    coefficients = adamw_coefficients(1, 1e-3, 0.9, 0.99, 1e-8, 0.1)
 
     def linear():
         backend.linear_forward(x, w1, b1)
@@ -108,7 +108,7 @@ def overrides(backend, config):
         backend.page_sums(g)
 
     def adamw_step():
-        backend.adamw_step(p, m, v, g, scalars, np.float64(1.0), decays, (0.9, 0.99))
+        backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.99))
 
     kernels = linear, mlp, residual_layernorm, attention, embedding, unembed_cross_entropy, page_sums, adamw_step
     return {kernel.__name__: kernel for kernel in kernels}

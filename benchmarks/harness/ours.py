@@ -45,7 +45,7 @@ def overlapped_steps(trainer, windows, count):
 
 def update_function(trainer, inputs, targets):
     """Return a function that launches the kernels of one update for this batch from Python, without a CUDA graph."""
-    arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
+    arguments = trainer.prepare(inputs, targets), trainer.optimizer.coefficients(trainer.steps + 1, LR)
     return functools.partial(trainer.compile_update(capture=False), *arguments)
 
 
@@ -139,8 +139,8 @@ class ProfiledSteps(CudaSteps):
 
     def arguments(self):
         """The arguments of compute_update() for the last batch."""
-        hyperparameters = self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
-        return self.trainer.prepare(*self.last_batch), hyperparameters
+        coefficients = self.trainer.optimizer.coefficients(self.trainer.steps + 1, LR)
+        return self.trainer.prepare(*self.last_batch), coefficients
 
     def compute_update(self):
         """Launch the kernels of one update for the last batch from Python."""
@@ -203,8 +203,8 @@ def eager_function(passes, kind):
     """A function without arguments that launches one kind of Passes from Python, without a CUDA graph."""
     trainer, runtime = passes.trainer, passes.backend.runtime
     if kind == "step":
-        hyperparameters = trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
-        return functools.partial(trainer.compile_update(capture=False), passes.batch, hyperparameters)
+        coefficients = trainer.optimizer.coefficients(trainer.steps + 1, LR)
+        return functools.partial(trainer.compile_update(capture=False), passes.batch, coefficients)
     function = {"forward": passes.forward, "forward + backward": passes.forward_and_backward}[kind]
     return functools.partial(runtime.compile_step(function, capture=False), passes.batch)
 

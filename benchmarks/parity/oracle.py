@@ -299,12 +299,12 @@ def page_sums(i):
 
 def clip(i):
     size = math.sqrt(i.sums.sum())
-    return of(norm=np.array(size), grad_scale=np.array(min(1.0, i.clip / (size + 1e-6)) if i.clip else 1.0))
+    return of(norm=np.array(size), factor=np.array(min(1.0, i.clip / (size + 1e-6)) if i.clip else 1.0))
 
 
 def adamw_step(i):
-    (rate, eps, shrink), (beta1, beta2) = i.scalars, i.betas
-    g = i.g * float(np.reshape(i.grad_scale, ()))
+    (rate, eps, shrink), (beta1, beta2) = i.coefficients, i.betas
+    g = i.g * float(np.reshape(i.factor, ()))
     m, v = beta1 * i.m + (1 - beta1) * g, beta2 * i.v + (1 - beta2) * g * g
     decay = np.repeat(np.asarray(i.decays, bool), len(i.p) // len(i.decays))
     return of(m=m, v=v, p=np.where(decay, shrink, 1.0) * i.p - rate * m / (np.sqrt(v) + eps))

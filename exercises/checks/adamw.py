@@ -9,8 +9,8 @@ FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.8, 0.95, 1e-3, 0.1
 
 
-def adamw_scalars():
-    from gpt2core.optimizer import adamw_scalars
+def adamw_coefficients():
+    from gpt2core.optimizer import adamw_coefficients
 
     for step in (1, 3):
         c1, c2 = 1 - BETA1**step, 1 - BETA2**step
@@ -33,23 +33,23 @@ def adamw_scalars():
             ([LR / c1 * root, EPS * root, 1 - DECAY], "shrink lacks the learning rate: it is 1 - lr * weight_decay."),
         ]
         want = np.array([LR / c1 * root, EPS * root, shrink])
-        got = adamw_scalars(step, LR, BETA1, BETA2, EPS, DECAY)
-        expect(f"adamw_scalars(step={step})", got, want, FP64, wrong, "the body of adamw_scalars")
+        got = adamw_coefficients(step, LR, BETA1, BETA2, EPS, DECAY)
+        expect(f"adamw_coefficients(step={step})", got, want, FP64, wrong, "the body of adamw_coefficients")
 
 
-def adamw_run(steps, grad_scale=1.0, decays=(1, 0)):
+def adamw_run(steps, factor=1.0, decays=(1, 0)):
     """(p, m, v) of the student's adamw_step after some steps from p0, and the gradients; two arena blocks."""
     from stage0_serial.numpy_backend import NumpyBackend
 
-    scalars = real("gpt2core/optimizer.py").adamw_scalars
+    coefficients = real("gpt2core/optimizer.py").adamw_coefficients
     rng = random(4)
     p, m, v = rng.standard_normal(2048), np.zeros(2048), np.zeros(2048)
     start, gradients = p.copy(), [rng.standard_normal(2048) * 0.1 for _ in range(steps)]
     backend = NumpyBackend("fp64")
     for number, g in enumerate(gradients, 1):
-        numbers, flags = scalars(number, LR, BETA1, BETA2, EPS, DECAY), np.array(decays, np.int32)
+        numbers, flags = coefficients(number, LR, BETA1, BETA2, EPS, DECAY), np.array(decays, np.int32)
         given = g.copy()
-        backend.adamw_step(p, m, v, given, numbers, np.float64(grad_scale), flags, (BETA1, BETA2))
+        backend.adamw_step(p, m, v, given, numbers, np.float64(factor), flags, (BETA1, BETA2))
         expect_unchanged("adamw_step", "its input g", given, g)
     return (p, m, v), start, gradients
 
@@ -148,13 +148,13 @@ def adamw_parameters():
 
 
 def adamw_scale():
-    (_, m, _), _, (g,) = adamw_run(1, grad_scale=0.5)
-    wrong = [((1 - BETA1) * g, "grad_scale is ignored: the gradient is g * grad_scale.")]
-    expect("m with grad_scale 0.5", m, (1 - BETA1) * 0.5 * g, FP64, wrong, "grad_scale in adamw_step")
-    (p, m, v), start, _ = adamw_run(1, grad_scale=float("nan"))
-    hint = "grad_scale is NaN after a gradient that is not finite: adamw_step must return before it changes anything"
+    (_, m, _), _, (g,) = adamw_run(1, factor=0.5)
+    wrong = [((1 - BETA1) * g, "The argument factor is ignored: the gradient is g * factor.")]
+    expect("m with a factor of 0.5", m, (1 - BETA1) * 0.5 * g, FP64, wrong, "factor in adamw_step")
+    (p, m, v), start, _ = adamw_run(1, factor=float("nan"))
+    hint = "factor is NaN after a gradient that is not finite: adamw_step must return before it changes anything"
     for name, got, want in (("p", p, start), ("m", m, 0 * start), ("v", v, 0 * start)):
-        expect(f"{name} with a grad_scale of NaN", got, want, 0, [(np.full(2048, np.nan), hint + ".")], hint)
+        expect(f"{name} with a factor of NaN", got, want, 0, [(np.full(2048, np.nan), hint + ".")], hint)
 
 
 def adamw_model():

@@ -76,7 +76,7 @@ class FastTrainer(ParallelTrainer):
 
     def launch(self, step):
         """Launch a PendingStep on the device."""
-        step.results = self.compiled(step.batch, self.optimizer.hyperparameters(step.number, step.lr))
+        step.results = self.compiled(step.batch, self.optimizer.coefficients(step.number, step.lr))
         if self.tuned is None:  # the first step has timed kernels: all ranks use rank 0's choices
             self.tuned = self.world.broadcast_object(self.backend.runtime.tuned)
             self.load_tuned(self.tuned, final=True)

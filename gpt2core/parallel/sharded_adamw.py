@@ -27,10 +27,10 @@ def check_rounding(rounding, backend):
         )
 
 
-class Hyperparameters(NamedTuple):
+class Coefficients(NamedTuple):
     """The numbers of one update. They are arrays: kernels read them at fixed addresses, so a step can be replayed."""
 
-    scalars: np.ndarray  # (3) float64, from adamw_scalars()
+    adamw: np.ndarray  # (3) float64, from adamw_coefficients()
     key: np.ndarray | None  # (1) int64, from rounding_key(), or None
 
 
@@ -53,9 +53,9 @@ class DividedAdamW(AdamW):
         self.clip_options = {}  # further arguments of Backend.clip
         self.updating = False  # whether an update has begun that no report() of a trainer has counted
 
-    def hyperparameters(self, step, lr):
+    def coefficients(self, step, lr):
         key = None if self.seed is None else rounding_key(self.seed, step)
-        return Hyperparameters(super().hyperparameters(step, lr), key)
+        return Coefficients(super().coefficients(step, lr), key)
 
     def pieces(self, key):
         """[(slice of the flat arrays, its first index in the arena)], each for one call of a kernel that rounds."""
@@ -72,10 +72,10 @@ class DividedAdamW(AdamW):
         with self.backend.runtime.range("optimizer"):
             return self.backend.clip(self.page_sums(gradients), self.clip, **self.clip_options)
 
-    def update(self, gradients, factor, hyperparameters):
+    def update(self, gradients, factor, coefficients):
         self.updating = True  # until report(): a step that is interrupted after this point is not continued
         with self.backend.runtime.range("optimizer"):
-            self.update_own(gradients, factor, hyperparameters)
+            self.update_own(gradients, factor, coefficients)
             self.clear_padding(self.all_parameters)
             self.clear_padding(self.compute_parameters)
             self.share_update()
@@ -83,7 +83,7 @@ class DividedAdamW(AdamW):
     def share_update(self):
         """Send what the owners have updated to each other; by default nothing is sent."""
 
-    def update_own(self, gradients, factor, hyperparameters):
+    def update_own(self, gradients, factor, coefficients):
         """Do the work of update() for the parameters whose moments this rank has."""
         raise NotImplementedError
 
@@ -157,13 +157,13 @@ class ShardedAdamW(DividedAdamW):
         if self.gathers:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
-    def update_own(self, gradients, factor, hyperparameters):
+    def update_own(self, gradients, factor, coefficients):
         def update(backend, share):
             copy = None
             if self.compute_copy is not None:
-                copy = ParameterCopy(self.compute_copy[share], hyperparameters.key, share.start)
+                copy = ParameterCopy(self.compute_copy[share], coefficients.key, share.start)
             *arrays, decays = self.arrays(share, gradients)
-            backend.adamw_step(*arrays, hyperparameters.scalars, factor, decays, self.betas, copy)
+            backend.adamw_step(*arrays, coefficients.adamw, factor, decays, self.betas, copy)
 
         self.map_own(update)
 

@@ -7,8 +7,8 @@ one after the other (gpt2core/arena.py).
     p = (1 - lr weight_decay) p - rate m / (sqrt(v) + eps'),  rate = lr sqrt(c2) / c1,  eps' = eps sqrt(c2)
 
 with c1 = 1 - beta1^step and c2 = 1 - beta2^step. A CUDA graph of the step is replayed with the same kernel arguments.
-Therefore the kernels read every value that changes from step to step from device memory. The host uploads three scalars
-and the key of stochastic rounding; clip_scale() computes the factor `grad_scale` from the gradient norm.
+Therefore the kernels read every value that changes from step to step from device memory. The host uploads three
+coefficients and the key of stochastic rounding; clip_scale() computes the argument `factor` from the gradient norm.
 """
 
 import triton
@@ -21,17 +21,17 @@ BLOCK = 1024  # elements per program: one page of the arena; weight decay applie
 PAGES_PER_PROGRAM = 2  # pages whose squares one program of squares_kernel adds
 
 
-def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
-    """Update p, m, v (n) float32 with the gradient g (n) float32 * grad_scale. If grad_scale is NaN, do nothing.
+def adamw_step(p, m, v, compute_copy, g, coefficients, factor, decay_flags, beta1, beta2, philox_key=None, offset=0):
+    """Update p, m, v (n) float32 with the gradient g (n) float32 * factor. If factor is NaN, do nothing.
 
     compute_copy (n): receives the new p, rounded to nearest in the dtype of compute_copy; None: no copy is written.
-    scalars (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_scalars() on the device,
-    float32 or float64 (rounded to float32 here). grad_scale (1) float32 on the device; None means 1.
+    coefficients (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_coefficients() on the
+    device, float32 or float64 (rounded to float32 here). factor (1) float32 on the device; None means 1.
     decay_flags (n / 1024) integers: nonzero for a block of 1024 elements with weight decay; None: all blocks have it.
     philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device, for stochastic rounding of the copy, or None.
     With a key, compute_copy is uint16 and receives the bits of bfloat16 numbers; `offset` is the arena index of p[0].
     """
-    arguments = p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, p.size
+    arguments = p, m, v, compute_copy, g, coefficients, factor, decay_flags, p.size
     betas = float(beta1), float(1 - beta1), float(beta2), float(1 - beta2)
     grid = (triton.cdiv(p.size, BLOCK),)
     launch(adamw_kernel, grid, *arguments, *betas, philox_key, offset, BLOCK=BLOCK, num_warps=4)
@@ -50,40 +50,40 @@ def page_sums(out, flat):
         launch(squares_kernel, grid, out, flat, out.size, **options)
 
 
-def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_interval=0, stop=None):
-    """norm (1) float32 = sqrt(the sum of `squares`); grad_scale (1) float32 = min(1, max_norm / (norm + 1e-6)).
+def clip_scale(factor, norm, squares, max_norm, loss_scale=None, growth_interval=0, stop=None):
+    """norm (1) float32 = sqrt(the sum of `squares`); factor (1) float32 = min(1, max_norm / (norm + 1e-6)).
 
     squares (S) float64: the sums of equal segments of page_sums() (segment_sum.py). max_norm 0: no clipping,
-    grad_scale is 1. If the norm is infinity or NaN, grad_scale is NaN, and adamw_step() then changes nothing.
+    factor is 1. If the norm is infinity or NaN, factor is NaN, and adamw_step() then changes nothing.
     loss_scale (2) float32 [scale, finite_steps], or None without dynamic loss scaling. The gradients are `scale` times
-    too large, so norm and grad_scale are divided by `scale`. This function also updates the array: `scale` is halved if
+    too large, so norm and factor are divided by `scale`. This function also updates the array: `scale` is halved if
     the norm is not finite, and doubled after `growth_interval` finite norms in a row, which `finite_steps` counts. stop
     (1) float32, at first 0, or None. A norm that is not finite sets `stop` to NaN. Each later call adds `stop` to
-    grad_scale, so all later steps change nothing, also those that the host started before it read the norm.
+    factor, so all later steps change nothing, also those that the host started before it read the norm.
     """
-    arguments = grad_scale, norm, squares, loss_scale, stop, squares.size, float(max_norm), float(growth_interval)
+    arguments = factor, norm, squares, loss_scale, stop, squares.size, float(max_norm), float(growth_interval)
     launch(clip_kernel, (1,), *arguments, BLOCK=triton.next_power_of_2(squares.size), num_warps=1)
 
 
 @triton.jit
 def adamw_kernel(
-    p_ptr, m_ptr, v_ptr, compute_copy_ptr, g_ptr, scalars_ptr, grad_scale_ptr, decay_flags_ptr, n,
+    p_ptr, m_ptr, v_ptr, compute_copy_ptr, g_ptr, coefficients_ptr, factor_ptr, decay_flags_ptr, n,
     beta1, one_minus_beta1, beta2, one_minus_beta2, philox_key_ptr, offset, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (n / BLOCK): each program updates one block of p, m, v and compute_copy. Arguments as in adamw_step()."""
     block = tl.program_id(0)
     offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rate = tl.load(scalars_ptr).to(tl.float32)
-    eps = tl.load(scalars_ptr + 1).to(tl.float32)
-    decay = tl.load(scalars_ptr + 2).to(tl.float32)  # 1 - lr weight_decay
-    grad_scale = 1.0
-    if grad_scale_ptr is not None:
-        grad_scale = tl.load(grad_scale_ptr)
-        n = tl.where(grad_scale >= 0, n, 0)  # NaN >= 0 is false: the mask is then false everywhere, nothing is stored
+    rate = tl.load(coefficients_ptr).to(tl.float32)
+    eps = tl.load(coefficients_ptr + 1).to(tl.float32)
+    decay = tl.load(coefficients_ptr + 2).to(tl.float32)  # 1 - lr weight_decay
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+        n = tl.where(factor >= 0, n, 0)  # NaN >= 0 is false: the mask is then false everywhere, nothing is stored
     if decay_flags_ptr is not None:
         decay = tl.where(tl.load(decay_flags_ptr + block) != 0, decay, 1.0)
     mask = offs < n
-    g = tl.load(g_ptr + offs, mask, 0) * grad_scale
+    g = tl.load(g_ptr + offs, mask, 0) * factor
     m = beta1 * tl.load(m_ptr + offs, mask, 0) + one_minus_beta1 * g
     v = beta2 * tl.load(v_ptr + offs, mask, 0) + one_minus_beta2 * g * g
     p = decay * tl.load(p_ptr + offs, mask, 0) - rate * (m / (tl.sqrt(v) + eps))
@@ -108,7 +108,7 @@ def squares_kernel(partials_ptr, flat_ptr, n_pages, PAGES_PER_PROGRAM: tl.conste
 
 @triton.jit
 def clip_kernel(
-    grad_scale_ptr, norm_ptr, squares_ptr, loss_scale_ptr, stop_ptr, n, max_norm, growth_interval, BLOCK: tl.constexpr
+    factor_ptr, norm_ptr, squares_ptr, loss_scale_ptr, stop_ptr, n, max_norm, growth_interval, BLOCK: tl.constexpr
 ):
     """Grid (1): one program computes clip_scale(). n: the number of squares, at most BLOCK."""
     offs = tl.arange(0, BLOCK)
@@ -123,10 +123,10 @@ def clip_kernel(
         tl.store(loss_scale_ptr, tl.where(overflow, loss_scale / 2, grown))
         tl.store(loss_scale_ptr + 1, tl.where(overflow | (finite_steps >= growth_interval), 0.0, finite_steps))
     norm *= unscale
-    grad_scale = unscale * tl.where(max_norm > 0, tl.minimum(1.0, max_norm / (norm + 1e-6)), 1.0)
-    grad_scale = tl.where(norm < float("inf"), grad_scale, float("nan"))
+    factor = unscale * tl.where(max_norm > 0, tl.minimum(1.0, max_norm / (norm + 1e-6)), 1.0)
+    factor = tl.where(norm < float("inf"), factor, float("nan"))
     if stop_ptr is not None:
-        grad_scale += tl.load(stop_ptr)
+        factor += tl.load(stop_ptr)
         tl.store(stop_ptr, tl.where(norm < float("inf"), tl.load(stop_ptr), float("nan")))
     tl.store(norm_ptr, norm)
-    tl.store(grad_scale_ptr, grad_scale)
+    tl.store(factor_ptr, factor)

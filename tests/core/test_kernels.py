@@ -14,7 +14,7 @@ from gpt2core import ops, primitives
 from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import adamw_scalars
+from gpt2core.optimizer import adamw_coefficients
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
@@ -644,8 +644,8 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        scalars = adamw_scalars(step, options["lr"], *options["betas"], options["eps"], weight_decay)
-        backend.adamw_step(p, m, v, g, scalars, clip_scale, decays, options["betas"])
+        coefficients = adamw_coefficients(step, options["lr"], *options["betas"], options["eps"], weight_decay)
+        backend.adamw_step(p, m, v, g, coefficients, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
@@ -654,16 +654,16 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
     n, betas = 69 * 1024, (0.9, 0.999)
-    scalars, decays = adamw_scalars(3, 1e-3, *betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    coefficients, decays = adamw_coefficients(3, 1e-3, *betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
     decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]
     parts = [array.copy() for array in whole]
-    backend.adamw_step(*whole, g, scalars, 0.5, decays, betas)
+    backend.adamw_step(*whole, g, coefficients, 0.5, decays, betas)
     for edges in ((0, 1), (1, 4), (4, 50), (50, 69)):
         part, own_decays = slice(edges[0] * 1024, edges[1] * 1024), decays[slice(*edges)]
         own = [array[part] for array in parts]
-        backend.adamw_step(*own, g[part], scalars, 0.5, own_decays, betas)
+        backend.adamw_step(*own, g[part], coefficients, 0.5, own_decays, betas)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
 
@@ -671,7 +671,7 @@ def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
 def test_adamw_writes_the_new_parameters_to_a_copy(backend, rng):
     n, betas = 1024, (0.9, 0.999)
     p, m, v = (rng.random(n).astype(backend.dtype) for _ in range(3))
-    arguments = normal(rng, backend, n), adamw_scalars(3, 1e-3, *betas, 1e-8, 0.1)
+    arguments = normal(rng, backend, n), adamw_coefficients(3, 1e-3, *betas, 1e-8, 0.1)
     array, decays = np.zeros(n, np.float16), np.ones(1, np.int32)
     backend.adamw_step(p, m, v, *arguments, np.nan, decays, betas, ParameterCopy(array))
     assert not array.any()  # nothing changes

@@ -73,11 +73,11 @@ class ReplayingBackend(NumpyBackend):
         self.runtime = ReplayingRuntime()
 
     def clip(self, sums, clip, stop=None):
-        norm, grad_scale = super().clip(sums, clip)
+        norm, factor = super().clip(sums, clip)
         if stop is not None:  # None: the norm of the parameters
             stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
-            grad_scale = grad_scale + np.float64(stop[0])
-        return norm, grad_scale
+            factor = factor + np.float64(stop[0])
+        return norm, factor
 
 
 def trainer_of(backend, world=None, **options):

@@ -356,7 +356,7 @@ def test_another_exercise_of_the_file_may_be_unfinished(tmp_path):
     real, file = copy_of(0, tmp_path / "real"), "stage0_serial/numpy_backend.py"
     shutil.copy(real / "gpt2core/optimizer.py", tmp_path / "new/gpt2core/optimizer.py")
     stripped, text = ((tmp_path / name / file).read_text(encoding="utf-8") for name in ("new", "real"))
-    body = text[text.index("        if math.isnan(grad_scale):\n            return\n        # p -= lr") :]
+    body = text[text.index("        if math.isnan(factor):\n            return\n        # p -= lr") :]
     body = body[: body.index("\n\n\ndef decay_slices")]
     line = re.search(r'        raise NotImplementedError\("exercise 0.4:.*', stripped)[0]
     (tmp_path / "new" / file).write_text(stripped.replace(line, body), encoding="utf-8")

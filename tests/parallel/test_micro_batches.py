@@ -783,7 +783,7 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
             group["lr"] = lr
         reference.step()
         again, scale = ours.norm_and_factor(gradients)
-        ours.update(gradients, scale, ours.hyperparameters(step + 1, lr))
+        ours.update(gradients, scale, ours.coefficients(step + 1, lr))
         assert again == norm
         assert_array_equal(gradients, untouched)
         for name, parameter in theirs.items():
@@ -804,7 +804,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
         flat = start.copy()
         optimizer = AdamW(arena, flat, WorkerPool(backends(threads, precision)), weight_decay=0.1, clip=1.0)
         norm, scale = optimizer.norm_and_factor(gradients)
-        optimizer.update(gradients, scale, optimizer.hyperparameters(1, 1e-2))
+        optimizer.update(gradients, scale, optimizer.coefficients(1, 1e-2))
         assert optimizer.norm(gradients) == norm
         results.append((norm.item(), flat.tobytes()))
     assert len(set(results)) == 1

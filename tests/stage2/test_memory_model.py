@@ -82,7 +82,7 @@ def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
     prepared = trainer.prepare(*windows.batch(0, batch))
-    return trainer, lambda: trainer.compiled(prepared, trainer.optimizer.hyperparameters(1, 1e-3))
+    return trainer, lambda: trainer.compiled(prepared, trainer.optimizer.coefficients(1, 1e-3))
 
 
 def peak_of(*args, steps=1, **options):

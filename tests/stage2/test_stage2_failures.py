@@ -162,7 +162,7 @@ def test_a_profiler_shows_the_phases_of_a_step_and_their_ops(monkeypatch):
     backend = CudaBackend()
     nvtx.annotate(backend, ranges)
     trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_batches=2)
-    batch, hyper = trainer.prepare(*np.zeros((2, 2, 8), np.int64)), trainer.optimizer.hyperparameters(1, 1e-3)
+    batch, hyper = trainer.prepare(*np.zeros((2, 2, 8), np.int64)), trainer.optimizer.coefficients(1, 1e-3)
     with np.errstate(all="ignore"):
         trainer.compiled(batch, hyper)
     assert ranges.open == []

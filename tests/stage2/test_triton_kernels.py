@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.arena import PAGE  # noqa: E402
-from gpt2core.optimizer import adamw_scalars  # noqa: E402
+from gpt2core.optimizer import adamw_coefficients  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rotary  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
@@ -408,22 +408,22 @@ def test_cross_entropy_of_extreme_logits_equals_float64(rng, oracle, vocab):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("n", [1, 1000, 3 * PAGE, pytest.param(300 * PAGE + 5, marks=gpu)])
-@pytest.mark.parametrize("grad_scale", [None, 0.5])
-def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_adamw_equals_stage_0(rng, oracle, dtype, n, factor):
     lr, beta1, beta2, eps, decay = 3e-3, 0.9, 0.95, 1e-6, 0.1
     start = (rng.standard_normal(n) * 0.02).astype(np.float32)
     p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
     p64, m64, v64 = start.astype(np.float64), np.zeros(n), np.zeros(n)
-    scale = None if grad_scale is None else device(np.array([grad_scale], np.float32))
+    scale = None if factor is None else device(np.array([factor], np.float32))
     decays = (np.arange(-(-n // PAGE)) % 2 == 0).astype(np.int8)
     flags = device(decays)
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
-        scalars = device(adamw_scalars(step, lr, beta1, beta2, eps, decay))
-        adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
-        exact = adamw_scalars(step, lr, beta1, beta2, eps, decay)
-        oracle.adamw_step(p64, m64, v64, g64, exact, grad_scale or 1.0, decays, (beta1, beta2))
+        coefficients = device(adamw_coefficients(step, lr, beta1, beta2, eps, decay))
+        adamw.adamw_step(p, m, v, copy, g, coefficients, scale, flags, beta1, beta2)
+        exact = adamw_coefficients(step, lr, beta1, beta2, eps, decay)
+        oracle.adamw_step(p64, m64, v64, g64, exact, factor or 1.0, decays, (beta1, beta2))
         near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
         # the update p - start: the rounding of p is relative to start, and 0.02 / 0.003 larger relative to the update;
@@ -444,8 +444,8 @@ def test_adamw_equals_pytorch(rng):
         g, g64 = normal(rng, FP32, 700)
         reference.grad = torch.tensor(g64)
         optimizer.step()
-        scalars = device(adamw_scalars(step, options["lr"], *options["betas"], options["eps"], 0.3))
-        adamw.adamw_step(p, m, v, None, g, scalars, None, None, *options["betas"])
+        coefficients = device(adamw_coefficients(step, options["lr"], *options["betas"], options["eps"], 0.3))
+        adamw.adamw_step(p, m, v, None, g, coefficients, None, None, *options["betas"])
     near(host(p) - start, reference.detach().numpy() - start)
 
 
@@ -453,25 +453,25 @@ def test_adamw_equals_pytorch(rng):
 def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
     n = 2 * PAGE + 3
     lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
-    exact = adamw_scalars(step, lr, beta1, beta2, eps, decay)
+    exact = adamw_coefficients(step, lr, beta1, beta2, eps, decay)
     start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
     results = []
-    for scalars in (exact.astype(np.float32), exact):
+    for coefficients in (exact.astype(np.float32), exact):
         arrays = [device(array.copy()) for array in start]
-        adamw.adamw_step(*arrays, None, g, device(scalars), None, None, beta1, beta2)
+        adamw.adamw_step(*arrays, None, g, device(coefficients), None, None, beta1, beta2)
         results.append([host(array) for array in arrays])
     for got, want in zip(*results, strict=True):
         assert_array_equal(got, want)
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
-    n, scalars = 5 * PAGE, device(adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    n, coefficients = 5 * PAGE, device(adamw_coefficients(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
     whole = [device(rng.random(n).astype(np.float32)) for _ in range(3)]
     parts = [array.copy() for array in whole]
-    adamw.adamw_step(*whole, None, g, scalars, scale, None, 0.9, 0.999)
+    adamw.adamw_step(*whole, None, g, coefficients, scale, None, 0.9, 0.999)
     for part in (slice(0, 2 * PAGE), slice(2 * PAGE, 3 * PAGE), slice(3 * PAGE, n)):
-        adamw.adamw_step(*(array[part] for array in parts), None, g[part], scalars, scale, None, 0.9, 0.999)
+        adamw.adamw_step(*(array[part] for array in parts), None, g[part], coefficients, scale, None, 0.9, 0.999)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(host(got), host(want))
 
@@ -524,10 +524,10 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
     scale, _ = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 1.0), [((1,), FP32)] * 2)
     assert np.isnan(scale).all()
     arrays = [device(rng.random(2000).astype(np.float32)) for _ in range(4)]
-    g, scalars = normal(rng, FP32, 2000)[0], device(adamw_scalars(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    g, coefficients = normal(rng, FP32, 2000)[0], device(adamw_coefficients(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g[3] = bad
     before = [array.copy() for array in arrays]
-    adamw.adamw_step(*arrays, g, scalars, device(scale), None, 0.9, 0.999)
+    adamw.adamw_step(*arrays, g, coefficients, device(scale), None, 0.9, 0.999)
     for after, array in zip(arrays, before, strict=True):
         assert_array_equal(host(after), host(array))
 

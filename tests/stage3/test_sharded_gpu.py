@@ -43,8 +43,8 @@ class Rounded(CudaBackend):
             round_to_bf16(rounded := np.empty(x.shape, np.uint16), x, key, offset)
         out.view(np.uint32)[...] = rounded.astype(np.uint32) << 16
 
-    def adamw_step(self, p, m, v, g, scalars, grad_scale, decays, betas, copy=None):
-        super().adamw_step(p, m, v, g, scalars, grad_scale, decays, betas)
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+        super().adamw_step(p, m, v, g, coefficients, factor, decays, betas)
         self.cast(p, copy.array, copy.key, copy.offset)
 
 

@@ -237,7 +237,7 @@ def train(config, precision, batch, **options):
     windows = Windows(np.zeros(batch * T + 1, np.int32), T)
     sizes = dict(batch_size=batch, seq_len=T, micro_batches=1)
     trainer = FastTrainer(config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options))
-    trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.hyperparameters(1, 1e-3))
+    trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.coefficients(1, 1e-3))
     with contextlib.suppress(Diverged):  # the loss is uninitialised memory
         evaluate(trainer, windows)
     trainer.optimizer.refresh_copy(1)

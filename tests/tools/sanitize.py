@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed
 
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.optimizer import adamw_scalars  # noqa: E402
+from gpt2core.optimizer import adamw_coefficients  # noqa: E402
 from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
@@ -174,12 +174,12 @@ def launch_matmul(a):
 
 def launch_adamw(a):
     n = 3 * adamw.BLOCK + 7
-    scalars = a.xp.asarray(adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    coefficients = a.xp.asarray(adamw_coefficients(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     p, m, v, g = (a.f(n) for _ in range(4))
-    adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
-    adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
+    adamw.adamw_step(p, m, v, None, g, coefficients, None, None, 0.9, 0.95)
+    adamw.adamw_step(p, m, v, a.x(n), g, coefficients, a.f(1), a.i(4, high=2), 0.9, 0.95)
     philox_key, bits = a.xp.asarray(rounding_key(1, 2)), a.xp.empty(n, np.uint16)
-    adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, philox_key, 4096)
+    adamw.adamw_step(p, m, v, bits, g, coefficients, a.f(1), a.i(4, high=2), 0.9, 0.95, philox_key, 4096)
     rounding.round_to_bf16(bits, p, philox_key)
     squares, sums = a.xp.empty(3, np.float64), a.f(9)
     adamw.page_sums(sums, a.f(9 * adamw.BLOCK))

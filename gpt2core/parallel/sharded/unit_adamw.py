@@ -20,12 +20,12 @@ class UnitAdamW(DividedAdamW):
             return super().pieces(key)
         return [(part, self.arena.first(unit)) for unit, part in self.arena.parts.items()]
 
-    def update_own(self, gradients, factor, hyperparameters):
-        scalars, key = hyperparameters
+    def update_own(self, gradients, factor, coefficients):
+        adamw, key = coefficients
         p, m, v = self.all_parameters, self.exp_avg, self.exp_avg_sq
         for piece, offset in self.pieces(key):
             copy = None
             if self.compute_copy is not None:
                 copy = ParameterCopy(self.compute_copy[piece], key, offset)
             arrays, decays = [array[piece] for array in (p, m, v, gradients)], self.decays[self.arena.pages(piece)]
-            self.backend.adamw_step(*arrays, scalars, factor, decays, self.betas, copy)
+            self.backend.adamw_step(*arrays, adamw, factor, decays, self.betas, copy)
