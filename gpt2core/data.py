@@ -92,5 +92,5 @@ class Windows:
 
     def starts_of_epoch(self, epoch):
         """The index of the first token of each window of an epoch, in the order in which they are read."""
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+        generator = np.random.default_rng((self.seed, epoch))
         return generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)

@@ -10,14 +10,16 @@ from gpt2core import ops
 from gpt2core.architecture import parameter_shapes, unit_names
 from gpt2core.communicator import SOLO
 from gpt2core.next_logits import next_logits
-from gpt2core.stream import Branch, Stream
+from gpt2core.stream import DEFAULTS, Branch, ForwardArguments, Stream, arguments_of
 
 
 class GPT2:
     """A GPT-2 that computes with the given parameters.
 
     parameters: {Hugging Face name: Tensor}. group: the ranks that divide each layer; `parameters` are then this rank's
-    shards (parallel/tensor_parallel.py). units: the embedding, each block, and the head, in forward order.
+    shards (parallel/tensor_parallel.py). units: the embedding, each block, and the head, in forward order; a forward
+    pass calls x = unit(x, arguments) for each, where x is first ids (B, T), then the Stream (B, T, C), and last the
+    loss.
     """
 
     def __init__(self, config, parameters, group=SOLO):
@@ -36,10 +38,7 @@ class GPT2:
 
         ids: integers, or the result of prepare_tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
         """
-        x = self.embedding(ids, cache.length if cache else 0)
-        for block in self.blocks:
-            x = block(x, cache)
-        return x
+        return forward(self.units[:-1], ids, arguments_of(cache))
 
     def logits(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V)."""
@@ -58,7 +57,14 @@ class GPT2:
 
         ParallelTrainer calls the units one by one, with the same result (parallel/part.py).
         """
-        return self.head(self.stream(ids), targets, scale)
+        return forward(self.units, ids, ForwardArguments(targets=targets, scale=scale))
+
+
+def forward(units, x, arguments):
+    """The output of the last of these units, one after another. arguments: ForwardArguments."""
+    for unit in units:
+        x = unit(x, arguments)
+    return x
 
 
 def make_unit(name, config, parameters, group=SOLO):
@@ -79,9 +85,9 @@ class Embedding:
         self.wte, self.group = parameters["transformer.wte.weight"], group
         self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
 
-    def __call__(self, ids, position=0):
-        """ids (B, T), of which the first is at `position` -> the Stream (B, T, C)."""
-        return Stream(ops.embedding(ids, self.wte, self.wpe, position, self.group))
+    def __call__(self, ids, arguments=DEFAULTS):
+        """ids (B, T) -> the Stream (B, T, C)."""
+        return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.group))
 
 
 class Head:
@@ -94,10 +100,10 @@ class Head:
         self.w = parameters[config.head]  # (V, C): the logits of y (..., C) are y @ w.T
         self.group = group
 
-    def __call__(self, x, targets, scale=None, dloss=None):
-        """The loss of a Stream: see GPT2.loss. dloss: see ops.unembed_cross_entropy."""
+    def __call__(self, x, arguments):
+        """The loss of a Stream: see GPT2.loss."""
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss)
+        return ops.unembed_cross_entropy(y, self.w, arguments.targets, arguments.scale, self.group, arguments.dloss)
 
 
 class Block:
@@ -115,16 +121,16 @@ class Block:
         self.mlp_in = weight_and_bias(parameters, f"{prefix}.mlp.c_fc")  # (C, 4C), (4C)
         self.mlp_out = weight_and_bias(parameters, f"{prefix}.mlp.c_proj")  # (4C, C), (C)
 
-    def __call__(self, x, cache=None):
-        x = x + self.attention(self.ln_1(x), cache)  # an addition; stream.py only lets the next LayerNorm compute it
+    def __call__(self, x, arguments=DEFAULTS):
+        x = x + self.attention(self.ln_1(x), arguments)  # stream.py lets the next LayerNorm compute this addition
         return x + self.mlp(self.ln_2(x))
 
-    def attention(self, y, cache=None):
+    def attention(self, y, arguments):
         """y (B, T, C) -> the Branch of attention."""
-        w, bias = self.attention_out
+        (w, bias), cache = self.attention_out, arguments.cache
         qkv = ops.linear(ops.copy_to_group(y, self.group), *self.qkv)  # (B, T, 3C / group.size)
         if self.rotary:
-            qkv = ops.rotary(qkv, self.n_head, cache.length if cache else 0)
+            qkv = ops.rotary(qkv, self.n_head, arguments.position)
         a = ops.cached_attention(qkv, cache, self.layer, self.n_head) if cache else ops.attention(qkv, self.n_head)
         return Branch(ops.reduce_from_group(ops.linear(a, w), self.group), bias)
 

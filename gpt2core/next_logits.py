@@ -4,29 +4,37 @@
 
 import numpy as np
 
-from gpt2core import primitives
-from gpt2core.stream import Branch, Stream
-from gpt2core.tensor import no_grad
-
-LAST = (slice(None), slice(-1, None))  # the index of the last position of an array (B, T, C)
+from gpt2core.stream import Branch, Stream, arguments_of
+from gpt2core.tensor import Tensor, no_grad
 
 
 def last_position(model, ids, cache=None):
-    """The final LayerNorm's output at the last position of ids (B, T), (B, 1, C). cache: see GPT2.stream.
+    """The final LayerNorm's output at the last position of ids (B, T), (B, 1, C). cache: see ForwardArguments.
 
     The attention of the last block reads all positions; what comes after it is computed only for the last one.
     """
-    x = model.embedding(ids, cache.length if cache else 0)
-    *blocks, last = model.blocks
-    for block in blocks:
-        x = block(x, cache)
-    a = last.attention(last.ln_1(x), cache)
-    x = Stream(primitives.getitem(x.tensor(), LAST)) + Branch(primitives.getitem(a.output, LAST), a.bias)
+    x, arguments = ids, arguments_of(cache)
+    *before, last = model.units[:-1]
+    for unit in before:
+        x = unit(x, arguments)
+    a = last.attention(last.ln_1(x), arguments)
+    x = Stream(at_last(x.tensor())) + Branch(at_last(a.output), a.bias)
     return model.head.ln_f(x + last.mlp(last.ln_2(x)))
 
 
+def at_last(x):
+    """The last position of x (B, T, C), (B, 1, C)."""
+
+    def backward(dy):
+        dx = x.backend.zeros(x.shape, x.dtype)
+        dx[:, -1:] = dy
+        return (dx,)
+
+    return Tensor.from_op(x.data[:, -1:], (x,), backward)
+
+
 def last_logits(model, ids, cache=None):
-    """The logits of the last position of ids (B, T), (B, 1, V). cache: see GPT2.stream."""
+    """The logits of the last position of ids (B, T), (B, 1, V). cache: see ForwardArguments."""
     return model.unembed(last_position(model, ids, cache))
 
 

@@ -14,11 +14,9 @@ from gpt2core.tensor import AutogradError, Tensor
 def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
     checks.linear(x, w, b)
-    backend, parents = x.backend, (x, w) if b is None else (x, w, b)
+    backend = x.backend
     y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
-    return Tensor.from_op(
-        y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None)[: len(parents)]
-    )
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None))
 
 
 def gelu(x):
@@ -124,16 +122,13 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
     checks.embedding(ids, wte, wpe, position, group)
-    backend, first, parents = wte.backend, group.rank * wte.shape[0], (wte,) if wpe is None else (wte, wpe)
-    added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
+    backend, first, positions = wte.backend, group.rank * wte.shape[0], None if wpe is None else wpe.data
+    added = positions if group.is_root else None  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
-
-    def backward(dy):
-        positions = None if wpe is None else wpe.data
-        return backend.embedding_backward(dy, ids, wte.data, positions, position, first)[: len(parents)]
-
-    return Tensor.from_op(y, parents, backward)
+    return Tensor.from_op(
+        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, positions, position, first)
+    )
 
 
 def unembed(x, w):

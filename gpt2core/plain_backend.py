@@ -116,7 +116,7 @@ class PlainBackend(Backend):
 
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
         token, own = local_tokens(ids, first, len(wte))
-        y = np.where(own[..., None], wte[token], 0).astype(wte.dtype, copy=False)
+        y = np.where(own[..., None], wte[token], 0)
         return y if wpe is None else y + wpe[position : position + ids.shape[-1]]
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):

@@ -1,4 +1,4 @@
-"""The residual stream of a GPT-2, to which every block adds its branches."""
+"""The residual stream of a GPT-2, to which every block adds its branches, and the arguments of a forward pass."""
 
 from typing import NamedTuple
 
@@ -47,3 +47,25 @@ class Stream:
             self.x, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
             self.branch = None
         return y
+
+
+class ForwardArguments(NamedTuple):
+    """What the units of a model get in a forward pass besides their input; each unit reads what it needs.
+
+    position: of the first token. cache: a sampler.KVCache, after whose tokens the new ones follow, or None. targets
+    (B, T), scale: see GPT2.loss. dloss: see ops.unembed_cross_entropy.
+    """
+
+    position: int = 0
+    cache: object = None
+    targets: object = None
+    scale: float | None = None
+    dloss: object = None
+
+
+DEFAULTS = ForwardArguments()
+
+
+def arguments_of(cache):
+    """The ForwardArguments of tokens that follow those of a cache; None: they are the first ones."""
+    return ForwardArguments(cache.length, cache) if cache else DEFAULTS

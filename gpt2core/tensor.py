@@ -38,15 +38,16 @@ class Tensor:
 
     @staticmethod
     def from_op(data, parents, backward):
-        """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
+        """The result of an operation on `parents`; backward(dy) returns one gradient for each of them.
 
-        data: an array, or a tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one
-        gradient for each of them: None for a tensor that was not used. A gradient is an array, or a function that
-        computes it: function(None) returns a new array (for other arguments see parallel/parameter.py).
+        parents: tensors, or None for an argument that was not given; the first one is a tensor. data: an array, or a
+        tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one gradient for each of
+        them: None for a tensor that was not used. A gradient that backward returns is an array, a function that
+        computes it, or None: function(None) returns a new array (for other arguments see parallel/parameter.py).
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(Tensor(array, parents[0].backend) for array in outputs)
-        if _recording.get() and any(parent.requires_grad for parent in parents):
+        if _recording.get() and any(parent is not None and parent.requires_grad for parent in parents):
             node = Node(parents, backward, len(tensors))
             for index, tensor in enumerate(tensors):
                 tensor.requires_grad, tensor.node, tensor.index = True, node, index
@@ -107,40 +108,39 @@ class Tensor:
         gradient = gradient.data if isinstance(gradient, Tensor) else gradient
         if not hasattr(gradient, "shape"):
             raise ShapeError(f"backward() of shape {self.shape} needs an array of this shape, not {gradient!r:.60}")
-        nodes = reachable(self)
-        for node in nodes:
-            node.dys = [None] * len(node.dys)  # an earlier pass may have failed before it used them
+        nodes, dys = reachable(self), {}  # dys: {(node, index of its output): the sum of its gradients so far}
         if self.node is None:
             deliver(self, gradient)
         else:
-            Edge(self).receive(gradient)
+            Edge(self).receive(gradient, dys)
         while nodes:
-            nodes.pop().run(retain_graph, deliver)  # the newest: all operations that use its outputs have run
+            nodes.pop().run(dys, retain_graph, deliver)  # the newest: all operations that use its outputs have run
 
 
 class Node:
     """One application of an operation: where its inputs' gradients go, and the closure that computes them."""
 
-    __slots__ = ("order", "parents", "backward", "dys")
+    __slots__ = ("order", "parents", "backward", "n_outputs")
 
     def __init__(self, parents, backward, n_outputs):
         self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
         self.parents = [
-            None if not parent.requires_grad else parent if parent.node is None else Edge(parent) for parent in parents
+            None if parent is None or not parent.requires_grad else Edge(parent) if parent.node else parent
+            for parent in parents
         ]
-        self.backward = backward
-        self.dys = [None] * n_outputs  # the gradients of the outputs, summed so far
+        self.backward, self.n_outputs = backward, n_outputs
 
-    def run(self, retain, deliver):
+    def run(self, dys, retain, deliver):
         """Compute the gradients of the inputs and pass them on; free the activations unless `retain`."""
-        dys, self.dys = self.dys, [None] * len(self.dys)
-        if any(dy is not None for dy in dys):
-            pairs = zip(self.parents, self.backward(*dys), strict=True)
+        own = [dys.pop((self, index), None) for index in range(self.n_outputs)]
+        if any(dy is not None for dy in own):
+            pairs = zip(self.parents, self.backward(*own), strict=True)
             pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
-            for leaf, gradient in (pair for pair in pairs if pair[0].node is None):
-                deliver(leaf, gradient)  # before the others, so that a device can compute both at the same time
-            for edge, gradient in (pair for pair in pairs if pair[0].node is not None):
-                edge.receive(gradient)
+            for parent, gradient in sorted(pairs, key=is_edge):  # leaves first: a device computes both at the same time
+                if parent.node is None:
+                    deliver(parent, gradient)
+                else:
+                    parent.receive(gradient, dys)
         if not retain:
             self.parents, self.backward = (), None
 
@@ -153,10 +153,15 @@ class Edge:
     def __init__(self, tensor):
         self.shape, self.node, self.index, self.add = tensor.shape, tensor.node, tensor.index, tensor.backend.add
 
-    def receive(self, gradient):
-        """Add a gradient to those of the outputs of the node."""
-        gradient, dys, i = computed(gradient, self.shape), self.node.dys, self.index
-        dys[i] = gradient if dys[i] is None else self.add(dys[i], gradient)
+    def receive(self, gradient, dys):
+        """Add a gradient to the one of this output in `dys`: see Tensor.backward."""
+        gradient, key = computed(gradient, self.shape), (self.node, self.index)
+        dys[key] = self.add(dys[key], gradient) if key in dys else gradient
+
+
+def is_edge(pair):
+    parent, _ = pair
+    return parent.node is not None
 
 
 def computed(gradient, shape):

@@ -159,6 +159,4 @@ class Trainer(BaseTrainer):
         integers, and for a token outside the vocabulary.
         """
         inputs, targets = self.checked(inputs), self.checked(targets)
-        prepare, parts = self.backend.prepare_tokens, even_slices(self.batch_size, self.micro_batches)
-        # with the size of the vocabulary, ids are prepared for the gradient of the embedding too
-        return [(prepare(inputs[part], self.config.vocab_size), prepare(targets[part])) for part in parts]
+        return [(inputs[part], targets[part]) for part in even_slices(self.batch_size, self.micro_batches)]

@@ -9,7 +9,7 @@ import functools
 
 from gpt2core.model import Embedding, Head
 from gpt2core.parallel.parameter import call, deliver
-from gpt2core.stream import Branch, Stream
+from gpt2core.stream import Branch, ForwardArguments, Stream
 from gpt2core.tensor import Tensor
 
 RECOMPUTE = ("none", "block")  # what backward computes again
@@ -35,16 +35,16 @@ class Part:
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. targets, scale, dloss: of the loss, see Head; only the head reads them.
+        that enters. targets, scale, dloss: of the loss, see ForwardArguments; only the head reads them.
         """
-        graph = Graph(self)
+        graph, arguments = Graph(self), ForwardArguments(targets=targets, scale=scale, dloss=dloss)
         if not isinstance(self.units[0], Embedding):
             x = Stream(boundary(x, self.backend, graph.keep_gradient))
         for unit in self.units:
             self.before(unit.name)
             if unit is not self.units[0]:
                 x = mark_stream(x, functools.partial(graph.report, unit.name))
-            x = unit(x, targets, scale, dloss) if isinstance(unit, Head) else unit(x)
+            x = unit(x, arguments)
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
 

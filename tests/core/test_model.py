@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from gpt2core import ops
+from gpt2core import ops, primitives  # noqa: F401 - primitives defines slices
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
