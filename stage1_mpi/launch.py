@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.launcher_env import CONTINUE_FILE
 from stage1_mpi import host_file
 
 
@@ -70,6 +72,8 @@ IMPLEMENTATIONS = (OPEN_MPI, MPICH)
 STARTING = 1.0  # seconds; a signal that mpiexec gets before it has started the ranks has no effect on them
 RANKS_PER_CORE, RANKS_PER_HOST = 100, 10_000  # more ranks are a typing error that would use up the memory
 KILL_AFTER = 10  # seconds from the second signal until mpiexec is killed
+# Exit codes after which a job is not started again: success, a user's mistake, and a signal to this launcher.
+FINAL = 0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 # Prints the name of the MPI library. Runs in a child process and without MPI_Init, because the launcher is not a rank.
 PRINT_VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -139,8 +143,11 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 # unchanged. So this launcher sends SIGUSR1 to mpiexec, and run_rank() turns it back into SIGINT.
 
 
-def supervise(mpiexec_command, implementation):
-    """Run a job and return its exit code. Forwards the first two signals; a third one kills mpiexec and the ranks."""
+def supervise(mpiexec_command, implementation, signals):
+    """Run a job and return its exit code. Forwards the first two signals; a third one kills mpiexec and the ranks.
+
+    signals: those to forward.
+    """
     received, forwarded_as = [], implementation.forwarded_as
 
     def forward(number, frame):
@@ -159,7 +166,6 @@ def supervise(mpiexec_command, implementation):
     # read from the terminal, so a thread copies what is typed into a pipe.
     started = time.monotonic()
     terminal = sys.stdin is not None and sys.stdin.isatty()
-    signals = [number for number in forwarded_as if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGHUP
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until `forward` can handle them
     try:
         job = subprocess.Popen(
@@ -307,7 +313,13 @@ def parser():
     add("--flags", default="", metavar="TEXT", help=text)
     text = "only print the MPI library and the path of its mpiexec (default: run the program)"
     add("--show", action="store_true", help=text)
+    text = (
+        "how many times the job is started again if a rank was killed or failed, from its last checkpoint; not after "
+        "a user's mistake or a signal (default 0)"
+    )
+    add("--max-restarts", type=int, default=0, metavar="N", help=text)
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
+    add("--continue-file", help=argparse.SUPPRESS)  # of run_again()
     text = "the program: a script and its flags, or -- -m MODULE and its flags"
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help=text)
     return parser
@@ -352,11 +364,15 @@ def launch(args):
     """Check the arguments, run the job and return its exit code. Raises ConfigError."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.started_by_mpiexec:
+        if args.continue_file:
+            os.environ[CONTINUE_FILE] = args.continue_file
         return run_rank(command)
     if args.show:
         return show()
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: a job needs at least 1 rank")
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {args.max_restarts}: it must be 0 or more")
     check_program(command)
     try:
         flags = shlex.split(args.flags)
@@ -371,10 +387,33 @@ def launch(args):
         raise ConfigError(f"-n {args.n}: too many ranks for {place}: use -n {limit} or less")
     if args.hostfile:
         host_file.check_names(args.hostfile, hosts)
-    mpiexec_command = launch_line(mpiexec, implementation, args.n, args.hostfile, flags)
-    mpiexec_command += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
+    ranks = launch_line(mpiexec, implementation, args.n, args.hostfile, flags)
+    ranks += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec"]
     sys.stdout.flush()
-    return supervise(mpiexec_command, implementation)
+    signals = [number for number in implementation.forwarded_as if signal.getsignal(number) is not signal.SIG_IGN]
+    if not args.max_restarts:
+        return supervise([*ranks, "--", *command], implementation, signals)
+    with tempfile.TemporaryDirectory(dir="." if args.hostfile else None, prefix=".job-") as directory:
+        file = Path(directory).resolve() / "continue"
+        ranks += ["--continue-file", str(file), "--"]
+        return run_again(ranks, command, implementation, signals, file, args.max_restarts)
+
+
+def run_again(ranks, command, implementation, signals, file, restarts):
+    """supervise() a job, up to `restarts` times again after it failed; returns the last exit code.
+
+    ranks: the command line without the program, `command`. file: when the program has saved a checkpoint, its content
+    is the command line that continues from there (launcher_env.py).
+    """
+    for number in range(1, restarts + 1):
+        code = supervise([*ranks, *command], implementation, signals)
+        if code in FINAL:
+            return code
+        command = shlex.split(file.read_text())[1:] if file.exists() else command  # without the path of Python
+        where = "from the last checkpoint" if file.exists() else "from its beginning, because nothing is saved"
+        text = f"note: the job ended with exit code {code}: it is started again {where} ({number} of {restarts})"
+        print(text, file=sys.stderr, flush=True)
+    return supervise([*ranks, *command], implementation, signals)
 
 
 def main():

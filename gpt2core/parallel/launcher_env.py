@@ -1,6 +1,7 @@
-"""The environment variables in which an MPI launcher gives each process its rank and the number of processes."""
+"""The environment variables by which a launcher tells a process its rank, and how the process answers it."""
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 VARIABLES = (  # (number of processes, rank of this process)
@@ -8,6 +9,8 @@ VARIABLES = (  # (number of processes, rank of this process)
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
+
+CONTINUE_FILE = "STAGED_GPT2_CONTINUE_FILE"  # the file of write_continue_command(), if the launcher reads it
 
 
 class LauncherEnv(NamedTuple):
@@ -28,3 +31,11 @@ def read_launcher_env():
             rank = os.environ.get(rank_name, "")
             return LauncherEnv(size_name, int(os.environ[size_name]), int(rank) if rank.isdigit() else 0)
     return LauncherEnv()
+
+
+def write_continue_command(command):
+    """Tell the launcher the command line that continues this run: it uses it if a rank fails (--max-restarts)."""
+    if path := os.environ.get(CONTINUE_FILE):
+        new = Path(f"{path}.new")
+        new.write_text(command, encoding="utf-8")
+        new.replace(path)  # the launcher reads the old command or the new one, never a part
