@@ -276,7 +276,12 @@ def test_bubbles_are_read_and_judged(monkeypatch):
     assert len(Table("gpus/pipeline", pipeline.COLUMNS).cells([record])) == 4
     assert pipeline.verdict(results)[0] and "up to 1.6 points" in pipeline.verdict(results)[1]
     assert not pipeline.verdict([dict(results[0], measured=28.0), *results[1:]])[0]
-    assert not pipeline.verdict([dict(results[0], measured=21.0), *results[1:]])[0]  # another order
+    assert "count as equal" in pipeline.verdict(results)[1]
+    another = pipeline.verdict([dict(results[0], measured=21.0), *results[1:]])  # than the simulated 22.9 and 20.9
+    assert not another[0] and "order of the schedules is not as predicted" in another[1]
+    near = [dict(results[0], measured=21.0, simulated=21.8), *results[1:]]  # 0.9 points from 1f1b: equal
+    assert pipeline.verdict(near)[0]
+    assert not pipeline.verdict([dict(near[0], simulated=21.9), *results[1:]])[0]  # 1 point: not equal
     monkeypatch.setattr(pipeline, "run_to_end", lambda *_, **__: "nothing")
     with pytest.raises(BenchmarkFailed, match="gpipe: the output has no measured and simulated bubble: nothing"):
         pipeline.measure(args, "gpipe")
