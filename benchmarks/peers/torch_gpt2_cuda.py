@@ -40,13 +40,13 @@ class CudaSteps:
     None: no CUDA graph. "trees": torch.compile captures forward and backward (mode="reduce-overhead"). "step": the
     whole step, with clipping and optimizer, is captured once and replayed. autotune: torch.compile times cuBLAS and
     Triton kernels for each product and uses the fastest (mode="max-autotune-no-cudagraphs"). attention: "default", the
-    backend that PyTorch chooses, or "cudnn". With wait=False the loss is a tensor, and float(loss) waits for the
-    device.
+    backend that PyTorch chooses, or "cudnn". model: to train instead of a new NanoGPT(config). With wait=False the loss
+    is a tensor, and float(loss) waits for the device.
     """
 
     def __init__(
         self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, autotune=False,
-        attention="default", device="cuda",
+        attention="default", device="cuda", model=None,
     ):  # fmt: skip
         if graph not in GRAPHS or (graph == "trees" and not compiled):
             raise ValueError(f"graph={graph!r}, compiled={compiled}: use one of {GRAPHS}; 'trees' needs compiled=True")
@@ -54,7 +54,7 @@ class CudaSteps:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.graph_kind, self.shape = device, graph, (batch_size, seq_len)
         self.precision, self.graph, self.attention = precision, None, attention
-        self.model = NanoGPT(config).to(device)
+        self.model = NanoGPT(config).to(device) if model is None else model
         self.loss_module = self.model  # called as loss_module(ids, targets)
         if compiled:
             options = AUTOTUNE if autotune else {}
@@ -117,7 +117,12 @@ class CudaSteps:
         return loss.clone() if self.graph_kind else loss  # the next replay overwrites the results of a graph
 
     def memory(self):
-        """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory reserved by PyTorch}."""
+        """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory that PyTorch has reserved}.
+
+        On a CPU both are 0.
+        """
+        if self.device != "cuda":
+            return {"allocated_bytes": 0, "held_bytes": 0}
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "held_bytes": torch.cuda.max_memory_reserved(),
