@@ -34,7 +34,7 @@ def make_variants(config, world, windows, variants, precision="bf16", initial=No
     each. On the other ranks the dictionary has None instead of train. communicate=False: each rank trains its own model
     on its share of the batch. The first call of train() creates the trainer; all ranks must make their first calls in
     the same order. initial(): an iterator over the initial parameters, (name, whole array) in model order; by default
-    the job keeps those of seed 0 on each GPU for all its variants.
+    the job keeps those of seed 0 on each GPU for all its variants, which is not possible with ZeRO-2 and ZeRO-3.
     """
     job = Job(config, windows, precision, initial)
 
@@ -93,7 +93,8 @@ class Job:
     def fill(self, trainer):
         """Copy the initial parameters to the trainer's."""
         if self.draw:
-            return fill(trainer, trainer.parameters, self.draw() if trainer.world.is_root else None)
+            fill(trainer, trainer.parameters, self.draw() if trainer.world.is_root else None)
+            return trainer.backend.runtime.release_cached_memory()  # as FastTrainer does after the initial parameters
         if self.initial is None:
             arrays = initial_parameters(self.config, 0)
             self.initial = {name: trainer.backend.asarray(array) for name, array in arrays}
