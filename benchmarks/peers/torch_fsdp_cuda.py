@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.peers import torch_ddp
 from benchmarks.peers.torch_ddp_cuda import train_function
-from benchmarks.peers.torch_gpt2_cuda import CudaSteps, NanoGPT
+from benchmarks.peers.torch_gpt2_cuda import PAD, CudaSteps, NanoGPT
 from benchmarks.torch.models import use_checkpoints
 
 # B batch, T time, C channels, V vocabulary
@@ -76,8 +76,8 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
 class ShardedGPT2(NanoGPT):
     """A NanoGPT whose blocks are compiled one by one, and whose last operations are compiled together."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, pad):
+        super().__init__(config, pad)
         self.head_loss = head_loss
 
     def forward(self, ids, targets):
@@ -97,7 +97,7 @@ def head_loss(x, weight, bias, eps, head, targets):
 def sharded(config, mesh, precision, compiled, checkpointed):
     """A ShardedGPT2 whose parameters are divided over `mesh`; their values are not set."""
     with torch.device("meta"):  # no initialisation
-        model = ShardedGPT2(config)
+        model = ShardedGPT2(config, PAD if mesh.device_type == "cuda" else 1)
     model.to_empty(device="cpu")  # fully_shard copies a block at a time to the GPU, and keeps this rank's part
     if config.tied:
         model.lm_head.weight = model.wte.weight

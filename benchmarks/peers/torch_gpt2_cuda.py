@@ -22,11 +22,12 @@ AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 class NanoGPT(torch_gpt2.TorchGPT2):
     """GPT-2 whose `forward(ids, targets)` returns the mean loss; ids, targets (B, T).
 
-    The loss is compiled together with the model, so that the logits are not written to memory twice.
+    The loss is compiled together with the model, so that the logits are not written to memory twice. The vocabulary is
+    padded to a multiple of `pad`.
     """
 
-    def __init__(self, config):
-        super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
+    def __init__(self, config, pad=PAD):
+        super().__init__(replace(config, vocab_size=-(-config.vocab_size // pad) * pad))
 
     def forward(self, ids, targets):
         logits = super().forward(ids)

@@ -348,7 +348,7 @@ def test_the_quick_initial_parameters_have_the_deviation_of_gpt2():
 @pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.long)])
 def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     pytest.importorskip("torch")
-    preset, seq_len = "book", 16  # its vocabulary needs no padding
+    preset, seq_len = "nano", 16
     args = gpu_sharding.parser().parse_args(["--rounds", "1", "--timeout", "120", "--no-compile", "--threads", "1"])
     args.preset, args.precision, args.seq_len = preset, "fp32", seq_len
     _, peers = gpu_sharding.variants(2, 2, [3], recompute, 25.0)
@@ -375,7 +375,7 @@ def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     # float32: only the order of the sums differs; the steps of AdamW enlarge the difference of tiny gradients
     np.testing.assert_allclose(found["first_losses"], want["first_losses"], rtol=1e-5)
     assert found["last_loss"] == pytest.approx(want["loss"], rel=1e-4)
-    assert want["loss"] < want["first_losses"][0] - 0.3  # the losses show the updates
+    assert want["loss"] < want["first_losses"][0] - 0.05  # the losses show the updates
 
 
 # -- pipeline ----------------------------------------------------------------------------------------------------------
