@@ -5,6 +5,7 @@ from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.whole_parameters import fill
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
@@ -17,16 +18,25 @@ def make_world(ranks):
     return world
 
 
-def make_variants(config, world, windows, variants, precision="bf16"):
+def used_bytes():
+    """The bytes of this rank's GPU that all programs use, as nvidia-smi shows them; 0 in the interpreter."""
+    if triton_launch.interpreted():
+        return 0
+    free, total = triton_launch.array_module().cuda.runtime.memGetInfo()
+    return total - free
+
+
+def make_variants(config, world, windows, variants, precision="bf16", initial=None):
     """Return {name of the variant: train}. train(steps) trains and returns the measurements of this rank.
 
     variants: {name: options}. The options are ranks, batch_size (of all ranks together), deterministic, communicate and
     the arguments of ParallelConfig. Only the first `ranks` ranks of the world train the variant, with one micro-batch
     each. On the other ranks the dictionary has None instead of train. communicate=False: each rank trains its own model
     on its share of the batch. The first call of train() creates the trainer; all ranks must make their first calls in
-    the same order.
+    the same order. initial(): an iterator over the initial parameters, (name, whole array) in model order; by default
+    the job keeps those of seed 0 on each GPU for all its variants, which is not possible with ZeRO-2 and ZeRO-3.
     """
-    job = Job(config, windows, precision)
+    job = Job(config, windows, precision, initial)
 
     def variant(ranks, communicate=True, **options):
         group = world.split(0 if world.rank < ranks else None)  # a collective: all ranks of the world call it
@@ -41,10 +51,13 @@ def make_variants(config, world, windows, variants, precision="bf16"):
 
 
 class Job:
-    """Creates the trainers of one rank. They share the initial parameters and the memory of captured steps."""
+    """Creates the trainers of one rank. They share the initial parameters and the memory of captured steps.
 
-    def __init__(self, config, windows, precision):
-        self.config, self.windows, self.precision = config, windows, precision
+    draw(): the initial parameters, see make_variants(). Then no copy of them is kept.
+    """
+
+    def __init__(self, config, windows, precision, draw=None):
+        self.config, self.windows, self.precision, self.draw = config, windows, precision, draw
         self.memory_owner = self.initial = None
 
     def train_function(self, group, **options):
@@ -60,6 +73,7 @@ class Job:
                 "bytes_sent": last.bytes_sent or 0,
                 "optimizer_bytes": trainer.optimizer.nbytes,
                 "messages": message_count(trainer),
+                "held_bytes": trainer.backend.runtime.peak_memory() or 0,  # as peak_memory_bytes in the log of training
             }
 
         return train
@@ -67,14 +81,22 @@ class Job:
     def trainer(self, group, batch_size, deterministic=False, **parallel):
         group.use_collectives("canonical" if deterministic else group.native_algorithm)
         backend = CudaBackend(self.precision, deterministic)
-        if self.initial is None:
-            self.initial = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}
         trainer = Trainer(
             self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len, micro_batches=group.size,
             optimizer=GPU_OPTIMIZER, world=group, parallel=ParallelConfig(**parallel), seed=None,
         )  # fmt: skip
-        for name, view in trainer.arena.views(trainer.parameters).items():
-            view[...] = self.initial[name]  # a copy on the GPU; to copy from the host would take seconds
+        self.fill(trainer)
         trainer.optimizer.refresh_copy(0)  # the 16-bit copy of the parameters
         self.memory_owner = share_graph_memory(self.memory_owner, backend)
         return trainer
+
+    def fill(self, trainer):
+        """Copy the initial parameters to the trainer's."""
+        if self.draw:
+            fill(trainer, trainer.parameters, self.draw() if trainer.world.is_root else None)
+            return trainer.backend.runtime.release_cached_memory()  # as FastTrainer does after the initial parameters
+        if self.initial is None:
+            arrays = initial_parameters(self.config, 0)
+            self.initial = {name: trainer.backend.asarray(array) for name, array in arrays}
+        for name, view in trainer.arena.views(trainer.parameters).items():
+            view[...] = self.initial[name]  # a copy on the GPU; to copy from the host would take seconds

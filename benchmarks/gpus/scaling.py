@@ -37,6 +37,7 @@ OUR_VARIANTS = {
     "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
+FIELDS = "bytes_sent", "optimizer_bytes", "messages"  # measurements of the last round in the results
 TARGETS = {64: 0.96, 16: 0.93}  # {sequences per GPU: required efficiency on 4 GPUs}
 
 
@@ -51,13 +52,21 @@ def prepare(module, world, preset, seq_len, variants, **options):
     """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
-    train_functions = module.make_variants(config, world, windows, variants, **options)
+    return round_function(module.make_variants(config, world, windows, variants, **options), world)
+
+
+def round_function(train_functions, world):
+    """`run_round(name, steps)` for the result of make_variants()."""
 
     def run_round(name, steps):
         """Train the variant `name`; return its measurements: for each field the largest value of all ranks.
 
-        The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0.
+        The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0. With the
+        name None nothing is trained, and the result says that all ranks are prepared.
         """
+        if name is None:
+            world.barrier()
+            return {}
         train, measured = train_functions[name], None
         if train is not None:
             train(LEAD_IN)
@@ -83,7 +92,7 @@ def variant_name(ranks, options):
     """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
         options = {"dp": "flat", "zero": 0, **options}  # in train_gpt2.py, --dp flat without --zero means --zero 1
-    names = "dp", "zero", "zero_gather", "compress"
+    names = "dp", "zero", "zero_gather", "compress", "recompute"
     flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
@@ -118,15 +127,18 @@ def jobs(args, preset, ours, peers):
         yield ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", args.threads, options, ranks=most)
 
 
-def measure(args, specs, steps):
+def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
     """Run all rounds; return one result for each variant, with the seconds per step of each round.
 
-    The field "side" of a result is the name of its job, "ours" or "DDP".
+    The field "side" of a result is the name of its job, such as "ours" or "DDP". benchmark: the module that has
+    prepare(). fields: of the last round's measurements that a result also has; None if they were not measured. All jobs
+    are prepared before the first one trains.
     """
     with ExitStack() as stack:
         job_variants, by_name = [], {}
         for spec in specs:
-            process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout))
+            process = stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout))
+            process.run_round(name=None, steps=0)
             seq_len = spec.options["seq_len"]
             for name, options in spec.options["variants"].items():
                 job_variants.append(JobVariant(process, name))
@@ -137,7 +149,7 @@ def measure(args, specs, steps):
         by_name[name] |= {
             "seconds": [each["seconds"] for each in rounds],
             "last_loss": rounds[-1]["loss"],
-            **{key: rounds[-1].get(key) for key in ("bytes_sent", "optimizer_bytes", "messages")},
+            **{key: rounds[-1].get(key) for key in fields},
         }
     return list(by_name.values())
 
@@ -224,15 +236,15 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, docstring, timeout, limited, *examples):
+def parser_of(benchmark, docstring, timeout, limited, *examples, preset="gpt2"):
     """A parser with the common flags of the benchmarks on several GPUs.
 
     timeout: the default of --timeout in seconds. limited: the subject of its help text, such as "one round". examples:
-    those of --help, (flags, comment).
+    those of --help, (flags, comment). preset: the default of --preset.
     """
     parser = benchmark_parser(benchmark, docstring, *examples)
     add, name = parser.add_argument, benchmark.split(".")[-1]
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
+    add("--preset", choices=PRESETS, default=preset, help=f"model (default {preset})")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--timeout", type=int, default=timeout, help=f"seconds that {limited} may take (default {timeout})")
@@ -248,10 +260,10 @@ def add_rounds(add):
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
-def add_sizes(add):
-    """Add --ranks and --batch-size of the benchmarks whose variants all use the same number of GPUs."""
-    add("--ranks", type=int, default=4, help="GPUs (default 4)")
-    add("--batch-size", type=int, default=16, help="sequences per GPU (default 16)")
+def add_sizes(add, ranks=4, batch_size=16):
+    """Add --ranks and --batch-size, with these defaults, of the benchmarks whose variants all use the same GPUs."""
+    add("--ranks", type=int, default=ranks, help=f"GPUs (default {ranks})")
+    add("--batch-size", type=int, default=batch_size, help=f"sequences per GPU (default {batch_size})")
 
 
 def parser():

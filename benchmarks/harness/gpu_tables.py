@@ -166,6 +166,11 @@ def added_by_communication(record):
         yield result | {"added": None if share is None else 1e3 * share * result["seconds"]["median"]}
 
 
+def sharded_programs(record):
+    for result in record["results"]:
+        yield result | {"losses": ", ".join(f"{loss:.4f}" for loss in result["first_losses"])}
+
+
 def gpu_all_reduces(record):
     results = record["results"]
     for result in results["all_reduce"]:
@@ -285,6 +290,11 @@ STRATEGIES = """
     added by communication, ms = {added:.1f} | share of step = {communication_share:percent}
     time of this row / time of the same `--dp` without further flags = {times_plain?:ratio 3}
     MB sent per rank = {bytes_sent:MB ,.0f} | optimizer MB per rank = {optimizer_bytes:MB ,.0f}"""
+SHARDED_GPUS = """
+    = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms} | tokens/s = {tokens_per_second:,.0f}
+    times as fast as fully_shard = {times_as_fast:ratio} | GPU memory, GiB = {driver_bytes:GiB}
+    relative to fully_shard's = {memory_ratio:.2f} | held in pools, GiB = {held_bytes:GiB}
+    tensors, GiB = {allocated_bytes:GiB} | first losses = {losses} | last loss = {last_loss:.4f}"""
 ALL_REDUCES = """
     MB in fp32 = {bytes:MB ,.0f} | {ranks} GPUs = {name} | us = {seconds:us} | bus GB/s = {bus_bandwidth:GB .0f}
     times as fast as torch = {times_as_fast_as_torch:ratio} | relative error at 10 MB = {error:.1e}"""
@@ -331,6 +341,7 @@ TABLES = {
     "gpus-scaling": Table(SCALING_FILES, SCALING, scaling_tables, SCALING_CONSOLE),
     "gpus-paper": Table("gpus/scaling", PAPER, lambda record: record["results"]["paper"]),
     "gpus-strategies": Table("gpus/strategies", STRATEGIES, added_by_communication, "last loss = {last_loss:.4f}"),
+    "gpus-sharding": Table("gpus/sharding", SHARDED_GPUS, sharded_programs),
     "gpus-collectives": Table("gpus/collectives", ALL_REDUCES, gpu_all_reduces),
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),
     "gpus-timeline": Table("gpus/timeline", TIMELINE, overlaps),

@@ -55,8 +55,8 @@ def gradients(trainer):
 
 
 def message_count(trainer):
-    """The number of messages in which a rank sends its gradients in one step."""
-    return len(trainer.data_parallel.parts)
+    """The number of messages in which a rank sends its gradients in one step; with ZeRO-2 and ZeRO-3, one per unit."""
+    return len(trainer.layout.parts if trainer.parallel.zero > 1 else trainer.data_parallel.parts)
 
 
 def share_graph_memory(owner, backend):

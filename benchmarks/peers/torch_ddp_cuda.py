@@ -33,23 +33,35 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
         group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # all processes call it
         if world.rank >= ranks:
             return None
-        per_rank, position, train_step = batch_size // ranks, 0, None  # position: number of windows that were read
 
-        def train(steps):
-            nonlocal position, train_step
-            if train_step is None:
-                train_step = CudaSteps(config, per_rank, windows.seq_len, precision, compiled, device=device)
-                train_step.loss_module = in_ddp(train_step.loss_module, group, ranks, device)
-            losses = []
-            for _ in range(steps):
-                inputs, targets = windows.batch(position + world.rank * per_rank, per_rank)
-                losses.append(train_step(np.array(inputs), np.array(targets), wait=False))
-                position += batch_size
-            return {"loss": [float(loss) for loss in losses][-1]}
+        def steps_in_ddp(per_rank):
+            steps = CudaSteps(config, per_rank, windows.seq_len, precision, compiled, device=device)
+            steps.loss_module = in_ddp(steps.loss_module, group, ranks, device)
+            return steps
 
-        return train
+        return train_function(steps_in_ddp, windows, world.rank, ranks, batch_size)
 
     return {name: variant(**options) for name, options in variants.items()}
+
+
+def train_function(build, windows, rank, ranks, batch_size, read=torch.Tensor.tolist):
+    """Return train(steps), which trains on this rank's rows of `batch_size` sequences and returns {"loss": the last}.
+
+    build(sequences per step of a rank): the CudaSteps, called by the first call of train(). read(losses): the list of
+    the losses of all steps from a tensor, called after the last step.
+    """
+    per_rank, position, train_step = batch_size // ranks, 0, None  # position: number of windows that were read
+
+    def train(steps):
+        nonlocal position, train_step
+        train_step, losses = train_step or build(per_rank), []
+        for _ in range(steps):
+            inputs, targets = windows.batch(position + rank * per_rank, per_rank)
+            losses.append(train_step(np.array(inputs), np.array(targets), wait=False))
+            position += batch_size
+        return {"loss": read(torch.stack(losses))[-1], **train_step.memory()}
+
+    return train
 
 
 def in_ddp(model, group, ranks, device):

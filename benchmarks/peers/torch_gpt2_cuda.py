@@ -22,11 +22,12 @@ AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 class NanoGPT(torch_gpt2.TorchGPT2):
     """GPT-2 whose `forward(ids, targets)` returns the mean loss; ids, targets (B, T).
 
-    The loss is compiled together with the model, so that the logits are not written to memory twice.
+    The loss is compiled together with the model, so that the logits are not written to memory twice. The vocabulary is
+    padded to a multiple of `pad`.
     """
 
-    def __init__(self, config):
-        super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
+    def __init__(self, config, pad=PAD):
+        super().__init__(replace(config, vocab_size=-(-config.vocab_size // pad) * pad))
 
     def forward(self, ids, targets):
         logits = super().forward(ids)
@@ -40,13 +41,13 @@ class CudaSteps:
     None: no CUDA graph. "trees": torch.compile captures forward and backward (mode="reduce-overhead"). "step": the
     whole step, with clipping and optimizer, is captured once and replayed. autotune: torch.compile times cuBLAS and
     Triton kernels for each product and uses the fastest (mode="max-autotune-no-cudagraphs"). attention: "default", the
-    backend that PyTorch chooses, or "cudnn". With wait=False the loss is a tensor, and float(loss) waits for the
-    device.
+    backend that PyTorch chooses, or "cudnn". model: to train instead of a new NanoGPT(config). With wait=False the loss
+    is a tensor, and float(loss) waits for the device.
     """
 
     def __init__(
         self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, autotune=False,
-        attention="default", device="cuda",
+        attention="default", device="cuda", model=None,
     ):  # fmt: skip
         if graph not in GRAPHS or (graph == "trees" and not compiled):
             raise ValueError(f"graph={graph!r}, compiled={compiled}: use one of {GRAPHS}; 'trees' needs compiled=True")
@@ -54,7 +55,7 @@ class CudaSteps:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.graph_kind, self.shape = device, graph, (batch_size, seq_len)
         self.precision, self.graph, self.attention = precision, None, attention
-        self.model = NanoGPT(config).to(device)
+        self.model = NanoGPT(config).to(device) if model is None else model
         self.loss_module = self.model  # called as loss_module(ids, targets)
         if compiled:
             options = AUTOTUNE if autotune else {}
@@ -117,7 +118,12 @@ class CudaSteps:
         return loss.clone() if self.graph_kind else loss  # the next replay overwrites the results of a graph
 
     def memory(self):
-        """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory reserved by PyTorch}."""
+        """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory that PyTorch has reserved}.
+
+        On a CPU both are 0.
+        """
+        if self.device != "cuda":
+            return {"allocated_bytes": 0, "held_bytes": 0}
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "held_bytes": torch.cuda.max_memory_reserved(),

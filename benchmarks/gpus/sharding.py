@@ -1,0 +1,241 @@
+"""Is `--zero 3` faster than PyTorch's fully_shard on several GPUs, and does it need as little memory?
+
+Every program is a job of its own on all GPUs, so that its memory can be measured. Only one trains at a time, and every
+round measures all programs of a table. In PyTorch, fully_shard is applied to each compiled block and to the root. All
+programs begin with the same parameters and train on the same sequences in the same order. The losses of their first
+steps must agree; otherwise they do not train the same model, and the exit code is 1.
+
+"GPU memory" is what nvidia-smi shows as used after the first steps, at most, without the CUDA context and without the
+memory of the other jobs. It includes NCCL's buffers. "held in pools" is the peak of CuPy's or PyTorch's pools:
+peak_memory_bytes in the log of training, max_memory_reserved in PyTorch. "tensors" is PyTorch's max_memory_allocated.
+"""
+
+import functools
+import statistics
+import sys
+
+import numpy as np
+
+from benchmarks.gpus import scaling
+from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of, reached, round_function, variant_name
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.report import nvidia_smi, paired_ratio, save
+from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import parameter_shapes
+from gpt2core.data import Windows
+from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
+from gpt2core.parallel.gpu_memory import MARGIN, training_memory
+from stage2_cuda.runtime import triton_launch
+
+BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file
+PEER_ZERO = 3  # our rows with this --zero divide what fully_shard divides
+FIELDS = *scaling.FIELDS, "first_losses", "driver_bytes", "held_bytes", "allocated_bytes"
+MAX_MEMORY = 1.10  # upper bound for our GPU memory divided by PyTorch's
+MAX_DIFFERENCE = 2**-8  # relative, of the first losses: the rounding error of one number in bf16
+PERIOD = 1_048_583  # a prime, so that the rows of a matrix of repeated numbers differ
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def prepare(module, world, preset, seq_len, variants, **options):
+    """Called on every rank by harness/processes.py; returns `run_round(name, steps)`, see scaling.round_function().
+
+    module: benchmarks.gpus.ours or benchmarks.peers.torch_fsdp_cuda. The other arguments are those of
+    scaling.prepare().
+    """
+    config, rng = PRESETS[preset], np.random.default_rng(scaling.SEED)
+    # Small numbers are frequent, so that the loss decreases: it shows within a few steps whether an update is wrong.
+    tokens = (config.vocab_size * rng.random(scaling.CORPUS) ** 4).astype(np.int64)
+    options["initial"] = functools.partial(initial_parameters, config)
+    functions = module.make_variants(config, world, Windows(tokens, seq_len), variants, **options)
+    return round_function({name: observed(train, module.used_bytes) for name, train in functions.items()}, world)
+
+
+def initial_parameters(config):
+    """Yield (name, float32 array) of each parameter: matrices have the standard deviation 0.02, biases are 0.
+
+    All matrices repeat the same PERIOD random numbers: to draw 1.5e9 numbers would take half a minute in each job.
+    """
+    numbers = np.random.default_rng(scaling.SEED).standard_normal(PERIOD, np.float32) * np.float32(0.02)
+    for index, (name, shape) in enumerate(parameter_shapes(config)):
+        if len(shape) == 1:
+            yield name, np.full(shape, not name.endswith("bias"), np.float32)
+        else:
+            yield name, np.resize(np.roll(numbers, 7919 * index), shape)
+
+
+def observed(train, used_bytes):
+    """train(steps) whose measurements also have "first_losses" and "driver_bytes", from its first call.
+
+    These are the losses of the steps of the first call, and the largest number of bytes that the GPU uses after one of
+    them, minus those before the first call. used_bytes(): the bytes in use.
+    """
+    seen = {}
+
+    def observed_train(steps):
+        if seen:
+            return train(steps) | seen
+        before, losses, used = used_bytes(), [], []
+        for _ in range(steps):
+            measured = train(1)
+            losses.append(measured["loss"])
+            used.append(used_bytes() - before)
+        seen.update(first_losses=losses, driver_bytes=max(used))
+        return measured | seen
+
+    return observed_train
+
+
+# -- in the parent process ---------------------------------------------------------------------------------------------
+
+
+def variants(ranks, batch_size, zeros, recompute, bucket_mb):
+    """({name: options} of our programs, {name: options} of PyTorch's) of one table.
+
+    batch_size: sequences of all ranks together. zeros: values of --zero. recompute: "none" or "block".
+    """
+    sizes = {"ranks": ranks, "batch_size": batch_size}
+    flags = {} if recompute == "none" else {"recompute": recompute}
+    ours = {}
+    for zero in zeros:
+        # ZeRO-2 and ZeRO-3 send each unit by itself; without them, buckets are sent during the backward pass
+        options = {"dp": "flat" if zero > 1 else "bucket", "zero": zero, **flags}
+        ours[variant_name(ranks, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
+    name = f"fully_shard, {gpus(ranks)}" + ", checkpointed blocks" * bool(flags)
+    return ours, {name: dict(sizes, **flags)}
+
+
+def fitting(args, zeros, recompute, available):
+    """The values of `zeros`, as many from the first on as fit in GPU memory beside the others and PyTorch's program.
+
+    available: bytes of a GPU. PyTorch's program is assumed to need as much memory as --zero 3.
+    """
+    seq_len = args.seq_len or PRESETS[args.preset].block_size
+
+    def predicted(zero):
+        parallel = ParallelConfig(zero=zero, recompute=recompute)
+        terms = training_memory(
+            PRESETS[args.preset], args.batch_size, seq_len, args.precision, ranks=args.ranks, parallel=parallel
+        )
+        return MARGIN * (sum(terms.values()) - terms["gathered to save"])
+
+    left, found = available - predicted(PEER_ZERO), []
+    for zero in zeros:
+        left -= predicted(zero)
+        if left < 0 and found:
+            print(f"--zero {zero} --recompute {recompute}: omitted, because the jobs would not fit in the GPU's memory")
+            break
+        found.append(zero)
+    return found
+
+
+def specs_of(args, ours, peers):
+    """Yield the ProcessSpec of each job; a job has one program. Without --no-torch the last one is PyTorch's."""
+    common = {"precision": args.precision, "seq_len": args.seq_len or PRESETS[args.preset].block_size}
+    for name, options in ours.items():
+        yield from jobs(args, args.preset, {name: options}, {})
+    for name, options in {} if args.no_torch else peers.items():
+        device = "cpu" if triton_launch.interpreted() else "cuda"
+        options = dict(
+            common, preset=args.preset, variants={name: options}, compiled=not args.no_compile, device=device
+        )
+        yield ProcessSpec("fully_shard", "benchmarks.peers.torch_fsdp_cuda", args.threads, options, ranks=args.ranks)
+
+
+def summarise(results):
+    """Add fields to each result of one table: min, tokens_per_second, and those that compare it with PyTorch's.
+
+    times_as_fast: PyTorch's time / its time. memory_ratio and held_ratio: its driver_bytes and held_bytes / PyTorch's;
+    None without a GPU. loss_difference: the largest relative difference of the first losses. Without PyTorch these four
+    are None.
+    """
+    peer = next((result for result in results if result["side"] != "ours"), None)
+    for result in results:
+        result["min"] = min(result["seconds"])
+        tokens = result["batch_size"] * result["seq_len"]
+        result["tokens_per_second"] = tokens / statistics.median(result["seconds"])
+        result["times_as_fast"] = peer and paired_ratio(peer["seconds"], result["seconds"])
+        for field, key in (("memory_ratio", "driver_bytes"), ("held_ratio", "held_bytes")):
+            result[field] = result[key] / peer[key] if peer and peer[key] else None
+        result["loss_difference"] = peer and relative_difference(result["first_losses"], peer["first_losses"])
+
+
+def relative_difference(losses, others):
+    """The largest relative difference of two lists of losses; NaN if a loss is NaN."""
+    return float(np.max(np.abs(np.divide(losses, others) - 1)))
+
+
+def agree(results):
+    """Whether the first losses of all programs of a table agree; False if one is not a number."""
+    return all(
+        result["loss_difference"] is None or result["loss_difference"] <= MAX_DIFFERENCE
+        for result in results
+        if result["side"] == "ours"
+    )
+
+
+def verdicts(results):
+    """Yield one sentence for each of our results that is compared with PyTorch: speed, memory and losses."""
+    for result in results:
+        if result["side"] != "ours" or result["times_as_fast"] is None:
+            continue
+        has_targets = result["zero"] == PEER_ZERO  # the others divide less, or more, than fully_shard
+        speed, memory = result["times_as_fast"]["median"], result["memory_ratio"]
+        phrases = [f"{speed:.3f} times as fast as fully_shard" + f" (target 1: {reached(speed > 1)})" * has_targets]
+        if memory is not None:
+            target = f" (target: at most {MAX_MEMORY:.2f}: {reached(memory <= MAX_MEMORY)})" * has_targets
+            phrases.append(f"{memory:.3f} times its GPU memory{target}, {result['held_ratio']:.3f} times its pools")
+        phrases.append(
+            f"the first losses differ by up to {result['loss_difference']:.1e} (bound {MAX_DIFFERENCE:.1e}: "
+            f"{reached(agree([result]))})"
+        )
+        yield f"{result['name']}: {', '.join(phrases)}"
+
+
+def parser():
+    parser = parser_of(
+        BENCHMARK,
+        __doc__,
+        300,
+        "one round of a program, with compilation,",
+        ("", "gpt2-xl on two GPUs"),
+        ("--zero 3 --recompute none --rounds 3", "only the first comparison"),
+        ("--preset nano --precision fp32 --rounds 1", "a trial: with TRITON_INTERPRET=1 on CPUs"),
+        preset="gpt2-xl",
+    )
+    add = parser.add_argument
+    add_sizes(add, ranks=2, batch_size=4)
+    add_rounds(add)
+    text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
+    add("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)
+    text = "one table each; block: with --recompute block, and with checkpointed blocks in PyTorch (default none block)"
+    add("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help=text)
+    add("--no-torch", action="store_true", help="do not run PyTorch")
+    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
+    return parser
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    seq_len = args.seq_len or PRESETS[args.preset].block_size
+    memory = nvidia_smi("memory.total")
+    results, same = [], True
+    for recompute in args.recompute:
+        zeros = fitting(args, args.zero, recompute, int(memory[0][0]) << 20) if memory else args.zero
+        ours, peers = variants(args.ranks, args.ranks * args.batch_size, zeros, recompute, args.bucket_mb)
+        specs = list(specs_of(args, ours, peers))
+        of_table = scaling.measure(args, specs, args.steps_per_round, BENCHMARK, FIELDS)
+        summarise(of_table)
+        print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU, --recompute {recompute}")
+        TABLES["gpus-sharding"].print(of_table)
+        print("\n".join(verdicts(of_table)), flush=True)
+        results += of_table
+        same &= agree(of_table)
+        save(BENCHMARK, results, args, args.save_as)  # after each table, so that an interrupted run keeps it
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
