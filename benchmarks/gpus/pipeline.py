@@ -2,9 +2,9 @@
 
 Each row is one run of train_gpt2.py with --pp and --schedule-picture, which records when each action of the last step
 ran, and simulates the schedule with the mean times of these actions. A bubble is the fraction of the time of all ranks
-in which they wait. The measured bubbles should have the order of the simulated ones. Two schedules whose simulated
-bubbles differ by less than 1 point count as equal, in any order: gpipe and 1f1b, for example, have the same bubble in
-theory.
+in which they wait. The model has the vocabulary of the preset, and tokens are random. The measured bubbles should have the
+order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
+order: gpipe and 1f1b, for example, have the same bubble in theory.
 """
 
 import re
@@ -12,6 +12,9 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
@@ -47,7 +50,8 @@ def measure(args, schedule):
     )
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        flags = map(str, (*sizes, *how, "--sample", 0, "--no-save", "--log", log))
+        flags = (*sizes, *how, *corpus(Path(folder), PRESETS[args.preset]), "--sample", 0, "--no-save", "--log", log)
+        flags = map(str, flags)
         line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", f"{STAGES[args.stage]}.train_gpt2", *flags]
         text = " ".join(run_to_end(schedule, line, blas_threads=1, timeout=args.timeout).split())
         seconds = [row["seconds"] for row in read_log(log)]
@@ -55,6 +59,21 @@ def measure(args, schedule):
     if bubbles.keys() != {"measured", "simulated"}:
         raise BenchmarkFailed(f"{schedule}: the output has no measured and simulated bubble: {text[-500:]}")
     return {"schedule": schedule, "median": statistics.median(seconds[UNTIMED_STEPS:] or seconds), **bubbles}
+
+
+def corpus(folder, config):
+    """Flags for random tokens and a tokenizer with all tokens of a preset's vocabulary; none if it is that of a text."""
+    if config.vocab_size < 256:  # the words of the text that is the default
+        return ()
+    tokens, tokenizer = folder / "tokens.bin", folder / "tokenizer.json"
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 8 * config.block_size * 64)
+    ids.astype(np.uint16).tofile(tokens)
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols += [f"token {number}" for number in range(len(symbols), config.vocab_size)]
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(tokenizer))
+    return "--data", tokens, "--tokenizer", tokenizer
 
 
 def verdict(results):
