@@ -34,7 +34,7 @@ class ParallelTrainer(BaseTrainer):
     the cores. batch_size, seq_len, micro_batches: of the global batch. optimizer: a dict of arguments of AdamW, and of
     `rounding` and `seed` of ShardedAdamW. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the
     initial parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1
-    (fp16). Raises ConfigError for sizes that do not fit.
+    (fp16). guard: that of Backend.clip for the gradients. Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -47,7 +47,7 @@ class ParallelTrainer(BaseTrainer):
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
-        seed=0, dloss=None,
+        seed=0, dloss=None, guard=None,
     ):  # fmt: skip
         super().__init__(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
@@ -79,6 +79,7 @@ class ParallelTrainer(BaseTrainer):
         optimizer = optimizer or {}
         require_known("optimizer", optimizer, (*AdamW.OPTIONS, "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)
+        optimizer = dict(optimizer, guard=guard)
         if parallel.zero > 1:
             objects = self.objects_of_units(count, dloss, optimizer, copy)
         else:

@@ -38,19 +38,20 @@ class DividedAdamW(AdamW):
     """AdamW with a copy of the parameters, and what else a ParallelTrainer needs.
 
     parameters: the flat array `all_parameters`. own: the slice of it whose moments this rank has; it is `parameters` of
-    AdamW. compute_copy: a copy of all parameters that kernels read, or None if they read these. rounding: how the copy
-    is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and the index in the
-    arena. The other arguments are those of AdamW.
+    AdamW. compute_copy: a copy of all parameters that kernels read, or None if they read these. guard: that of
+    Backend.clip for gradients. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend
+    only on `seed`, the step and the index in the arena. The other arguments are those of AdamW.
     """
 
     def __init__(
-        self, arena, parameters, backend, *, own=slice(None), compute_copy=None, rounding="nearest", seed=0, **options
+        self, arena, parameters, backend, *, own=slice(None), compute_copy=None, guard=None, rounding="nearest", seed=0,
+        **options,
     ):  # fmt: skip
         super().__init__(arena, parameters[own], backend, **options)
         self.own, self.all_parameters, self.compute_copy = own, parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
-        self.clip_options = {}  # further arguments of Backend.clip
+        self.guard = guard
         self.updating = False  # whether an update has begun that no report() of a trainer has counted
 
     def coefficients(self, step, lr):
@@ -70,7 +71,7 @@ class DividedAdamW(AdamW):
 
     def norm_and_factor(self, gradients):
         with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.clip, **self.clip_options)
+            return self.backend.clip(self.page_sums(gradients), self.clip, self.guard)
 
     def update(self, gradients, factor, coefficients):
         self.updating = True  # until report(): a step that is interrupted after this point is not continued
