@@ -153,7 +153,7 @@ class FastTrainer(ParallelTrainer):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
         losses, norm = self.update(batch, hyper)
-        self.optimizer.updating = False  # result() counts the step
+        self.optimizer.end_update()  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 

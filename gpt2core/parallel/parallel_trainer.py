@@ -144,7 +144,7 @@ class ParallelTrainer(BaseTrainer):
         return total_loss(self, losses)[0]
 
     def report(self, *arguments):
-        self.optimizer.updating = False
+        self.optimizer.end_update()
         return super().report(*arguments)
 
     @property

@@ -52,7 +52,7 @@ class DividedAdamW(AdamW):
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
         self.guard = guard
-        self.updating = False  # whether an update has begun that no report() of a trainer has counted
+        self.updating = False  # set by update(), cleared by end_update()
 
     def coefficients(self, step, lr):
         key = None if self.seed is None else rounding_key(self.seed, step)
@@ -74,12 +74,16 @@ class DividedAdamW(AdamW):
             return self.backend.clip(self.page_sums(gradients), self.clip, self.guard)
 
     def update(self, gradients, factor, coefficients):
-        self.updating = True  # until report(): a step that is interrupted after this point is not continued
+        self.updating = True
         with self.backend.runtime.range("optimizer"):
             self.update_own(gradients, factor, coefficients)
             self.clear_padding(self.all_parameters)
             self.clear_padding(self.compute_parameters)
             self.share_update()
+
+    def end_update(self):
+        """The trainer counts the update, or will do so. An update that does not reach this line was interrupted."""
+        self.updating = False
 
     def share_update(self):
         """Send what the owners have updated to each other; by default nothing is sent."""
@@ -121,7 +125,8 @@ class DividedAdamW(AdamW):
         return self.exp_avg, self.exp_avg_sq
 
     def load_moments(self, first, second):
-        """Load this rank's moments from those of moments()."""
+        """Load this rank's moments from those of moments(); the parameters have been loaded."""
+        self.end_update()  # an interrupted update has left nothing
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
 
 

@@ -67,7 +67,6 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)
         del flats, flat  # so that release_cached_memory() can free their memory
-        trainer.optimizer.updating = False  # an interrupted update has left nothing
     trainer.steps, trainer.position = steps, position
     trainer.optimizer.refresh_copy(steps)
     backend.runtime.release_cached_memory()
