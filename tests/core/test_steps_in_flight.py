@@ -172,7 +172,7 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
             pending.result()
         assert spoil == [] and trainer.in_flight == []  # both were computed
         assert trainer.parameters.tobytes() == plain.parameters.tobytes()
-        assert trainer.optimizer.exp_avg.tobytes() == plain.optimizer.exp_avg.tobytes()
+        assert trainer.optimizer.states["exp_avg"].tobytes() == plain.optimizer.states["exp_avg"].tobytes()
         assert (trainer.steps, trainer.position) == (3, 12)
         trainer.accumulator.backward = backward
         got, want = (each.step(read_batch(each, windows), 1e-3).loss for each in (trainer, plain))
