@@ -24,6 +24,19 @@ class ParameterCopy(NamedTuple):
     offset: int = 0
 
 
+class Guard(NamedTuple):
+    """What Backend.clip reads and updates on the device, so that later steps need no answer of the host.
+
+    stop: an array (1), initially 0. The first norm that is not finite sets it to NaN, and then every later factor is
+    NaN. Or loss_scale, interval: `state` and `interval` of a LossScale (engine/loss_scale.py). The norm is divided by
+    the loss scale before clipping, the factor after clipping, and the state is updated.
+    """
+
+    stop: object = None
+    loss_scale: object = None
+    interval: int = 0
+
+
 class Backend(ABC):
     """Array kernels for one device. Docstrings read "arguments -> results"; dx is the gradient of x, dy that of y.
 
@@ -289,15 +302,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def clip(self, sums, clip):
+    def clip(self, sums, clip, guard=None):
         """sums: from page_sums() -> norm = sqrt(their sum), factor = min(1, clip / (norm + 1e-6)).
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
-        Further arguments, given by engine/fast_trainer.py, are only for backends whose steps overlap or that scale the
-        loss. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every later
-        factor is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the loss
-        scale before clipping, factor after clipping, and the state is updated.
+        guard: a Guard, for the gradient of a step of engine/fast_trainer.py. A backend reads it if it scales the loss,
+        or if its steps overlap.
         """
 
     @abstractmethod

@@ -32,10 +32,10 @@ class Diverged(UserError):
     shared = True  # all ranks have the same numbers, so all ranks raise this error
 
 
-def diverged(step, loss, norm, lr, eps):
-    """The Diverged of a step, from 0, whose loss or gradient norm is not finite. lr, eps: those of AdamW."""
-    advice = "" if eps else ", or raise `eps` (now 0)"
-    state = f"are those after {counted(step, 'step')}"  # AdamW changes nothing if the norm is not finite
+def diverged(step, loss, norm, lr, keeps_zeros):
+    """The Diverged of a step, from 0, whose loss or gradient norm is not finite. keeps_zeros: of the rule."""
+    advice = "" if keeps_zeros else ", or raise `eps` (now 0)"
+    state = f"are those after {counted(step, 'step')}"  # an update changes nothing if the norm is not finite
     if math.isfinite(norm):
         state = "have been updated: continue from an earlier checkpoint"
     return Diverged(
@@ -55,6 +55,20 @@ def require_known(argument, options, known):
     for name in options:
         if name not in known:
             raise ConfigError(f"`{argument}` has the name {name!r}, but it may have only {', '.join(known)}: omit it")
+
+
+def require_not_negative(wrong="must be finite and not negative", /, **numbers):
+    """Raise ConfigError, a name with its value and the text `wrong`, unless all numbers are finite and not negative."""
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"`{name}={value}` {wrong}")
+
+
+def require_decay_rate(**numbers):
+    """Raise ConfigError with the name of an argument unless each of `numbers` is in [0, 1)."""
+    for name, value in numbers.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"`{name}={value}` must be in [0, 1)")
 
 
 def require_size(name, value):

@@ -1,11 +1,11 @@
-"""AdamW, clipping by the global norm of the gradient, and the learning-rate schedule."""
+"""The learning-rate schedule, the rule AdamW, and the optimizer: it clips the gradient and applies a rule."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, require_decay_rate, require_not_negative
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,8 @@ class Schedule:
     def __post_init__(self):
         if self.kind not in ("constant", "linear", "cosine"):
             raise ConfigError(f"`schedule={self.kind}` is unknown: use constant, linear or cosine")
-        for name, value in (("lr", self.peak), ("min_lr", self.floor)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"`{name}={value}` is not a learning rate: it must be finite and not negative")
+        wrong = "is not a learning rate: it must be finite and not negative"
+        require_not_negative(wrong, lr=self.peak, min_lr=self.floor)
         if self.warmup < 0:
             raise ConfigError(f"`warmup={self.warmup}` must not be negative")
 
@@ -50,45 +49,46 @@ def adamw_coefficients(step, lr, beta1, beta2, eps, weight_decay):
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) on flat arrays of parameters p and gradients g. In step t = 1, 2, ...:
+    """The rule (Loshchilov and Hutter 2019) for parameters p with gradients g. In step t = 1, 2, ...:
 
-        g = g min(1, clip / (norm(g) + 1e-6))         norm over all parameters; clip 0: no clipping
         m = beta1 m + (1 - beta1) g                   running mean of the gradient
         v = beta2 v + (1 - beta2) g^2                 running mean of its square
         p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)      m_ = m / (1 - beta1^t), v_ = v / (1 - beta2^t)
 
-    m and v begin with 0; without the divisors of m_ and v_ they would be too small in the first steps. Only matrices
-    decay. Backend.clip and Backend.adamw_step compute these lines. Raises ConfigError for a number out of range.
+    The divisors correct m and v, which begin with 0. Only matrices decay. Raises ConfigError for a number out of range.
     """
 
-    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "clip"
+    OPTIONS = "beta1", "beta2", "eps", "weight_decay"
+    STATES = "exp_avg", "exp_avg_sq"  # PyTorch's names of m and v
 
-    def __init__(
-        self, arena, parameters, backend, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0
-    ):  # fmt: skip
-        for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= value < 1:
-                raise ConfigError(f"`{name}={value}` must be in [0, 1)")
-        for name, value in (("eps", eps), ("weight_decay", weight_decay), ("clip", clip)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"`{name}={value}` must be finite and not negative")
-        self.arena, self.parameters, self.backend = arena, parameters, backend
-        self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
-        self.exp_avg, self.exp_avg_sq = (backend.zeros(parameters.shape, parameters.dtype) for _ in ("m", "v"))
-        self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
+    def __init__(self, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        require_decay_rate(beta1=beta1, beta2=beta2)
+        require_not_negative(eps=eps, weight_decay=weight_decay)
+        self.betas, self.eps, self.weight_decay = (beta1, beta2), eps, weight_decay
+        self.keeps_zeros = eps > 0  # whether p = 0 stays 0 if its gradient is always 0; otherwise it becomes 0 / 0
 
     def coefficients(self, step, lr):
-        """The numbers of update number `step` (from 1), in double precision: see adamw_coefficients()."""
         return adamw_coefficients(step, lr, *self.betas, self.eps, self.weight_decay)
 
-    def norm_and_factor(self, gradients):
-        """(the global norm of flat `gradients`, the factor that clips them), each of one element.
+    def update(self, backend, p, g, states, coefficients, factor, decays, copy=None):
+        """Update the flat arrays p and `states`, {name: array}, from g * factor: see Backend.adamw_step."""
+        backend.adamw_step(p, *states.values(), g, coefficients, factor, decays, self.betas, copy)
 
-        If the norm is not finite, the factor is NaN, and update() changes nothing.
-        """
+
+class Optimizer:
+    """Clips gradients by their global norm, then updates flat `parameters` by a rule: a class and its `options`."""
+
+    def __init__(self, arena, parameters, backend, *, clip=0.0, rule=AdamW, **options):
+        self.rule, self.parameters, self.backend, self.clip = rule(**options), parameters, backend, clip
+        require_not_negative(clip=clip)
+        self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule.STATES}
+        self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
+        self.coefficients = self.rule.coefficients  # (step from 1, lr) -> the numbers of this update, in float64
+
+    def norm_and_factor(self, gradients):
+        """(norm of flat `gradients`, factor = min(1, clip / (norm + 1e-6))), each of one element; clip 0: factor 1."""
         return self.backend.clip(self.backend.page_sums(gradients), self.clip)
 
     def update(self, gradients, factor, coefficients):
-        """Update the parameters from flat `gradients` * factor; see norm_and_factor() and coefficients()."""
-        p, m, v = self.parameters, self.exp_avg, self.exp_avg_sq
-        self.backend.adamw_step(p, m, v, gradients, coefficients, factor, self.decays, self.betas)
+        """Update the parameters from flat `gradients` * factor; if the norm is not finite, factor is NaN: no change."""
+        self.rule.update(self.backend, self.parameters, gradients, self.states, coefficients, factor, self.decays)

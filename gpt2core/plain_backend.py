@@ -161,7 +161,7 @@ class PlainBackend(Backend):
     def page_sums(self, flat):
         return (flat.reshape(-1, PAGE) ** 2).sum(1)
 
-    def clip(self, sums, clip):
+    def clip(self, sums, clip, guard=None):
         norm = np.float64(math.sqrt(sums.sum(dtype=np.float64)))
         if not math.isfinite(norm):
             return norm, np.float64(math.nan)

@@ -26,7 +26,6 @@ class Compiled:
     in each call) and constants (equal in each call). `function` returns a list of arrays.
     """
 
-    replays = False  # whether later calls may repeat the device's work of an earlier call, without `function`
     can_overlap = False  # whether a call may be made before wait() on the Results of the previous call
 
     def __init__(self, function):

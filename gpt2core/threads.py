@@ -50,11 +50,6 @@ class WorkerPool:
             wait(self.unfinished)
             self.unfinished = []
 
-    def map_shares(self, function, arena, owner=0, owners=1):
-        """[function(backend, share) of each worker]; the slices `share` divide the share of the arena of `owner`."""
-        shares = [arena.share(owner * self.size + i, owners * self.size) for i in range(self.size)]
-        return self.map(function, self.backends, shares)
-
     def close(self):
         if self.executor:
             self.executor.shutdown()

@@ -14,7 +14,7 @@ from gpt2core.arena import Arena
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, diverged, require_known, require_size
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.optimizer import AdamW
+from gpt2core.optimizer import AdamW, Optimizer
 from gpt2core.tensor import ShapeError, Tensor
 from gpt2core.tree_sum import tree_sum
 
@@ -83,7 +83,7 @@ class BaseTrainer:
         Raises Diverged if the loss or the gradient norm is not finite.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise diverged(self.steps, loss, norm, lr, self.optimizer.eps)
+            raise diverged(self.steps, loss, norm, lr, self.optimizer.rule.keeps_zeros)
         self.steps, self.position = self.steps + 1, self.position + self.batch_size
         return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
 
@@ -99,8 +99,8 @@ class Trainer(BaseTrainer):
     """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
 
     parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are the same if
-    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict with names
-    of AdamW.OPTIONS. seed: of the initial parameters. The other arguments are those of BaseTrainer. Raises ConfigError
+    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict of `clip`
+    and AdamW.OPTIONS. seed: of the initial parameters. The other arguments are those of BaseTrainer. Raises ConfigError
     for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
     """
 
@@ -113,7 +113,7 @@ class Trainer(BaseTrainer):
         if backend.compute_dtype != backend.dtype:
             raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")
         backend.check_model(config)
-        require_known("optimizer", optimizer or {}, AdamW.OPTIONS)
+        require_known("optimizer", optimizer or {}, (*AdamW.OPTIONS, "clip"))
         self.backend, self.rows = backend, slice(0, batch_size)
         self.arena = Arena(parameter_shapes(config))
         self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
@@ -122,7 +122,7 @@ class Trainer(BaseTrainer):
         for name, array in initial_parameters(config, seed):
             views[name][...] = backend.asarray(array, backend.dtype)
         self.model = GPT2(config, self.tensors)
-        self.optimizer = AdamW(self.arena, self.parameters, backend, **optimizer or {})
+        self.optimizer = Optimizer(self.arena, self.parameters, backend, **optimizer or {})
 
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.

@@ -375,7 +375,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         pages = flat.reshape(-1, PAGE)
         return np.vecdot(pages, pages)  # the pages are short enough to add in the dtype of flat
 
-    def clip(self, sums, clip):
+    def clip(self, sums, clip, guard=None):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
         return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 

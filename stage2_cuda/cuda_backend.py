@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import Backend
+from gpt2core.backend import Backend, Guard
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
@@ -407,14 +407,14 @@ class CudaBackend(FusedHead, Backend):
         adamw.page_sums(sums, flat)
         return sums
 
-    def clip(self, sums, clip, loss_scale=None, interval=0, stop=None):
+    def clip(self, sums, clip, guard=None):
         squares, norm, factor = self.xp.empty(SEGMENTS, np.float64), self.floats(1), self.floats(1)
         segment_sum(squares, sums)
-        if stop is None and loss_scale is None:  # the norm of the parameters, for a checkpoint
+        if guard is None:  # the norm of the parameters, for a checkpoint
             # A stop of 0 does not change the result. With it the kernel is the variant that training steps use; without
             # it the first checkpoint would wait until another variant is compiled.
-            stop = self.zeros(1, "float32")
-        adamw.clip_scale(factor, norm, squares, clip, loss_scale, interval, stop)
+            guard = Guard(stop=self.zeros(1, "float32"))
+        adamw.clip_scale(factor, norm, squares, clip, guard.loss_scale, guard.interval, guard.stop)
         return norm, factor
 
     def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):

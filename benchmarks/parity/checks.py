@@ -117,7 +117,7 @@ class KernelChecker:
 
     def compare(self, name, module, inputs, arguments, result):
         """Compare the arrays of a result; return the result, with functions that compare what they compute."""
-        if name == "clip" and getattr(inputs, "loss_scale", None) is not None:
+        if name == "clip" and inputs.guard is not None and inputs.guard.loss_scale is not None:
             return result
         if name.endswith("_forward") and isinstance(result, tuple) and result[-1] is not None:
             self.forwards[id(result[-1])] = result[-1], inputs  # the reference to aux keeps its id unique

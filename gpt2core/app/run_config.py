@@ -51,7 +51,7 @@ class RunConfig(TrainSettings):
 
     @property
     def optimizer(self):
-        """The keyword arguments of AdamW."""
+        """The argument `optimizer` of a trainer."""
         names = ("beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed")
         return {name: getattr(self, name) for name in names}
 

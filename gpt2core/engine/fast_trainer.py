@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2core.architecture import flops_per_token
+from gpt2core.backend import Guard
 from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
@@ -33,22 +34,19 @@ class FastTrainer(ParallelTrainer):
     """
 
     def __init__(self, config, backends, *, capture=True, loss_scale=None, **options):
-        self.loss_scale = LossScale(list_of_backends(backends)[0], **(loss_scale or {}))
+        backend = list_of_backends(backends)[0]
+        self.loss_scale = LossScale(backend, **(loss_scale or {}))
+        self.stop = backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
+        guard = Guard(stop=self.stop)
+        if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
+            guard = Guard(loss_scale=self.loss_scale.state, interval=self.loss_scale.interval)
         self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
-        super().__init__(config, backends, dloss=self.loss_scale.factor, **options)
+        super().__init__(config, backends, dloss=self.loss_scale.factor, guard=guard, **options)
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
         self.compiled = self.compile_update(capture)
-        self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
-        self.optimizer.clip_options = self.clip_options()
         self.sent_by_update = 0  # bytes that this rank sends in an update
         self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
-
-    def clip_options(self):
-        """Arguments of Backend.clip, which on a device also updates the loss scale, or sets `stop`."""
-        if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
-            return {"loss_scale": self.loss_scale.state, "interval": self.loss_scale.interval}
-        return {"stop": self.stop} if self.compiled.replays else {}
 
     def check_idle(self):
         if self.in_flight:
@@ -155,7 +153,7 @@ class FastTrainer(ParallelTrainer):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
         losses, norm = self.update(batch, hyper)
-        self.optimizer.updating = False  # result() counts the step
+        self.optimizer.end_update()  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 

@@ -7,6 +7,7 @@ from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
@@ -19,10 +20,9 @@ from gpt2core.parallel.model_pages import ModelPages
 from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches, check_pipeline
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
-from gpt2core.parallel.sharded.unit_adamw import UnitAdamW
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sharded_adamw import ShardedAdamW, check_rounding
-from gpt2core.parallel.whole_parameters import ArenaLayout, fill
+from gpt2core.parallel.sharded_adamw import DividedOptimizer, check_rounding
+from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool, limit_blas
 from gpt2core.trainer import BaseTrainer
 
@@ -31,10 +31,11 @@ class ParallelTrainer(BaseTrainer):
     """A training step whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
-    the cores. batch_size, seq_len, micro_batches: of the global batch. optimizer: a dict of arguments of AdamW, and of
-    `rounding` and `seed` of ShardedAdamW. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the
-    initial parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1
-    (fp16). Raises ConfigError for sizes that do not fit.
+    the cores. batch_size, seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and
+    of `clip`, `rounding` and `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel:
+    ParallelConfig. seed: of the initial parameters; None leaves them zero. dloss: the array of shape () with which
+    backward begins, if it is not 1 (fp16). guard: that of Backend.clip for the gradients. Raises ConfigError for sizes
+    that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -47,7 +48,7 @@ class ParallelTrainer(BaseTrainer):
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
-        seed=0, dloss=None,
+        seed=0, dloss=None, guard=None,
     ):  # fmt: skip
         super().__init__(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
@@ -68,7 +69,11 @@ class ParallelTrainer(BaseTrainer):
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
-        self.layout = layout = layout_of(parallel.zero, arena, mesh.data, backend)
+        if parallel.zero > 1:
+            self.layout = layout = UnitShards(arena, mesh.data, backend)
+        else:
+            pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
+            self.layout = layout = ArenaLayout(arena, backend, owners, pages)
         self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in range(2))
         self.compute_parameters, copy = self.parameters, None
         if backend.compute_dtype != backend.dtype:
@@ -77,22 +82,24 @@ class ParallelTrainer(BaseTrainer):
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
         check_gather(parallel.zero_gather, parallel.zero)
         optimizer = optimizer or {}
-        require_known("optimizer", optimizer, (*AdamW.OPTIONS, "rounding", "seed"))
+        require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)
         if parallel.zero > 1:
-            objects = self.objects_of_units(count, dloss, optimizer, copy)
+            self.accumulator, self.data_parallel = self.objects_of_units(count, dloss)
         else:
-            pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
-            objects = self.objects_of_arena(count, dloss, optimizer, owners, pages, copy)
-        self.accumulator, self.data_parallel, self.optimizer = objects
+            self.accumulator, self.data_parallel = self.objects_of_arena(count, dloss, owners)
+        self.optimizer = DividedOptimizer(
+            layout, self.parameters, self.pool, compute_copy=copy, gathers=parallel.zero_gather == "end", guard=guard,
+            **optimizer,
+        )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
 
-    def objects_of_arena(self, count, dloss, optimizer, owners, pages, copy):
-        """(accumulator, data_parallel, optimizer) if this rank has all parameters, or those of its pipeline rank.
+    def objects_of_arena(self, count, dloss, owners):
+        """(accumulator, data_parallel) if this rank has all parameters, or those of its pipeline rank.
 
-        count: this rank's micro-batches. owners: the ranks that divide the moments. pages, copy: see ShardedAdamW.
+        count: this rank's micro-batches. owners: the ranks that divide the update.
         """
         parallel, mesh, backend = self.parallel, self.mesh, self.backend
         data_parallel = make_data_parallel(
@@ -112,20 +119,15 @@ class ParallelTrainer(BaseTrainer):
                 self.config, *arrays, data_parallel, self.pool, count=count, tensor_group=mesh.tensor,
                 shape=self.batch_shape, all_gather=all_gather, dloss=dloss, recompute=parallel.recompute,
             )  # fmt: skip
-        optimizer = ShardedAdamW(
-            self.arena, self.parameters, self.pool, owners=owners, pages=pages, compute_copy=copy,
-            gathers=all_gather is None, **optimizer,
-        )  # fmt: skip
-        return accumulator, data_parallel, optimizer
+        return accumulator, data_parallel
 
-    def objects_of_units(self, count, dloss, optimizer, copy):
+    def objects_of_units(self, count, dloss):
         """The same if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
         accumulator = ShardedMicroBatches(
             self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count=count,
             shape=self.batch_shape, zero=self.parallel.zero, dloss=dloss, recompute=self.parallel.recompute,
         )  # fmt: skip
-        optimizer = UnitAdamW(self.layout, self.parameters, self.backend, compute_copy=copy, **optimizer)
-        return accumulator, accumulator.unit_gradients, optimizer
+        return accumulator, accumulator.unit_gradients
 
     def step(self, batch, lr):
         self.check_interrupted()
@@ -143,7 +145,7 @@ class ParallelTrainer(BaseTrainer):
         return total_loss(self, losses)[0]
 
     def report(self, *arguments):
-        self.optimizer.updating = False
+        self.optimizer.end_update()
         return super().report(*arguments)
 
     @property
@@ -197,11 +199,6 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
-
-
-def layout_of(zero, arena, group, backend):
-    """The layout of the flat arrays that this rank of a data-parallel group stores."""
-    return UnitShards(arena, group, backend) if zero > 1 else ArenaLayout(arena, backend)
 
 
 def arenas_of_replica(config, placement, tp, owners):

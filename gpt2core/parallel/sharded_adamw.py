@@ -1,14 +1,12 @@
-"""AdamW divided over threads and ranks (ZeRO-1), and the copy of the parameters in bf16 or fp16."""
+"""The optimizer divided over threads and ranks (ZeRO), and the copy of the parameters in bf16 or fp16."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2core.backend import ParameterCopy
-from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, require_not_negative
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel.model_pages import ModelPages
 
 
 def rounding_key(seed, step):
@@ -30,67 +28,94 @@ def check_rounding(rounding, backend):
 class Coefficients(NamedTuple):
     """The numbers of one update. They are arrays: kernels read them at fixed addresses, so a step can be replayed."""
 
-    adamw: np.ndarray  # (3) float64, from adamw_coefficients()
+    rule: np.ndarray  # float64, from the coefficients() of the rule
     key: np.ndarray | None  # (1) int64, from rounding_key(), or None
 
 
-class DividedAdamW(AdamW):
-    """AdamW with a copy of the parameters, and what else a ParallelTrainer needs.
+class DividedOptimizer:
+    """An Optimizer whose update is divided over worker threads and ranks.
 
-    parameters: the flat array `all_parameters`. own: the slice of it whose moments this rank has; it is `parameters` of
-    AdamW. compute_copy: a copy of all parameters that kernels read, or None if they read these. rounding: how the copy
-    is rounded, "nearest" or "stochastic"; the random numbers depend only on `seed`, the step and the index in the
-    arena. The other arguments are those of AdamW.
+    layout: an ArenaLayout or UnitShards, which says what this rank stores, and which slice of it, `own`, it updates.
+    parameters: a flat array of this layout. states: {name: flat array} of the rule, only for `own`. pool: the
+    WorkerPool whose threads divide the update. compute_copy: a copy of the parameters that kernels read, or None if
+    they read these. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on
+    `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the array that
+    kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. guard: that
+    of Backend.clip. clip, rule, options: those of Optimizer.
+
+    updating: whether an update has begun that the trainer has not counted; see end_update().
     """
 
     def __init__(
-        self, arena, parameters, backend, *, own=slice(None), compute_copy=None, rounding="nearest", seed=0, **options
+        self, layout, parameters, pool, *, compute_copy=None, rounding="nearest", seed=0, gathers=True, guard=None,
+        clip=0.0, rule=AdamW, **options,
     ):  # fmt: skip
-        super().__init__(arena, parameters[own], backend, **options)
-        self.own, self.all_parameters, self.compute_copy = own, parameters, compute_copy
+        self.rule, self.clip, self.guard, self.gathers = rule(**options), clip, guard, gathers
+        require_not_negative(clip=clip)
+        self.layout, self.own, self.pool, self.backend = layout, layout.own, pool, pool.backends[0]
+        self.parameters, self.compute_copy = parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.seed = seed if rounding == "stochastic" else None
-        self.clip_options = {}  # further arguments of Backend.clip
-        self.updating = False  # whether an update has begun that no report() of a trainer has counted
+        zeros, shape = self.backend.zeros, parameters[self.own].shape
+        self.states = {name: zeros(shape, parameters.dtype) for name in rule.STATES}
+        self.decays = self.backend.asarray(layout.decays())  # of each page: whether its parameters decay
+        self.updating = False
 
     def coefficients(self, step, lr):
-        key = None if self.seed is None else rounding_key(self.seed, step)
-        return Coefficients(super().coefficients(step, lr), key)
+        return Coefficients(self.rule.coefficients(step, lr), self.key(step))
 
-    def pieces(self, key):
-        """[(slice of the flat arrays, its first index in the arena)], each for one call of a kernel that rounds."""
-        return [(slice(0, len(self.all_parameters)), 0)]
+    def key(self, step):
+        """The rounding_key() of update number `step`, None if the copy is rounded to nearest, as initially (step 0)."""
+        return None if self.seed is None or step == 0 else rounding_key(self.seed, step)
 
-    def page_sums(self, flat):
-        """The sums of squares of all pages of the model, in the order of one rank, from this rank's part of an array.
-
-        All ranks call this method, and those that call it.
-        """
-        raise NotImplementedError
+    # -- one update ----------------------------------------------------------------------------------------------------
 
     def norm_and_factor(self, gradients):
         with self.backend.runtime.range("optimizer"):
-            return self.backend.clip(self.page_sums(gradients), self.clip, **self.clip_options)
+            return self.backend.clip(self.page_sums(gradients), self.clip, self.guard)
+
+    def page_sums(self, flat):
+        """The sums of squares of all pages of the model, in the order of one rank. All ranks call this method."""
+        sums = self.map_own(lambda backend, share: backend.page_sums(flat[share]))
+        return self.layout.join(sums[0] if len(sums) == 1 else self.backend.xp.concatenate(sums))
 
     def update(self, gradients, factor, coefficients):
-        self.updating = True  # until report(): a step that is interrupted after this point is not continued
+        self.updating = True
         with self.backend.runtime.range("optimizer"):
-            self.update_own(gradients, factor, coefficients)
-            self.clear_padding(self.all_parameters)
+            self.map_own(lambda backend, share: self.update_share(backend, share, gradients, factor, coefficients))
+            self.clear_padding(self.parameters)
             self.clear_padding(self.compute_parameters)
-            self.share_update()
+            if self.gathers:
+                self.layout.gather(self.compute_parameters)
 
-    def share_update(self):
-        """Send what the owners have updated to each other; by default nothing is sent."""
+    def update_share(self, backend, share, gradients, factor, coefficients):
+        """Do the work of update() for a part of `own`."""
+        for run, first in self.runs(share, coefficients.key):
+            p, g, decays, copy = self.parameters[run], gradients[run], self.decays[self.layout.pages(run)], None
+            if self.compute_copy is not None:
+                copy = ParameterCopy(self.compute_copy[run], coefficients.key, first)
+            own = slice(run.start - self.own.start, run.stop - self.own.start)
+            states = {name: state[own] for name, state in self.states.items()}
+            self.rule.update(backend, p, g, states, coefficients.rule, factor, decays, copy)
 
-    def update_own(self, gradients, factor, coefficients):
-        """Do the work of update() for the parameters whose moments this rank has."""
-        raise NotImplementedError
+    def end_update(self):
+        """The trainer counts the update, or will do so. An update that does not reach this line was interrupted."""
+        self.updating = False
+
+    def map_own(self, function):
+        """[function(backend, share) of each worker]; the slices `share` divide `own`."""
+        return self.pool.map(function, self.pool.backends, self.layout.shares(self.pool.size))
+
+    def runs(self, share, key):
+        """layout.runs(share), each for one call of a kernel that rounds; without a key, one call is enough."""
+        return [(share, 0)] if key is None else self.layout.runs(share)
 
     def clear_padding(self, flat):
-        """Set the padding of a flat array to 0 again if eps is 0, because the formula is 0 / 0 there."""
-        for part in () if self.eps else self.arena.padding():
+        """Set the padding of a flat array to 0 again if the rule does not keep zeros."""
+        for part in () if self.rule.keeps_zeros else self.layout.padding():
             flat[part].view(np.uint8)[...] = 0  # bytes: of any dtype
+
+    # -- between updates -----------------------------------------------------------------------------------------------
 
     def norm(self, flat):
         """The global L2 norm of a flat array, a Python float."""
@@ -98,90 +123,33 @@ class DividedAdamW(AdamW):
 
     def gather(self):
         """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
+        if not self.gathers:
+            self.layout.gather(self.compute_parameters)
 
     def gather_parameters(self):
         """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
         self.gather()
+        if self.compute_copy is not None:
+            self.layout.gather(self.parameters)
 
     def refresh_copy(self, steps):
         """Round the parameters to the copy that kernels read, as update number `steps` did: after loading."""
         if self.compute_copy is not None:
-            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
-            for piece, offset in self.pieces(key):
-                self.backend.cast(self.all_parameters[piece], self.compute_copy[piece], key, offset)
+            key = self.key(steps)
+            for run, first in self.runs(slice(0, len(self.parameters)), key):
+                self.backend.cast(self.parameters[run], self.compute_copy[run], key, first)
 
     @property
     def nbytes(self):
-        """Bytes of the optimizer state that this rank holds."""
-        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+        """Bytes of the states that this rank holds."""
+        return sum(state.nbytes for state in self.states.values())
 
-    def moments(self):
-        """(first, second): the flat moments that a checkpoint of this layout has."""
-        return self.exp_avg, self.exp_avg_sq
+    def gathered_states(self):
+        """Yield each state as a flat array of the layout. All ranks must call this method."""
+        return (self.layout.gather_own(state) for state in self.states.values())
 
-    def load_moments(self, first, second):
-        """Load this rank's moments from those of moments()."""
-        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
-
-
-class ShardedAdamW(DividedAdamW):
-    """AdamW whose arena is divided over `owners`: each has only the moments of its own share (Rajbhandari et al. 2020).
-
-    pool: the WorkerPool whose threads divide the update. owners: by default a group of one. pages: the ModelPages of
-    the model, or None if its parameters are not divided. gathers: whether update() ends with an all-gather of the array
-    that kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. The
-    other arguments are those of DividedAdamW.
-    """
-
-    def __init__(self, arena, parameters, pool, *, owners=None, pages=None, gathers=True, **options):
-        self.pool, self.owners, self.gathers = pool, owners or Solo(), gathers
-        own = arena.share(self.owners.rank, self.owners.size)
-        super().__init__(arena, parameters, pool.backends[0], own=own, **options)
-        self.pages = pages or ModelPages([arena], list(arena.slices), Solo(), self.backend)
-
-    def map_own(self, function):
-        """[function(backend, share) of each worker]; the slices `share` divide this rank's share of the arena."""
-        return self.pool.map_shares(function, self.arena, self.owners.rank, self.owners.size)
-
-    def page_sums(self, flat):
-        """See DividedAdamW; without the last pages, which are padding for the owners.
-
-        The ranks exchange the sums, and each rank adds them as one rank does. So the bits of the norm do not depend on
-        the number of owners.
-        """
-        sums = self.map_own(lambda backend, share: backend.page_sums(flat[share]))
-        own = sums[0] if len(sums) == 1 else self.backend.xp.concatenate(sums)  # without a copy
-        return self.pages.join(self.owners.all_gather(own)[: self.arena.norm_pages])
-
-    def share_update(self):
-        if self.gathers:
-            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
-
-    def update_own(self, gradients, factor, coefficients):
-        def update(backend, share):
-            copy = None
-            if self.compute_copy is not None:
-                copy = ParameterCopy(self.compute_copy[share], coefficients.key, share.start)
-            *arrays, decays = self.arrays(share, gradients)
-            backend.adamw_step(*arrays, coefficients.adamw, factor, decays, self.betas, copy)
-
-        self.map_own(update)
-
-    def arrays(self, share, gradients):
-        """p, m, v, g and the flags of weight decay of a share of `own`, as Backend.adamw_step needs them."""
-        moments = slice(share.start - self.own.start, share.stop - self.own.start)
-        p, m, v, g = self.all_parameters[share], self.exp_avg[moments], self.exp_avg_sq[moments], gradients[share]
-        return p, m, v, g, self.decays[self.arena.pages(share)]
-
-    def gather(self):
-        if not self.gathers:
-            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
-
-    def gather_parameters(self):
-        super().gather_parameters()
-        if self.compute_copy is not None:
-            self.owners.all_gather(self.all_parameters[self.own], out=self.all_parameters)
-
-    def moments(self):
-        """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""
-        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in super().moments())
+    def load_states(self, flats):
+        """Load the results of gathered_states(), after the parameters: an interrupted update has left nothing."""
+        for state, flat in zip(self.states.values(), flats, strict=True):
+            state[...] = flat[self.own]
+        self.end_update()

@@ -16,23 +16,6 @@ from gpt2core.parallel import tensor_parallel
 from gpt2core.tensor import Tensor
 
 
-class ArenaLayout:
-    """The layout of flat arrays of the `size` of an Arena, all of which this rank stores. See also UnitShards."""
-
-    owner = 0  # equal on all ranks: they have the same elements
-
-    def __init__(self, arena, backend):
-        self.arena, self.size, self.backend = arena, arena.size, backend
-
-    def put(self, flat, name, array):
-        """Copy a parameter into `flat`, unless another rank of a pipeline stores it. array: on the host."""
-        if name in self.arena.slices:
-            flat[self.arena.slices[name]].reshape(array.shape)[...] = self.backend.asarray(array)
-
-    def whole(self, flat):
-        return flat
-
-
 def fill(trainer, flat, arrays):
     """Copy `arrays`, the root's (name, whole array) pairs in model order, to the shards in each rank's buffer `flat`.
 
@@ -48,7 +31,7 @@ def fill(trainer, flat, arrays):
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0):
-    """Load the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
+    """Load the root's parameters {name: array} and moments {name: the arrays of the rule's STATES}, and the progress.
 
     Other ranks pass None for the two dictionaries, and the same values as the root for the other arguments. If the
     root's `moments` is None, the moments are not changed.
@@ -62,12 +45,11 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
     trainer.pool.wait()  # for threads of an interrupted update
     fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):
-        flats = [backend.zeros((trainer.layout.size,), backend.dtype) for _ in ("m", "v")]
+        flats = [backend.zeros((trainer.layout.size,), backend.dtype) for _ in trainer.optimizer.states]
         for index, flat in enumerate(flats):
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
-        trainer.optimizer.load_moments(*flats)
+        trainer.optimizer.load_states(flats)
         del flats, flat  # so that release_cached_memory() can free their memory
-        trainer.optimizer.updating = False  # an interrupted update has left nothing
     trainer.steps, trainer.position = steps, position
     trainer.optimizer.refresh_copy(steps)
     backend.runtime.release_cached_memory()
@@ -98,9 +80,9 @@ def named_parameters(trainer):
 
 
 def named_moments(trainer):
-    """{Hugging Face name: (first, second moment)} on the host."""
-    first, second = (on_host(trainer, flat) for flat in trainer.optimizer.moments())
-    return {name: (first[name], second[name]) for name in first}
+    """{Hugging Face name: (first, second moment)} on the host: the arrays of the rule's STATES."""
+    states = [on_host(trainer, flat) for flat in trainer.optimizer.gathered_states()]
+    return {name: tuple(state[name] for state in states) for name in trainer.placement}
 
 
 def current_model(trainer):

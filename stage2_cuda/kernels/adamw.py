@@ -28,7 +28,7 @@ def adamw_step(p, m, v, compute_copy, g, coefficients, factor, decay_flags, beta
     coefficients (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_coefficients() on the
     device, float32 or float64 (rounded to float32 here). factor (1) float32 on the device; None means 1.
     decay_flags (n / 1024) integers: nonzero for a block of 1024 elements with weight decay; None: all blocks have it.
-    philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device, for stochastic rounding of the copy, or None.
+    philox_key (1) int64: rounding_key() of gpt2core, on the device, for stochastic rounding of the copy, or None.
     With a key, compute_copy is uint16 and receives the bits of bfloat16 numbers; `offset` is the arena index of p[0].
     """
     arguments = p, m, v, compute_copy, g, coefficients, factor, decay_flags, p.size

@@ -20,7 +20,7 @@ BLOCK = 1024  # elements per program
 def round_to_bf16(out, x, philox_key, offset=0):
     """out (n) uint16 = the bits of x (n) float32, stochastically rounded to bfloat16.
 
-    philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device. offset: the arena index of x[0], a multiple
+    philox_key (1) int64: rounding_key() of gpt2core, on the device. offset: the arena index of x[0], a multiple
     of 4.
     """
     grid = (triton.cdiv(x.size, BLOCK),)

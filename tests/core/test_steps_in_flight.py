@@ -34,7 +34,7 @@ SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each ste
 class Replayed(Compiled):
     """Behaves like a captured step: from the third call two steps may overlap, and results are valid for two calls."""
 
-    calls, unread, most_ahead, buffers, replays = 0, 0, 0, (), True
+    calls, unread, most_ahead, buffers = 0, 0, 0, ()
 
     @property
     def can_overlap(self):
@@ -72,11 +72,11 @@ class ReplayingBackend(NumpyBackend):
         super().__init__(*options)
         self.runtime = ReplayingRuntime()
 
-    def clip(self, sums, clip, stop=None):
+    def clip(self, sums, clip, guard=None):
         norm, factor = super().clip(sums, clip)
-        if stop is not None:  # None: the norm of the parameters
-            stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
-            factor = factor + np.float64(stop[0])
+        if guard is not None:  # None: the norm of the parameters
+            guard.stop[:] += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
+            factor = factor + np.float64(guard.stop[0])
         return norm, factor
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
             pending.result()
         assert spoil == [] and trainer.in_flight == []  # both were computed
         assert trainer.parameters.tobytes() == plain.parameters.tobytes()
-        assert trainer.optimizer.exp_avg.tobytes() == plain.optimizer.exp_avg.tobytes()
+        assert trainer.optimizer.states["exp_avg"].tobytes() == plain.optimizer.states["exp_avg"].tobytes()
         assert (trainer.steps, trainer.position) == (3, 12)
         trainer.accumulator.backward = backward
         got, want = (each.step(read_batch(each, windows), 1e-3).loss for each in (trainer, plain))
@@ -184,14 +184,14 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
 
 
 class CapturingBackend(ReplayingBackend):
-    """From the third call of clip, its further arguments are those of the second, in which a device captures a step."""
+    """From the third call of clip, its guard is that of the second, in which a device captures a step."""
 
     calls, captured = 0, None
 
-    def clip(self, sums, bound, **state):
+    def clip(self, sums, bound, guard=None):
         self.calls += 1
-        self.captured = state if self.calls <= 2 else self.captured
-        return super().clip(sums, bound, **self.captured)
+        self.captured = guard if self.calls <= 2 else self.captured
+        return super().clip(sums, bound, self.captured)
 
 
 def test_a_captured_step_changes_nothing_after_a_norm_that_is_not_finite():

@@ -33,12 +33,13 @@ class Narrow(NumpyBackend):
 
     scales_loss, largest = True, 2.0**14
 
-    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
+    def clip(self, squares, bound, guard=None):
+        loss_scale = None if guard is None else guard.loss_scale
         factor = 1.0 if loss_scale is None else float(loss_scale[0])
         overflow = loss_scale is not None and math.sqrt(squares.sum()) > self.largest
         norm, scale = super().clip(np.full_like(squares, np.inf) if overflow else squares / factor**2, bound)
         if loss_scale is not None:
-            loss_scale[:] = gradscaler(*loss_scale, not math.isfinite(norm), interval)
+            loss_scale[:] = gradscaler(*loss_scale, not math.isfinite(norm), guard.interval)
         return norm, scale / factor
 
 

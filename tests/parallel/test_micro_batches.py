@@ -23,17 +23,19 @@ from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.optimizer import Schedule
+from gpt2core.optimizer import Optimizer, Schedule
 from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel import parallel_trainer as trainer_module
+from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
-from gpt2core.parallel.sharded_adamw import ShardedAdamW as AdamW
+from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.sharded_adamw import DividedOptimizer
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -769,7 +771,7 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     workers = WorkerPool(backends(threads, "fp64"))
     options = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, clip=clip)
-    ours = AdamW(arena, flat, workers, **options)
+    ours = DividedOptimizer(ArenaLayout(arena, workers.backends[0]), flat, workers, **options)
     for step in range(5):
         lr = 1e-2 / (step + 1)
         for name, parameter in theirs.items():
@@ -802,7 +804,9 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     results = []
     for threads in (1, 2, 3, 5, 8, 64, 65):
         flat = start.copy()
-        optimizer = AdamW(arena, flat, WorkerPool(backends(threads, precision)), weight_decay=0.1, clip=1.0)
+        workers = WorkerPool(backends(threads, precision))
+        layout = ArenaLayout(arena, workers.backends[0])
+        optimizer = DividedOptimizer(layout, flat, workers, weight_decay=0.1, clip=1.0)
         norm, scale = optimizer.norm_and_factor(gradients)
         optimizer.update(gradients, scale, optimizer.coefficients(1, 1e-2))
         assert optimizer.norm(gradients) == norm
@@ -811,14 +815,66 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     assert results[0][0] == pytest.approx(np.linalg.norm(gradients.astype(np.float64)), rel=1e-6)
 
 
+class Momentum:
+    """Another rule than AdamW."""
+
+    STATES, keeps_zeros = ("momentum_buffer",), True
+
+    def __init__(self, momentum):
+        self.momentum = momentum
+
+    def coefficients(self, step, lr):
+        return np.array([lr])
+
+    def update(self, backend, p, g, states, coefficients, factor, decays, copy=None):
+        (m,) = states.values()
+        m[...] = self.momentum * m + factor * g
+        p -= coefficients[0] * m
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("units", [False, True])
+def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
+    arena = DividedArena(parameter_shapes(CONFIG), ranks)
+    start, gradients = rng.standard_normal((2, arena.size))
+    for gap in arena.padding():
+        start[gap] = gradients[gap] = 0
+
+    def run(comm):
+        workers = WorkerPool(backends(1 if units else 2, "fp64"))
+        backend = workers.backends[0]
+        layout = UnitShards(arena, comm, backend) if units else ArenaLayout(arena, backend, comm)
+        p, g = np.zeros((2, layout.size))
+        for flat, whole in ((p, start), (g, gradients)):
+            for name, array in arena.views(whole).items():
+                layout.put(flat, name, array)
+        options = dict(rule=Momentum, momentum=0.5, clip=1.0)
+        optimizer = DividedOptimizer(layout, p, workers, **options)
+        plain = Optimizer(arena, start.copy(), backend, **options)
+        for step in (1, 2):
+            for each, gradient in ((optimizer, g), (plain, gradients)):
+                norm, factor = each.norm_and_factor(gradient)
+                each.update(gradient, factor, each.coefficients(step, 0.1))
+        assert norm > 1  # so that the gradient is clipped
+        assert_array_equal(layout.whole(p), plain.parameters)
+        (state,) = optimizer.gathered_states()
+        assert_array_equal(layout.whole(state), plain.states["momentum_buffer"])
+        return True
+
+    assert all(run_ranks(ranks, run))
+
+
 @pytest.mark.parametrize(
     "option, value",
     [("beta1", 1.0), ("beta1", -0.1), ("beta2", math.nan), ("eps", -1), ("weight_decay", math.nan), ("clip", math.inf)],
 )
-def test_options_of_adamw_outside_their_range_are_refused_by_name(option, value):
+def test_options_of_an_optimizer_outside_their_range_are_refused_by_name(option, value):
     arena = DividedArena(parameter_shapes(CONFIG))
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
-        AdamW(arena, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
+        Optimizer(arena, np.zeros(arena.size), NumpyBackend(), **{option: value})
+    with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
+        layout = ArenaLayout(arena, NumpyBackend())
+        DividedOptimizer(layout, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
 
 
 @pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1)])

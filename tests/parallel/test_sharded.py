@@ -230,7 +230,7 @@ def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, pa
             allocate = trainer.layout.allocate
             trainer.layout.allocate = lambda unit, dtype: count(allocate(unit, dtype))
         trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
-        arrays = trainer.parameters, trainer.gradients, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq
+        arrays = trainer.parameters, trainer.gradients, *trainer.optimizer.states.values()
         return [array.size for array in arrays], trainer
 
     for rank, (sizes, trainer) in enumerate(run_ranks(4, main)):

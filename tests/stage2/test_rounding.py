@@ -16,7 +16,7 @@ from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
 from gpt2core.optimizer import adamw_coefficients
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
-from gpt2core.parallel.sharded_adamw import ShardedAdamW, rounding_key  # noqa: E402
+from gpt2core.parallel.sharded_adamw import DividedOptimizer, rounding_key  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
@@ -243,8 +243,11 @@ def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(capture):
 
 def test_the_copy_of_new_parameters_is_rounded_to_nearest_and_later_ones_with_the_key_of_their_step():
     keys = []
-    optimizer = SimpleNamespace(compute_copy=(), all_parameters=(), seed=7, pieces=lambda key: [(slice(0, 0), 0)])
-    optimizer.backend = SimpleNamespace(cast=lambda parameters, copy, key, offset: keys.append(key))
+    backend = SimpleNamespace(cast=lambda parameters, copy, key, offset: keys.append(key), zeros=np.zeros)
+    backend.asarray = np.asarray
+    layout = SimpleNamespace(own=slice(0), runs=lambda share: [(share, 0)], decays=lambda: [])
+    options = dict(compute_copy=np.zeros(0), rounding="stochastic", seed=7)
+    optimizer = DividedOptimizer(layout, np.zeros(0), SimpleNamespace(backends=[backend]), **options)
     for steps in (0, 1, 5):
-        ShardedAdamW.refresh_copy(optimizer, steps)
+        optimizer.refresh_copy(steps)
     assert keys[0] is None and keys[1:] == [rounding_key(7, 1), rounding_key(7, 5)]

@@ -84,7 +84,7 @@ def gradients_of(trainer):
 
 def bits_of(trainer):
     """Parameters, moments, and the copy that kernels read, as bytes."""
-    arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute_parameters
+    arrays = trainer.parameters, *trainer.optimizer.states.values(), trainer.compute_parameters
     return [trainer.backend.to_host(array).tobytes() for array in arrays]
 
 

@@ -46,7 +46,7 @@ def describe_zero(zero, trainer):
         text = f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank"
         return f"{text}; {2 * whole:.2f} MiB without ZeRO-1"
     shards, parameters, gradients = (count / 2**20 for count in trainer.accumulator.memory())
-    parts = trainer.optimizer.all_parameters, trainer.optimizer.compute_copy
+    parts = trainer.optimizer.parameters, trainer.optimizer.compute_copy
     whole *= 3 + sum(array.itemsize for array in parts if array is not None) / trainer.parameters.itemsize
     return (
         f"memory per rank: {shards:.2f} MiB for shards of parameters, gradients and optimizer state, up to "

@@ -112,7 +112,7 @@ def pipeline_calls(layout, place):
 
 
 def arena_calls(layout, place):
-    """What data_parallel.py, model_pages.py, sharded_adamw.py and async_all_gather.py send."""
+    """What data_parallel.py, model_pages.py, arena_layout.py and async_all_gather.py send."""
     parallel, p = layout.parallel, layout.replicas
     arena = arena_of(layout, place.pipeline)
     if parallel.zero and parallel.zero_gather == "forward":

@@ -23,7 +23,7 @@ class UnitShards:
     arena: the DividedArena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so
     a unit may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this
     rank has elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the
-    same elements. size, pages(), decays() and padding(), which AdamW reads, are as those of a DividedArena.
+    same elements. own: the slice of a flat array that this rank updates, all of it.
     """
 
     def __init__(self, arena, group, backend):
@@ -32,7 +32,7 @@ class UnitShards:
         for unit, length in shard_lengths(arena, group.size).items():
             self.parts[unit] = slice(self.size, self.size + length)
             self.size += length
-        self.pieces, self.pages = dict(self.own_pieces()), arena.pages
+        self.own, self.pieces, self.pages = slice(0, self.size), dict(self.own_pieces()), arena.pages
         self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
 
     def length(self, unit):
@@ -62,7 +62,19 @@ class UnitShards:
         rank, page = np.divmod(np.arange(self.length(unit) // PAGE), part.stop - part.start)
         return rank * (self.size // PAGE) + part.start + page
 
-    # -- what AdamW reads ----------------------------------------------------------------------------------------------
+    # -- what DividedOptimizer reads: see ArenaLayout ------------------------------------------------------------------
+
+    def shares(self, workers):
+        return [self.own]  # one worker, see check_sharded()
+
+    def runs(self, share):
+        return [(part, self.first(unit)) for unit, part in self.parts.items()]
+
+    def gather(self, flat):
+        """Do nothing: each rank updates all that it stores."""
+
+    def gather_own(self, own):
+        return own
 
     def decays(self):
         """See Arena.decays."""
