@@ -42,7 +42,7 @@ class UnitSum:
         """Let the tensors receive their gradients of the present pass where they belong."""
         for name, tensor in self.tensors.items():
             array, adds = (self.apart[name], False) if name in self.apart else self.destination(name)
-            tensor.buffer, tensor.grad = array, array if adds else None
+            tensor.send_to(array, adds)
 
     def complete(self):
         """Add the partial sums after a pass; return whether this was the last pass."""

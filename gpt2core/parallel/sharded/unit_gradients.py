@@ -61,7 +61,7 @@ class UnitGradients:
         last = unit_sum.complete()
         unit_sum.apart = {}
         for tensor in unit_sum.tensors.values():
-            tensor.buffer = tensor.grad = None
+            tensor.forget()
         if last:
             self.send(unit, self.sums.pop(unit).buffers[0])
 
