@@ -12,11 +12,11 @@ def buffers_of_sum(count):
 class UnitSum:
     """The sum of the gradients of one unit over `count` passes.
 
-    A pass is forward and backward of `merged` micro-batches. Call point() before backward of a pass computes gradients
-    of the unit, and complete() after it. tensors: {name: Parameter} of the unit's parameters. buffers: flat arrays, see
-    buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart: {name: array} of
-    parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their gradient of each
-    micro-batch is computed in this array, because its two parts are added first.
+    A pass is forward and backward of `merged` micro-batches. Call set_destinations() before backward of a pass computes
+    gradients of the unit, and complete() after it. tensors: {name: Parameter} of the unit's parameters. buffers: flat
+    arrays, see buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart:
+    {name: array} of parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their
+    gradient of each micro-batch is computed in this array, because its two parts are added first.
     """
 
     def __init__(self, tensors, buffers, views, backend, count, merged=1, apart=None):
@@ -28,21 +28,24 @@ class UnitSum:
         """Called before the passes of a step."""
         self.passes = 0  # that are complete
 
-    def place(self):
+    def buffer_slot(self):
         """(index of the buffer for the gradient of the present pass, whether it is added to what is there)."""
         odd = self.passes % 2  # then its left neighbour is on top of the stack
         return self.passes.bit_count() - odd, bool(odd)
 
     def destination(self, name):
         """Where the gradient of a parameter of the present pass enters the sum."""
-        index, adds = self.place()
-        return Destination(self.views[index][name], adds)
+        index, accumulate = self.buffer_slot()
+        return Destination(self.views[index][name], accumulate)
 
-    def point(self):
-        """Let the tensors receive their gradients of the present pass where they belong."""
+    def set_destinations(self):
+        """Set the destinations of the gradients of the present pass."""
+        index, accumulate = self.buffer_slot()
         for name, tensor in self.tensors.items():
-            array, adds = (self.apart[name], False) if name in self.apart else self.destination(name)
-            tensor.send_to(array, adds)
+            if name in self.apart:
+                tensor.send_to(self.apart[name])
+            else:
+                tensor.send_to(self.views[index][name], accumulate)
 
     def complete(self):
         """Add the partial sums after a pass; return whether this was the last pass."""
@@ -50,8 +53,8 @@ class UnitSum:
             if self.merged > 1:
                 gradient = tree_reduce(gradient, self.added)
             self.backend.put(gradient, self.destination(name))
-        (top, adds), last = self.place(), self.passes == self.count - 1
-        for _ in range(additions(self.passes, last) - adds):
+        (top, accumulate), last = self.buffer_slot(), self.passes == self.count - 1
+        for _ in range(additions(self.passes, last) - accumulate):
             top -= 1
             self.added(self.buffers[top], self.buffers[top + 1])
         self.passes += 1

@@ -58,7 +58,7 @@ class Worker:
             each.begin()
         for number, (ids, targets) in enumerate(batch):
             for each in self.sums.values():
-                each.point()
+                each.set_destinations()
             with self.backend.runtime.range("forward"):
                 graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
             self.losses[number * self.merged][...] = loss

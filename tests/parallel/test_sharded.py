@@ -194,8 +194,8 @@ def test_each_element_is_in_the_shards_of_one_rank(size, tied):
                            shards.whole(flat).reshape(-1, PAGE).sum(1))  # fmt: skip
         assert_array_equal(shards.whole(np.repeat(shards.decays(), PAGE)), np.repeat(arena.decays(), PAGE))
         padding = np.ones(shards.size, bool)
-        for place, _ in shards.pieces.values():
-            padding[place] = False
+        for own, _ in shards.pieces.values():
+            padding[own] = False
         assert sum(gap.stop - gap.start for gap in shards.padding()) == padding.sum()
         assert all(padding[gap].all() for gap in shards.padding())
         for unit in arena.units:

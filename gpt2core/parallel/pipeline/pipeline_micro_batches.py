@@ -73,13 +73,13 @@ class PipelineMicroBatches(Accumulator):
 
     # -- gradients: called by the Executor -----------------------------------------------------------------------------
 
-    def point(self, c):
+    def set_destinations(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
         for unit in self.units[c]:
             if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
-                self.sums[unit].point()
+                self.sums[unit].set_destinations()
         if self.tied and "head" in self.units[c]:
-            self.tied.point()
+            self.tied.set_destination()
 
     def add_embedding(self, ids, dy):
         """Add the gradient of a tied table for a micro-batch; dy: the gradient of the embedding's output."""

@@ -39,7 +39,7 @@ class TiedTable:
         elif self.first:
             self.ends.recv(self.tensor.data, 1)
 
-    def point(self):
+    def set_destination(self):
         """On the last rank, before backward of the head: it writes the gradient of the table to a new array."""
         self.waiting.append(self.backend.empty(self.tensor.shape, self.backend.dtype))
         self.tensor.send_to(self.waiting[-1])

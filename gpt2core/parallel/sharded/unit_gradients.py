@@ -38,16 +38,16 @@ class UnitGradients:
         for each in self.reads[unit]:
             if each not in self.begun:
                 self.begun.add(each)
-                self.point(each)
+                self.set_destinations(each)
 
-    def point(self, unit):
+    def set_destinations(self, unit):
         tensors = only(self.shards.arena.units[unit], self.tensors)
         if unit not in self.sums:
             buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.count))]
             views = [self.shards.views(unit, array) for array in buffers]
             self.sums[unit] = UnitSum(tensors, buffers, views, self.backend, self.count, self.merged)
         self.sums[unit].apart = arrays_apart(only(self.twice, tensors), self.backend, self.merged)
-        self.sums[unit].point()
+        self.sums[unit].set_destinations()
 
     def allocate(self, unit):
         """A new array for the gradients of a unit, with zeros between them."""
