@@ -10,18 +10,18 @@ def buffers_of_sum(count):
 
 
 class UnitSum:
-    """The sum of the gradients of one unit over `count` passes.
+    """The sum of the gradients of one unit over the passes of a Workload.
 
-    A pass is forward and backward of `merged` micro-batches. Call set_destinations() before backward of a pass computes
-    gradients of the unit, and complete() after it. tensors: {name: Parameter} of the unit's parameters. buffers: flat
-    arrays, see buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart:
-    {name: array} of parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their
-    gradient of each micro-batch is computed in this array, because its two parts are added first.
+    Call set_destinations() before backward of a pass computes gradients of the unit, and complete() after it. tensors:
+    {name: Parameter} of the unit's parameters. buffers: flat arrays, see buffers_of_sum(); the first one receives the
+    sum. views: for each of them {name: view}. apart: {name: array} of parameters that two units of a pass read, in the
+    shape of the parameter, or (merged, *shape). Their gradient of each micro-batch is computed in this array, because
+    its two parts are added first.
     """
 
-    def __init__(self, tensors, buffers, views, backend, count, merged=1, apart=None):
-        self.tensors, self.buffers, self.views, self.backend = tensors, buffers, views, backend
-        self.count, self.merged, self.apart = count, merged, apart or {}
+    def __init__(self, work, tensors, buffers, views, apart=None):
+        self.tensors, self.buffers, self.views, self.apart = tensors, buffers, views, apart or {}
+        self.backend, self.count, self.merged = work.backend, work.passes, work.merged
         self.begin()
 
     def begin(self):
@@ -66,28 +66,27 @@ class UnitSum:
         return a
 
 
-def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=()):
-    """{unit: its UnitSum}, of which `gradients`, a flat array, receives the sums; the buffers are kept for all steps.
+def arena_sums(work, twice=()):
+    """{unit: its UnitSum} of a Workload with the layout of an arena; the buffers are kept for all steps.
 
-    parameters: the flat array of which the tensors are views. twice: the names of the parameters in UnitSum.apart.
+    The tensors are views of work.parameters, and work.gradients receives the sums. twice: the names of the parameters
+    in UnitSum.apart.
     """
-    tensors = {name: Parameter(array, backend) for name, array in arena.views(parameters).items()}
-    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(count) - 1))
-    flats = [gradients, *zeros]
+    arena, backend = work.arena, work.backend
+    tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
+    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
+    flats = [work.gradients, *zeros]
     views = [arena.views(flat) for flat in flats]
-    apart = arrays_apart(only(twice, tensors), backend, merged)
-    return {
-        unit: UnitSum(
-            only(names, tensors), [flat[arena.unit_slice(unit)] for flat in flats], views, backend, count, merged,
-            only(names, apart),
-        )
-        for unit, names in arena.units.items()
-    }  # fmt: skip
+    apart, sums = arrays_apart(work, only(twice, tensors)), {}
+    for unit, names in arena.units.items():
+        buffers = [flat[arena.unit_slice(unit)] for flat in flats]
+        sums[unit] = UnitSum(work, only(names, tensors), buffers, views, only(names, apart))
+    return sums
 
 
-def arrays_apart(tensors, backend, merged):
+def arrays_apart(work, tensors):
     """New arrays for UnitSum.apart; tensors: {name: Parameter}."""
-    lead = (merged,) if merged > 1 else ()
+    lead, backend = (work.merged,) if work.merged > 1 else (), work.backend
     return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
 
 
