@@ -74,7 +74,7 @@ class Accumulator(ABC):
         return [passes[part] for part in even_slices(len(passes), len(self.workers))]
 
     @abstractmethod
-    def backward(self, batch, scale):
+    def compute_gradients(self, batch, scale):
         """batch: from deal() -> loss_arrays, the losses of the micro-batches in order.
 
         Call data_parallel.begin() before. Starts to sum the gradients over the ranks; they are complete after

@@ -89,7 +89,7 @@ class MicroBatches(Accumulator):
             self.workers.append(Worker(own, tensor_group.split(0), wait, completed))
         self.losses_of_workers = [self.loss_arrays[part] for part in even_slices(work.count, pool.size)]
 
-    def backward(self, batch, scale):
+    def compute_gradients(self, batch, scale):
         def run(worker, part, losses):
             worker.run(part, scale, losses)
 

@@ -133,7 +133,7 @@ class ParallelTrainer(BaseTrainer):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.data_parallel.begin()
-        losses = self.accumulator.backward(batch, self.scale)
+        losses = self.accumulator.compute_gradients(batch, self.scale)
         self.data_parallel.finish()
         return losses
 

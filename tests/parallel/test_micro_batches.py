@@ -103,7 +103,7 @@ def backward(run, inputs, targets, scale):
     """The losses of one batch, as numbers; as ParallelTrainer.compute_gradients() calls it."""
     run.pool.wait()
     run.data_parallel.begin()
-    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale)]
+    return [float(loss) for loss in run.compute_gradients(run.deal(inputs, targets, len(inputs), run.merged), scale)]
 
 
 # -- several micro-batches in one call of the kernels -----------------------------------------------------------------

@@ -50,7 +50,7 @@ class PipelineMicroBatches(Accumulator):
         options = self.backend, self.work.recompute
         return [part for group in groups for part in parts_of(group, *options, completed=self.unit_completed)]
 
-    def backward(self, batch, scale):
+    def compute_gradients(self, batch, scale):
         for each in self.sums.values():
             each.begin()
         self.refresh()

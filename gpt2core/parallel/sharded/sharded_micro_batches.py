@@ -47,7 +47,7 @@ class ShardedMicroBatches(Accumulator):
             before_backward=self.before_backward, completed=self.unit_gradients.completed,
         )  # fmt: skip
 
-    def backward(self, batch, scale):
+    def compute_gradients(self, batch, scale):
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.work.passes):
             begin_pass = self.unit_gradients.begin_pass
             compute_passes(self.work, self.parts, batch[0], scale, self.loss_arrays, begin_pass)
