@@ -9,22 +9,22 @@ from gpt2core.tensor import no_grad
 class Executor:
     """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
 
-    chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline); `count`: the number of chunks on all
-    ranks. groups: {kind of an action: the group that sends its messages}: Mesh.pipeline for F and B, and if the model
-    is tied Mesh.ends for E. width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which
-    backward begins. gradients: an object with set_destinations(c), which is called before gradients of parameters of
-    chunk c are computed, and for a tied model with add_embedding(ids, dy), which is called for an E action. peak: the
-    largest number of graphs of one chunk and one micro-batch that were kept at the same time; what W actions still need
-    is not counted. times: {action: (start, end)} of the last run(), where an action starts when its message is there,
-    as results of Runtime.timestamp(); empty without record_times().
+    work: the Workload of this rank. chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline);
+    `count`: the number of chunks on all ranks. groups: {kind of an action: the group that sends its messages}:
+    Mesh.pipeline for F and B, and if the model is tied Mesh.ends for E. gradients: an object with set_destinations(c),
+    which is called before gradients of parameters of chunk c are computed, and for a tied model with
+    add_embedding(ids, dy), which is called for an E action. peak: the largest number of graphs of one chunk and one
+    micro-batch that were kept at the same time; what W actions still need is not counted. times: {action: (start, end)}
+    of the last run(), where an action starts when its message is there, as results of Runtime.timestamp(); empty
+    without record_times().
 
     Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
     they are sent. Only those of E are not, so they have a group of their own.
     """
 
-    def __init__(self, chunks, count, groups, backend, width, dloss, gradients):
-        self.chunks, self.last, self.groups = chunks, count - 1, groups
-        self.backend, self.width, self.dloss, self.gradients = backend, width, dloss, gradients
+    def __init__(self, work, chunks, count, groups, gradients):
+        self.backend, self.dloss, self.width = work.backend, work.dloss, work.config.n_embd  # width: of (B, T, C)
+        self.chunks, self.last, self.groups, self.gradients = chunks, count - 1, groups, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
         self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
         self.begin((), 1.0)

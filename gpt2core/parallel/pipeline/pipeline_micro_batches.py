@@ -38,7 +38,7 @@ class PipelineMicroBatches(Accumulator):
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         chunks = {c: self.parts(units) for c, units in self.units.items()}
         groups = {"F": pipeline, "B": pipeline} | ({"E": mesh.ends} if config.tied else {})
-        self.executor = Executor(chunks, len(all_units), groups, backend, config.n_embd, work.dloss, self)
+        self.executor = Executor(work, chunks, len(all_units), groups, self)
         self.schedule = make_schedule(parallel, work.count, config.tied)
         self.actions = self.schedule[pipeline.rank]
 
