@@ -82,7 +82,7 @@ def unit_times(world, sequences):
     dloss, samples = backend.ones((), np.float64), []
     for _ in range(REPEATS):
         for name, tensor in parameters.items():
-            tensor.buffer, tensor.grad = buffers[name], None
+            tensor.send_to(buffers[name])
         world.barrier()
         x, dy, graphs, forward, backward = backend.prepare_tokens(ids, CONFIG.vocab_size), dloss, [], [], []
         for part in parts:

@@ -2,7 +2,7 @@
 
 Each row is one run of train_gpt2.py with --pp and --schedule-picture, which records when each action of the last step
 ran, and simulates the schedule with the mean times of these actions. A bubble is the fraction of the time of all ranks
-in which they wait. The model has the vocabulary of the preset, and tokens are random. The measured bubbles should have the
+in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have the
 order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
 order: gpipe and 1f1b, for example, have the same bubble in theory.
 """
@@ -62,7 +62,7 @@ def measure(args, schedule):
 
 
 def corpus(folder, config):
-    """Flags for random tokens and a tokenizer with all tokens of a preset's vocabulary; none if it is that of a text."""
+    """Flags for random tokens, and a tokenizer with the whole vocabulary of a preset; none if a text has it."""
     if config.vocab_size < 256:  # the words of the text that is the default
         return ()
     tokens, tokenizer = folder / "tokens.bin", folder / "tokenizer.json"

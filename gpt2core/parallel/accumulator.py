@@ -1,41 +1,85 @@
-"""What a ParallelTrainer needs of the object that computes the gradients of one rank's micro-batches."""
+"""The micro-batches of one rank, and what a ParallelTrainer needs of the object that computes their gradients."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core.architecture import GPT2Config
+from gpt2core.backend import Backend
+from gpt2core.data import even_slices
+from gpt2core.parallel.part import backward_pass, forward_pass
 
-class Accumulator(ABC):
-    """Computes the sum of the gradients of this rank's `count` micro-batches in the canonical order (tree_sum.py).
 
-    dloss: the array of shape () with which backward begins; None: 1. loss_arrays: for each micro-batch an array of
-    shape () for its loss, the same ones in each step. merged: the micro-batches of one pass, which is one call of each
-    kernel. workers: the objects that compute passes, each with `tensors` ({name: Tensor}) and `group` (the ranks that
-    divide each layer).
+@dataclass(frozen=True)
+class Workload:
+    """The `count` micro-batches of one rank, or of one of its workers, and the arrays of parameters and gradients.
+
+    layout: that of the flat arrays `parameters`, which kernels read, and `gradients`, which receives the sum.
+    batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
+    recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel.
     """
 
-    merged = 1
+    config: GPT2Config
+    layout: object
+    parameters: object
+    gradients: object
+    backend: Backend
+    count: int
+    batch_shape: tuple
+    dloss: object
+    recompute: str = "none"
+    merged: int = 1
 
-    def __init__(self, backend, count, dloss=None):
-        self.count = count
-        self.dloss = backend.ones((), np.float64) if dloss is None else dloss
-        self.loss_arrays = loss_arrays(backend, count)
+    @property
+    def arena(self):
+        """The arena of the whole parameters of this rank."""
+        return self.layout.arena
+
+    @property
+    def passes(self):
+        return self.count // self.merged
+
+    @property
+    def twice(self):
+        """The names of parameters with two uses. Their gradient has two parts, which are added for each micro-batch.
+
+        With one micro-batch nothing is added after them, so none is named.
+        """
+        return [self.config.head] if self.config.tied and self.count > 1 else []
+
+
+class Accumulator(ABC):
+    """Computes the sum of the gradients of a Workload in the canonical order (tree_sum.py), times its `dloss`.
+
+    loss_arrays: for each micro-batch an array of shape () for its loss, the same ones in each step. workers: the
+    objects that compute passes, each with `tensors` ({name: Tensor}) and `group` (the ranks that divide each layer).
+    """
+
+    def __init__(self, work):
+        self.work, self.backend, self.gradients, self.merged = work, work.backend, work.gradients, work.merged
+        zeros = work.backend.zeros((work.count,), np.float64)
+        self.loss_arrays = [zeros[i : i + 1].reshape(()) for i in range(work.count)]
         self.workers = [self]
 
-    @abstractmethod
     def deal(self, inputs, targets, rows, merged=1):
         """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].
 
         A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty. The
         arrays of merged micro-batches are (merged, B, T).
         """
+        shape = (merged, -1, inputs.shape[1]) if merged > 1 else (-1, inputs.shape[1])
+        parts = even_slices(rows, self.work.count // merged)
+        passes = [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]
+        return [passes[part] for part in even_slices(len(passes), len(self.workers))]
 
     @abstractmethod
-    def backward(self, batch, scale):
-        """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
+    def compute_gradients(self, batch, scale):
+        """batch: from deal() -> loss_arrays, the losses of the micro-batches in order.
 
-        Call data_parallel.begin() before. Starts to sum the gradients, times dloss, over the ranks; they are complete
-        after data_parallel.finish(). The losses are 0 on a rank of a pipeline without the head.
+        Call data_parallel.begin() before. Starts to sum the gradients over the ranks; they are complete after
+        data_parallel.finish(). With merged micro-batches, the sum of their losses is that of the first one, and the
+        others are 0. The losses are 0 on a rank of a pipeline without the head.
         """
 
     @abstractmethod
@@ -43,7 +87,18 @@ class Accumulator(ABC):
         """The losses of the micro-batches from deal(), as numbers, without gradients; 0 for an empty micro-batch."""
 
 
-def loss_arrays(backend, count):
-    """`count` zeros, arrays of shape ()."""
-    zeros = backend.zeros((count,), np.float64)
-    return [zeros[i : i + 1].reshape(()) for i in range(count)]
+def compute_passes(work, parts, batch, scale, losses, begin_pass):
+    """Compute forward and backward of each pass of a worker's `batch`, and write their losses to the arrays `losses`.
+
+    parts: of the whole model. A loss is `scale` times a sum over tokens. begin_pass() is called before each pass.
+    """
+    runtime = work.backend.runtime
+    for number, (ids, targets) in enumerate(batch):
+        begin_pass()
+        with runtime.range("forward"):
+            graphs, loss = forward_pass(parts, ids, targets, scale, work.dloss)
+        losses[number * work.merged][...] = loss
+        with runtime.range("backward"):
+            backward_pass(graphs, work.dloss)
+        del loss
+        runtime.join()  # frees all arrays of the pass: the next one can reuse their memory

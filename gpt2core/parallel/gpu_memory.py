@@ -46,18 +46,18 @@ def shares(config, parallel, micro_batches):
     shapes, pp = list(parameter_shapes(config)), parallel.pp
     if pp == 1:
         return [Share(shapes, config.n_layer, 1, True, 0)]
-    places = ranks_of_parameters(config, pp, parallel.chunks)
+    placement = ranks_of_parameters(config, pp, parallel.chunks)
     chunks = units_of_chunks(config, pp * parallel.chunks)
     peaks = simulate(make_schedule(parallel, micro_batches, config.tied)).peaks
     found = []
-    for place in range(pp):
-        own = chunks[place::pp]
+    for rank in range(pp):
+        own = chunks[rank::pp]
         units = [unit for chunk in own for unit in chunk]
         layers = max(sum(unit.startswith("h.") for unit in chunk) for chunk in own)
         copied = config.tied and "embedding" in units and "head" not in units
-        own_shapes = [(name, shape) for name, shape in shapes if places[name] == place]
+        own_shapes = [(name, shape) for name, shape in shapes if placement[name] == rank]
         copies = config.vocab_size * config.n_embd * copied
-        found.append(Share(own_shapes, layers, math.ceil(peaks[place]), "head" in units, copies))
+        found.append(Share(own_shapes, layers, math.ceil(peaks[rank]), "head" in units, copies))
     return found
 
 

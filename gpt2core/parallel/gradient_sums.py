@@ -10,39 +10,42 @@ def buffers_of_sum(count):
 
 
 class UnitSum:
-    """The sum of the gradients of one unit over `count` passes.
+    """The sum of the gradients of one unit over the passes of a Workload.
 
-    A pass is forward and backward of `merged` micro-batches. Call point() before backward of a pass computes gradients
-    of the unit, and complete() after it. tensors: {name: Parameter} of the unit's parameters. buffers: flat arrays, see
-    buffers_of_sum(); the first one receives the sum. views: for each of them {name: view}. apart: {name: array} of
-    parameters that two units of a pass read, (*shape), or (merged, *shape) if merged > 1. Their gradient of each
-    micro-batch is computed in this array, because its two parts are added first.
+    Call set_destinations() before backward of a pass computes gradients of the unit, and complete() after it. tensors:
+    {name: Parameter} of the unit's parameters. buffers: flat arrays, see buffers_of_sum(); the first one receives the
+    sum. views: for each of them {name: view}. apart: {name: array} of parameters that two units of a pass read, in the
+    shape of the parameter, or (merged, *shape). Their gradient of each micro-batch is computed in this array, because
+    its two parts are added first.
     """
 
-    def __init__(self, tensors, buffers, views, backend, count, merged=1, apart=None):
-        self.tensors, self.buffers, self.views, self.backend = tensors, buffers, views, backend
-        self.count, self.merged, self.apart = count, merged, apart or {}
+    def __init__(self, work, tensors, buffers, views, apart=None):
+        self.tensors, self.buffers, self.views, self.apart = tensors, buffers, views, apart or {}
+        self.backend, self.count, self.merged = work.backend, work.passes, work.merged
         self.begin()
 
     def begin(self):
         """Called before the passes of a step."""
         self.passes = 0  # that are complete
 
-    def place(self):
+    def buffer_slot(self):
         """(index of the buffer for the gradient of the present pass, whether it is added to what is there)."""
         odd = self.passes % 2  # then its left neighbour is on top of the stack
         return self.passes.bit_count() - odd, bool(odd)
 
     def destination(self, name):
         """Where the gradient of a parameter of the present pass enters the sum."""
-        index, adds = self.place()
-        return Destination(self.views[index][name], adds)
+        index, accumulate = self.buffer_slot()
+        return Destination(self.views[index][name], accumulate)
 
-    def point(self):
-        """Let the tensors receive their gradients of the present pass where they belong."""
+    def set_destinations(self):
+        """Set the destinations of the gradients of the present pass."""
+        index, accumulate = self.buffer_slot()
         for name, tensor in self.tensors.items():
-            array, adds = (self.apart[name], False) if name in self.apart else self.destination(name)
-            tensor.buffer, tensor.grad = array, array if adds else None
+            if name in self.apart:
+                tensor.send_to(self.apart[name])
+            else:
+                tensor.send_to(self.views[index][name], accumulate)
 
     def complete(self):
         """Add the partial sums after a pass; return whether this was the last pass."""
@@ -50,8 +53,8 @@ class UnitSum:
             if self.merged > 1:
                 gradient = tree_reduce(gradient, self.added)
             self.backend.put(gradient, self.destination(name))
-        (top, adds), last = self.place(), self.passes == self.count - 1
-        for _ in range(additions(self.passes, last) - adds):
+        (top, accumulate), last = self.buffer_slot(), self.passes == self.count - 1
+        for _ in range(additions(self.passes, last) - accumulate):
             top -= 1
             self.added(self.buffers[top], self.buffers[top + 1])
         self.passes += 1
@@ -63,28 +66,27 @@ class UnitSum:
         return a
 
 
-def arena_sums(arena, parameters, gradients, backend, count, merged=1, twice=()):
-    """{unit: its UnitSum}, of which `gradients`, a flat array, receives the sums; the buffers are kept for all steps.
+def arena_sums(work, twice=()):
+    """{unit: its UnitSum} of a Workload with the layout of an arena; the buffers are kept for all steps.
 
-    parameters: the flat array of which the tensors are views. twice: the names of the parameters in UnitSum.apart.
+    The tensors are views of work.parameters, and work.gradients receives the sums. twice: the names of the parameters
+    in UnitSum.apart.
     """
-    tensors = {name: Parameter(array, backend) for name, array in arena.views(parameters).items()}
-    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(count) - 1))
-    flats = [gradients, *zeros]
+    arena, backend = work.arena, work.backend
+    tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
+    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
+    flats = [work.gradients, *zeros]
     views = [arena.views(flat) for flat in flats]
-    apart = arrays_apart(only(twice, tensors), backend, merged)
-    return {
-        unit: UnitSum(
-            only(names, tensors), [flat[arena.unit_slice(unit)] for flat in flats], views, backend, count, merged,
-            only(names, apart),
-        )
-        for unit, names in arena.units.items()
-    }  # fmt: skip
+    apart, sums = arrays_apart(work, only(twice, tensors)), {}
+    for unit, names in arena.units.items():
+        buffers = [flat[arena.unit_slice(unit)] for flat in flats]
+        sums[unit] = UnitSum(work, only(names, tensors), buffers, views, only(names, apart))
+    return sums
 
 
-def arrays_apart(tensors, backend, merged):
+def arrays_apart(work, tensors):
     """New arrays for UnitSum.apart; tensors: {name: Parameter}."""
-    lead = (merged,) if merged > 1 else ()
+    lead, backend = (work.merged,) if work.merged > 1 else (), work.backend
     return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
 
 

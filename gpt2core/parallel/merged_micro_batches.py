@@ -12,22 +12,21 @@ from gpt2core.data import even_slices
 ACTIVATIONS = 450e6  # bytes that the activations of merged micro-batches may take, over all workers of a process
 
 
-def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
-    """The number of merged micro-batches: a power of two that divides the number of micro-batches of one worker.
+def merged_micro_batches(work, threads, group):
+    """The number of merged micro-batches of a Workload: a power of two that divides the micro-batches of one worker.
 
-    shapes: {name: shape} of this rank's parameters; count: its micro-batches; shape: (B, T) of its batch. The result is
-    the largest number whose activations fit in ACTIVATIONS, and that changes no bit of a matrix product with this BLAS.
-    It is 1 if the backend does not merge, or if the micro-batches differ in size. All ranks of a tensor group get the
-    same number.
+    threads: the number of workers. The result is the largest number whose activations fit in ACTIVATIONS, and that
+    changes no bit of a matrix product with this BLAS. It is 1 if the backend does not merge, or if the micro-batches
+    differ in size. All ranks of the group get the same number.
     """
-    backend, (B, T), merged = pool.backends[0], shape, 1
+    backend, (B, T), count, merged = work.backend, work.batch_shape, work.count, 1
     if backend.merges_micro_batches and B % count == 0:
-        merged = most_merged(config, pool.size, count, shape, np.dtype(backend.dtype).itemsize)
-        rows = B // count * T
+        merged = most_merged(work.config, threads, count, (B, T), np.dtype(backend.dtype).itemsize)
+        rows, shapes = B // count * T, work.arena.shapes
         matrices = {size for name, size in shapes.items() if len(size) == 2 and not name.endswith("wpe.weight")}
         while merged > 1 and not all(rows_are_independent(backend, rows, merged, *size) for size in matrices):
             merged //= 2
-    return min(tensor_group.all_gather_object(merged))
+    return min(group.all_gather_object(merged))
 
 
 def most_merged(config, threads, count, shape, itemsize):

@@ -10,15 +10,16 @@ on them.
 
 import math
 import threading
+from dataclasses import replace
 
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.parallel.accumulator import Accumulator, loss_arrays
+from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.async_all_gather import NoGather
 from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
-from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
+from gpt2core.parallel.part import forward_pass, parts_of
 from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 
@@ -26,47 +27,34 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 
 
 class Worker:
-    """One thread's model, with shared parameters, its own backend, and its gradients: the sum over `count` passes.
+    """One thread's model, with shared parameters, its own backend, and its gradients.
 
-    A pass is forward and backward of `merged` micro-batches. gradients: the flat array that receives the sum. sums:
+    work: the Workload of this worker; its `gradients` receive the sum. group: the ranks that divide each layer. sums:
     {unit: UnitSum}: where kernels write the gradients of a pass; in every second pass they add them. Each pass must
     reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
-    forward pass of a unit, completed(unit) when its sum is complete. dloss: see Accumulator. recompute: see parts_of().
+    forward pass of a unit, completed(unit) when its sum is complete.
     """
 
-    def __init__(
-        self, config, arena, parameters, gradients, backend, count, group, wait, completed, dloss, merged=1,
-        recompute="none",
-    ):  # fmt: skip
-        self.arena, self.backend, self.group, self.completed = arena, backend, group, completed
-        self.dloss, self.gradients = dloss, gradients
-        # A tied matrix has two uses. It needs the gradient of each micro-batch, because its two parts are added first.
-        twice = [config.head] if config.tied and merged * count > 1 else []
-        self.sums = arena_sums(arena, parameters, gradients, backend, count, merged, twice)
+    def __init__(self, work, group, wait, completed):
+        self.work, self.backend, self.gradients = work, work.backend, work.gradients
+        self.group, self.completed = group, completed
+        self.sums = arena_sums(work, work.twice)
         self.tensors = tensors_of(self.sums)
-        # of each pass: its loss, then merged - 1 zeros
-        self.losses, self.merged = loss_arrays(backend, count * merged), merged
-        self.model = GPT2(config, self.tensors, group)
-        self.parts = parts_of(self.model.units, backend, recompute, before=wait, completed=self.add_unit)
+        self.model = GPT2(work.config, self.tensors, group)
+        self.parts = parts_of(self.model.units, work.backend, work.recompute, before=wait, completed=self.add_unit)
 
-    def run(self, batch, scale):
-        """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
+    def run(self, batch, scale, losses):
+        """batch: [(ids, targets) of each pass]; the sum of their gradients is in `gradients`.
 
-        A loss is `scale` times a sum over tokens.
+        losses: see compute_passes().
         """
         for each in self.sums.values():
             each.begin()
-        for number, (ids, targets) in enumerate(batch):
-            for each in self.sums.values():
-                each.point()
-            with self.backend.runtime.range("forward"):
-                graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
-            self.losses[number * self.merged][...] = loss
-            with self.backend.runtime.range("backward"):
-                backward_pass(graphs, self.dloss)
-            del loss
-            self.backend.runtime.join()  # frees all arrays of the pass: the next one can reuse their memory
-        return self.losses
+        compute_passes(self.work, self.parts, batch, scale, losses, self.set_destinations)
+
+    def set_destinations(self):
+        for each in self.sums.values():
+            each.set_destinations()
 
     def add_unit(self, unit):
         """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
@@ -75,49 +63,40 @@ class Worker:
 
 
 class MicroBatches(Accumulator):
-    """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
+    """One rank's micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    parameters: the flat buffer that all workers read. data_parallel: sums `gradients` over the ranks. pool: the
-    WorkerPool. tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because
-    workers call collectives at the same time. shape: (B, T) of this rank's batch; None: no micro-batches are merged.
-    all_gather: the AsyncAllGather of `parameters`, if workers must wait for a unit before they read it. dloss: see
-    Accumulator; recompute: see Worker. on_complete is data_parallel.unit_completed. It is called during backward when
-    this rank's gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every
-    rank. Raises ConfigError unless pool.size divides `count`.
+    work: a Workload with the layout of an arena. pool: the WorkerPool, whose first backend is that of `work`.
+    tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because workers call
+    collectives at the same time. on_complete(unit) is called during backward when this rank's gradient of a unit is
+    complete: by any worker's thread, one call at a time, in the same order on every rank. all_gather: the
+    AsyncAllGather of the parameters, if workers must wait for a unit before they read it. Raises ConfigError unless
+    pool.size divides the number of micro-batches.
     """
 
-    def __init__(
-        self, config, arena, parameters, gradients, data_parallel, pool, count, tensor_group, shape=None,
-        all_gather=None, dloss=None, recompute="none",
-    ):  # fmt: skip
-        if count % pool.size:
+    def __init__(self, work, pool, tensor_group, on_complete, all_gather=None):
+        if work.count % pool.size:
             raise ConfigError(
-                f"{count} micro-batches per rank are not divisible by {pool.size} threads: "
-                f"use `threads={math.gcd(count, pool.size)}` or another `micro_batches`"
+                f"{work.count} micro-batches per rank are not divisible by {pool.size} threads: "
+                f"use `threads={math.gcd(work.count, pool.size)}` or another `micro_batches`"
             )
-        super().__init__(pool.backends[0], count, dloss)
-        self.arena, self.pool, self.gradients = arena, pool, gradients
-        self.data_parallel, self.all_gather = data_parallel, all_gather or NoGather()
-        self.on_complete = data_parallel.unit_completed
-        self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.units, 0)
-        self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
-        passes, hooks = count // pool.size // self.merged, (self.all_gather.wait_for_unit, self.worker_completed)
-        sums = [gradients, *(backend.zeros((arena.size,), backend.dtype) for backend in pool.backends[1:])]
-        options = dict(dloss=self.dloss, merged=self.merged, recompute=recompute)
-        self.workers = [
-            Worker(config, arena, parameters, flat, backend, passes, tensor_group.split(0), *hooks, **options)
-            for backend, flat in zip(pool.backends, sums, strict=True)
-        ]
+        super().__init__(replace(work, merged=merged_micro_batches(work, pool.size, tensor_group)))
+        self.pool, self.on_complete, self.all_gather = pool, on_complete, all_gather or NoGather()
+        self.lock, self.completed = threading.Lock(), {}
+        wait, completed, self.workers = self.all_gather.wait_for_unit, self.worker_completed, []
+        for backend in pool.backends:
+            flat = backend.zeros((work.arena.size,), backend.dtype) if self.workers else work.gradients
+            own = replace(self.work, backend=backend, gradients=flat, count=work.count // pool.size)
+            self.workers.append(Worker(own, tensor_group.split(0), wait, completed))
+        self.losses_of_workers = [self.loss_arrays[part] for part in even_slices(work.count, pool.size)]
 
-    def deal(self, inputs, targets, rows, merged=1):
-        batches = passes_of(inputs, targets, rows, self.count, merged)
-        return [batches[part] for part in even_slices(len(batches), self.pool.size)]
+    def compute_gradients(self, batch, scale):
+        def run(worker, part, losses):
+            worker.run(part, scale, losses)
 
-    def backward(self, batch, scale):
-        self.completed = dict.fromkeys(self.arena.units, 0)
+        self.completed = dict.fromkeys(self.work.arena.units, 0)
         with self.all_gather:  # the previous update may still be sending parameters
-            losses = self.pool.map(lambda worker, part: worker.run(part, scale), self.workers, batch)
-        return [loss for worker in losses for loss in worker]
+            self.pool.map(run, self.workers, batch, self.losses_of_workers)
+        return self.loss_arrays
 
     def worker_completed(self, unit):
         """Count that a worker has completed a unit; the call of the last worker adds the sums of all workers."""
@@ -127,7 +106,7 @@ class MicroBatches(Accumulator):
             self.completed[unit] += 1
             if self.completed[unit] < len(self.workers):
                 return
-        xp, part = self.pool.backends[0].xp, self.arena.unit_slice(unit)
+        xp, part = self.backend.xp, self.work.arena.unit_slice(unit)
         for start in range(part.start, part.stop, SUM_BLOCK):
             block = slice(start, min(start + SUM_BLOCK, part.stop))
             tree_reduce([worker.gradients[block] for worker in self.workers], lambda a, b: xp.add(a, b, out=a))
@@ -140,10 +119,3 @@ class MicroBatches(Accumulator):
 
         losses = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
         return [loss for worker in losses for loss in worker]
-
-
-def passes_of(inputs, targets, rows, count, merged=1):
-    """[(inputs, targets) of each pass] of one rank's `count` micro-batches: see MicroBatches.deal."""
-    shape = (merged, -1, inputs.shape[1]) if merged > 1 else (-1, inputs.shape[1])
-    parts = even_slices(rows, count // merged)
-    return [(inputs[part].reshape(shape), targets[part].reshape(shape)) for part in parts]

@@ -1,5 +1,7 @@
 """A Trainer whose step is divided over threads and ranks. It has the same bits if their numbers are powers of two."""
 
+import numpy as np
+
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
@@ -7,6 +9,7 @@ from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
 from gpt2core.parallel.bucket_size import measured_bucket
@@ -84,10 +87,11 @@ class ParallelTrainer(BaseTrainer):
         optimizer = optimizer or {}
         require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)
-        if parallel.zero > 1:
-            self.accumulator, self.data_parallel = self.objects_of_units(count, dloss)
-        else:
-            self.accumulator, self.data_parallel = self.objects_of_arena(count, dloss, owners)
+        work = Workload(
+            config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
+            dloss=backend.ones((), np.float64) if dloss is None else dloss, recompute=parallel.recompute,
+        )  # fmt: skip
+        self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
             layout, self.parameters, self.pool, compute_copy=copy, gathers=parallel.zero_gather == "end", guard=guard,
             **optimizer,
@@ -96,38 +100,24 @@ class ParallelTrainer(BaseTrainer):
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
 
-    def objects_of_arena(self, count, dloss, owners):
-        """(accumulator, data_parallel) if this rank has all parameters, or those of its pipeline rank.
+    def make_accumulator(self, work, owners):
+        """(the Accumulator of this rank's Workload, the object that sums its gradients over the ranks).
 
-        count: this rank's micro-batches. owners: the ranks that divide the update.
+        owners: the ranks that divide the arena.
         """
-        parallel, mesh, backend = self.parallel, self.mesh, self.backend
+        parallel, mesh, bucket_mb = self.parallel, self.mesh, self.bucket_mb
+        if parallel.zero > 1:
+            accumulator = ShardedMicroBatches(work, parallel.zero)
+            return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
-            parallel, self.arena, self.gradients, mesh.data, owners, backend, self.bucket_mb
+            parallel, self.arena, self.gradients, mesh.data, owners, self.backend, bucket_mb
         )
-        all_gather = None  # or the parameters are gathered during the next forward pass
-        if parallel.zero_gather == "forward":
-            all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
-        arrays = self.arena, self.compute_parameters, self.gradients
+        on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
-            accumulator = PipelineMicroBatches(
-                self.config, *arrays, data_parallel, backend=backend, count=count, mesh=mesh, parallel=parallel,
-                dloss=dloss,
-            )  # fmt: skip
-        else:
-            accumulator = MicroBatches(
-                self.config, *arrays, data_parallel, self.pool, count=count, tensor_group=mesh.tensor,
-                shape=self.batch_shape, all_gather=all_gather, dloss=dloss, recompute=parallel.recompute,
-            )  # fmt: skip
-        return accumulator, data_parallel
-
-    def objects_of_units(self, count, dloss):
-        """The same if each unit is divided over the data-parallel ranks (ZeRO-2, ZeRO-3)."""
-        accumulator = ShardedMicroBatches(
-            self.config, self.layout, self.compute_parameters, self.gradients, self.pool, count=count,
-            shape=self.batch_shape, zero=self.parallel.zero, dloss=dloss, recompute=self.parallel.recompute,
-        )  # fmt: skip
-        return accumulator, accumulator.unit_gradients
+            return PipelineMicroBatches(work, mesh, parallel, on_complete), data_parallel
+        if parallel.zero_gather == "forward":
+            all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, bucket_mb))
+        return MicroBatches(work, self.pool, mesh.tensor, on_complete, all_gather), data_parallel
 
     def step(self, batch, lr):
         self.check_interrupted()
@@ -137,7 +127,7 @@ class ParallelTrainer(BaseTrainer):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.data_parallel.begin()
-        losses = self.accumulator.backward(batch, self.scale)
+        losses = self.accumulator.compute_gradients(batch, self.scale)
         self.data_parallel.finish()
         return losses
 

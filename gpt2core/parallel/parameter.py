@@ -18,21 +18,33 @@ class Destination(NamedTuple):
 
 
 class Parameter(Tensor):
-    """A leaf that keeps its gradient in `buffer`: the first one of a pass is written there, later ones are added.
+    """A leaf that has a `buffer` for its gradient: while `grad` is None, a gradient is written there.
 
-    The buffer may have one more axis, (M, ...), for the gradients of M micro-batches. None: `grad` is a new array, as
-    of a Tensor. A gradient that was assigned to `grad` and is not the buffer is added to, and the buffer is not used.
+    Then `grad` is this array, and later gradients are added to it. Without a buffer, `grad` is a new array, as of a
+    Tensor.
     """
 
     def __init__(self, data, backend, requires_grad=True):
         super().__init__(data, backend, requires_grad)
         self.buffer = None
 
+    def send_to(self, array, accumulate=False):
+        """Set the buffer. The next gradient is written to it, or is added to what is there if `accumulate`.
+
+        array: in the shape of the parameter, or (M, ...) for the gradients of M micro-batches.
+        """
+        self.buffer, self.grad = array, array if accumulate else None
+
+    def forget(self):
+        """Remove the buffer and the gradient."""
+        self.buffer = self.grad = None
+
     def receive(self, gradient):
-        if self.buffer is None or not (self.grad is None or self.grad is self.buffer):
+        if self.buffer is None:
             super().receive(gradient)
             return
-        out, is_function = Destination(self.buffer, accumulate=self.grad is not None), callable(gradient)
+        accumulate, is_function = self.grad is not None, callable(gradient)
+        out = Destination(self.grad if accumulate else self.buffer, accumulate)
         gradient = gradient(out) if is_function else gradient
         if not (is_function and gradient is out.array):  # otherwise the function has put it there
             check_shape(gradient, out.array.shape)

@@ -460,6 +460,12 @@ def test_a_tuple_in_a_tuple_is_found():
     assert list(nested_targets(ast.parse(text))) == [3]
 
 
+@for_each([path for path in CODE if path.name not in ("tensor.py", "parameter.py", "trainer.py")])
+def test_only_methods_of_a_parameter_set_its_buffer_and_its_gradient(path):
+    stored = [node for node in ast.walk(tree_of(path)) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    assert not {node.attr for node in stored if isinstance(node, ast.Attribute)} & {"buffer", "grad"}
+
+
 @for_each([path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *ENVIRONMENT)])
 def test_no_environment_is_read_in_the_middle_of_code(path):
     tree = tree_of(path)

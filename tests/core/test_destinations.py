@@ -131,6 +131,23 @@ def test_a_pass_adds_to_the_gradients_of_the_pass_before_unless_they_are_cleared
         assert not buffered or leaves.bias.grad is leaves.bias.buffer
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_parameter_writes_its_next_gradient_to_a_new_buffer_or_adds_it(backend, accumulate):
+    leaves = Leaves(backend)
+    buffers = [np.full(C, 7, backend.dtype) for _ in range(2)]
+    for buffer in buffers:
+        leaves.bias.send_to(buffer, accumulate)
+        assert leaves.bias.grad is (buffer if accumulate else None)
+        ops.linear(leaves.x, leaves.w, leaves.bias).sum().backward()
+        assert leaves.bias.grad is buffer
+    for buffer in buffers:
+        assert_allclose(buffer, np.full(C, 7 * accumulate + B * T), rtol=1e-6)
+    leaves.bias.forget()
+    ops.linear(leaves.x, leaves.w, leaves.bias).sum().backward()
+    assert_allclose(leaves.bias.grad, np.full(C, B * T), rtol=1e-6)
+    assert all(leaves.bias.grad is not buffer for buffer in buffers)
+
+
 def test_a_gradient_that_was_set_by_hand_is_added_to_and_no_buffer_is_written(backend):
     leaves = Leaves(backend, buffered=True)
     leaves.bias.grad = held = np.full(C, 7, backend.dtype)
@@ -285,8 +302,8 @@ def test_a_pass_after_one_that_failed_has_the_gradients_of_its_own(backend):
 
 def test_the_array_of_a_buffer_can_be_a_gradient_itself(backend):
     leaves = Leaves(backend, buffered=True)
-    leaves.x.grad = leaves.x.buffer
-    leaves.x.buffer[...] = 1
+    leaves.x.send_to(leaves.x.buffer, accumulate=True)
+    leaves.x.grad[...] = 1
     copy_to_group(leaves.x, SOLO).backward(leaves.x.grad)
     assert_array_equal(leaves.x.grad, np.full_like(leaves.x.data, 2))
 
@@ -341,7 +358,7 @@ def test_the_graph_keeps_no_array_that_backward_does_not_read(numpy_backend, rng
     for freed in ((), names.split()):
         leaves = SimpleNamespace(**{name: Parameter(v.copy(), numpy_backend) for name, v in values.items()})
         for name, leaf in vars(leaves).items():
-            leaf.buffer = np.empty(shapes[name], numpy_backend.dtype)
+            leaf.send_to(np.empty(shapes[name], numpy_backend.dtype))
         y = function(leaves)
         alive = {name: weakref.ref(getattr(leaves, name).data) for name in freed}
         for name in freed:

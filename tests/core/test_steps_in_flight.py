@@ -158,14 +158,14 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
         for _ in range(3):
             for each in (trainer, plain):
                 each.step(read_batch(each, windows), 1e-3)
-        backward, spoil = trainer.accumulator.backward, [bad, 0.0]  # the first of two gradients
+        compute, spoil = trainer.accumulator.compute_gradients, [bad, 0.0]  # the first of two gradients
 
         def spoilt(*arguments):
-            losses = backward(*arguments)
+            losses = compute(*arguments)
             trainer.accumulator.gradients[7] += spoil.pop(0)
             return losses
 
-        trainer.accumulator.backward = spoilt
+        trainer.accumulator.compute_gradients = spoilt
         pending = trainer.begin(read_batch(trainer, windows), 0.5)
         trainer.begin(read_batch(trainer, windows, ahead=1), 0.25)
         with pytest.raises(Diverged, match=r"step 3: .*(nan|inf).*`lr` \(now 0.5\).*those after 3 steps"):
@@ -174,7 +174,7 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
         assert trainer.parameters.tobytes() == plain.parameters.tobytes()
         assert trainer.optimizer.states["exp_avg"].tobytes() == plain.optimizer.states["exp_avg"].tobytes()
         assert (trainer.steps, trainer.position) == (3, 12)
-        trainer.accumulator.backward = backward
+        trainer.accumulator.compute_gradients = compute
         got, want = (each.step(read_batch(each, windows), 1e-3).loss for each in (trainer, plain))
         assert got == want  # the flag of the divergence is reset
         assert trainer.parameters.tobytes() == plain.parameters.tobytes()

@@ -27,6 +27,7 @@ from gpt2core.optimizer import Optimizer, Schedule
 from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel import parallel_trainer as trainer_module
+from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
@@ -81,22 +82,29 @@ def random_batch(rng, rows, T=16):
 
 
 def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None, group=None):
-    """MicroBatches over freshly initialised parameters, and those parameters; shape: of the batches to merge."""
+    """(MicroBatches over freshly initialised parameters, with its DataParallel as `data_parallel`; those parameters).
+
+    shape: of the batches to merge; by default `count` does not divide it, so no micro-batches are merged.
+    """
     workers, arena = WorkerPool(backends(threads, precision)), DividedArena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
     gradients, one = np.zeros_like(flat), (Solo(), Solo(), workers.backends[0])
     reduction = make_data_parallel(ParallelConfig(), arena, gradients, *one, BUCKET_MB)
-    arguments = config, arena, flat, gradients, reduction, workers, count, group or Solo(), shape
-    return MicroBatches(*arguments), arena.views(flat)
+    shape = shape or (count + 1, 16)
+    layout, dloss = ArenaLayout(arena, workers.backends[0]), np.array(1.0)
+    work = Workload(config, layout, flat, gradients, workers.backends[0], count, shape, dloss)
+    run = MicroBatches(work, workers, group or Solo(), reduction.unit_completed)
+    run.data_parallel = reduction
+    return run, arena.views(flat)
 
 
 def backward(run, inputs, targets, scale):
     """The losses of one batch, as numbers; as ParallelTrainer.compute_gradients() calls it."""
     run.pool.wait()
     run.data_parallel.begin()
-    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale)]
+    return [float(loss) for loss in run.compute_gradients(run.deal(inputs, targets, len(inputs), run.merged), scale)]
 
 
 # -- several micro-batches in one call of the kernels -----------------------------------------------------------------
@@ -218,15 +226,15 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
             want.backward()
             assert want.item() == loss
             separate.append({name: leaf.grad for name, leaf in leaves.items()})
-        for name, got in run.arena.views(run.gradients).items():
+        for name, got in run.work.arena.views(run.gradients).items():
             assert_array_equal(got, tree_sum([gradients[name] for gradients in separate]))
 
 
-def worker_of(config, count, **options):
+def worker_of(config, count, wait=lambda unit: None, completed=lambda unit: None):
     arena, backend = DividedArena(parameter_shapes(config)), NumpyBackend()
-    hooks = options.pop("wait", lambda unit: None), options.pop("completed", lambda unit: None)
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
-    return Worker(config, arena, *flats, backend, count, Solo(), *hooks, np.array(1.0), **options)
+    work = Workload(config, ArenaLayout(arena, backend), *flats, backend, count, (2 * count, 8), np.array(1.0))
+    return Worker(work, Solo(), wait, completed)
 
 
 @settings(max_examples=30, deadline=None)
@@ -244,7 +252,7 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
     assert len(sums.buffers) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
     for _ in range(2):
         completed.clear()
-        gradients = rng.standard_normal((count, *worker.arena.shapes[name])).astype(np.float32)
+        gradients = rng.standard_normal((count, *worker.work.arena.shapes[name])).astype(np.float32)
         gradients *= (10.0 ** rng.integers(-4, 5, (count, 1, 1))).astype(np.float32)  # another order gives another sum
         sums.begin()
         for gradient in gradients:
@@ -253,7 +261,7 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
             assert not completed
             worker.add_unit(unit)
         assert completed == [unit]
-        assert_array_equal(worker.arena.views(worker.gradients)[name], tree_reduce(list(gradients), np.add))
+        assert_array_equal(worker.work.arena.views(worker.gradients)[name], tree_reduce(list(gradients), np.add))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -262,7 +270,7 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     """Except those of a parameter with two uses, which are added to each other before another micro-batch is added."""
     worker = worker_of(config, count)
     batch = [tuple(rng.integers(0, config.vocab_size, (2, 2, 8))) for _ in range(count)]
-    worker.run(batch, 1.0)
+    worker.run(batch, 1.0, [np.zeros(()) for _ in batch])
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
@@ -275,8 +283,8 @@ def test_a_worker_waits_for_each_unit_and_completes_it_once_after_its_last_micro
     hooks = dict(wait=lambda unit: events.append(f"wait {unit}"), completed=lambda unit: events.append(f"done {unit}"))
     worker = worker_of(CONFIG, 2, **hooks)
     batch = [tuple(rng.integers(0, CONFIG.vocab_size, (2, 2, 8))) for _ in range(2)]
-    worker.run(batch, 1.0)
-    units = list(worker.arena.units)
+    worker.run(batch, 1.0, [np.zeros(()) for _ in batch])
+    units = list(worker.work.arena.units)
     assert units == ["embedding", *(f"h.{layer}" for layer in range(CONFIG.n_layer)), "head"]
     waits, done = [f"wait {unit}" for unit in units], [f"done {unit}" for unit in reversed(units)]
     assert events == [*waits, *waits, *done]
@@ -316,8 +324,9 @@ def test_the_sum_over_micro_batches_is_the_gradient_of_one_big_batch(rng, config
     assert len(losses) == count and abs(sum(losses) / loss - 1) <= 1e-11
     got, want = parts.gradients, whole.gradients
     assert np.linalg.norm(got - want) <= 1e-11 * np.linalg.norm(want) and np.linalg.norm(want) > 0.01
-    for name, gradient in parts.arena.views(got).items():
-        want_here = whole.arena.views(want)[name]  # key biases have a gradient of rounding only: hence the second term
+    for name, gradient in parts.work.arena.views(got).items():
+        want_here = whole.work.arena.views(want)[name]
+        # key biases have a gradient of rounding only: hence the second term
         assert np.linalg.norm(gradient - want_here) <= 1e-11 * (np.linalg.norm(want_here) + 0.1 * np.linalg.norm(want))
 
 
@@ -329,8 +338,8 @@ def test_micro_batches_that_threads_do_not_divide_are_refused():
 def test_padding_of_the_arena_stays_zero(rng):
     run, _ = micro_batches(CONFIG, 4, 2)
     backward(run, *random_batch(rng, 8), 1.0)
-    used = np.zeros(run.arena.size, bool)
-    for part in run.arena.slices.values():
+    used = np.zeros(run.work.arena.size, bool)
+    for part in run.work.arena.slices.values():
         used[part] = True
     assert not run.gradients[~used].any() and run.gradients[used].any()
 

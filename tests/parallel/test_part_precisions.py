@@ -65,7 +65,8 @@ def test_a_model_that_is_cut_between_its_units_has_equal_bits(rng, make, precisi
         """Losses and gradients of a model whose parts begin with the units 0, *cuts."""
         leaves = {name: Parameter(backend.asarray(array), backend) for name, array in parameters}
         for leaf in leaves.values():
-            leaf.buffer = backend.empty(leaf.shape, backend.dtype) if buffers else None
+            if buffers:
+                leaf.send_to(backend.empty(leaf.shape, backend.dtype))
         units, losses, edges = GPT2(config, leaves).units, [], [0, *cuts, None]
         parts = [Part(units[start:stop], backend) for start, stop in zip(edges, edges[1:], strict=False)]
         for ids, targets in batches:

@@ -159,7 +159,7 @@ def test_a_gradient_on_the_side_stream_waits_for_no_kernel_that_is_launched_afte
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     leaves = [Parameter(backend.asarray(array), backend, requires_grad=i > 0) for i, array in enumerate(arrays)]
     for leaf in leaves[1:]:
-        leaf.buffer = backend.empty(leaf.shape, np.float32)
+        leaf.send_to(backend.empty(leaf.shape, np.float32))
     x, *mlp, a_bias, w, b = leaves
     _, y = ops.residual_layernorm(x, ops.mlp(x, *mlp), a_bias, w, b)
     side.list, side.products = [], 0
@@ -218,7 +218,7 @@ def test_a_gradient_is_added_after_the_kernel_that_writes_the_first_one_has_ende
     monkeypatch.setattr(embedding, "token_gradient", record)
     leaves, later = Leaves(backend, True), []
     for table in (leaves.wte, leaves.wpe):
-        table.buffer = backend.empty(table.shape, np.float32)
+        table.send_to(backend.empty(table.shape, np.float32))
     y = ops.embedding(leaves.ids, leaves.wte, leaves.wpe) + ops.embedding(leaves.ids, leaves.wte, leaves.wpe)
     y.backward(
         backend.asarray(rng.standard_normal(y.shape).astype(np.float32)),
@@ -293,7 +293,7 @@ def test_a_layernorm_has_its_gradients_whichever_are_asked_for_through_a_kept_gr
             name: Parameter(each.asarray(v.astype(each.dtype)), each, name != without) for name, v in values.items()
         }
         for leaf in leaves.values():
-            leaf.buffer = each.empty((16,), each.dtype)
+            leaf.send_to(each.empty((16,), each.dtype))
         fixed = (Tensor(each.asarray(v.astype(each.dtype)), each) for v in (x, branch))
         s, y = ops.residual_layernorm(*fixed, *leaves.values())
         roots, later = ((s, ds), (y, dy)), []

@@ -37,7 +37,8 @@ class Leaves:
         for name, shape in SHAPES.items():
             value = rng.standard_normal(shape).astype(np.float32)
             leaf = Parameter(backend.asarray(value.astype(backend.dtype)), backend)
-            leaf.buffer = backend.asarray(np.full(shape, np.nan, backend.dtype)) if buffered else None
+            if buffered:
+                leaf.send_to(backend.asarray(np.full(shape, np.nan, backend.dtype)))
             setattr(self, name, leaf)
         self.fixed_x, self.fixed_wte = (Tensor(leaf.data, backend) for leaf in (self.x, self.wte))
 
@@ -198,7 +199,7 @@ def check_that_parameters_are_freed(backend, tied):
         for name, value in parameters.items():
             leaf = leaves[name] = Parameter(backend.asarray(value.astype(backend.dtype)), backend)
             leaf.data = leaf.data.copy()  # an array that nothing else refers to
-            leaf.buffer = backend.empty(value.shape, backend.dtype)
+            leaf.send_to(backend.empty(value.shape, backend.dtype))
         GPT2(config, leaves).loss(ids, targets).backward(deliver=deliver(call if later is None else later.append))
         if later is not None:
             alive = {name: weakref.ref(leaf.data) for name, leaf in leaves.items()}

@@ -9,22 +9,22 @@ from gpt2core.tensor import no_grad
 class Executor:
     """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
 
-    chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline); `count`: the number of chunks on all
-    ranks. groups: {kind of an action: the group that sends its messages}: Mesh.pipeline for F and B, and if the model
-    is tied Mesh.ends for E. width: C, the last axis of messages (B, T, C). dloss: the array of shape () with which
-    backward begins. gradients: an object with point(c), which is called before gradients of parameters of chunk c are
-    computed, and for a tied model with add_embedding(ids, dy), which is called for an E action. peak: the largest
-    number of graphs of one chunk and one micro-batch that were kept at the same time; what W actions still need is not
-    counted. times: {action: (start, end)} of the last run(), where an action starts when its message is there, as
-    results of Runtime.timestamp(); empty without record_times().
+    work: the Workload of this rank. chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline);
+    `count`: the number of chunks on all ranks. groups: {kind of an action: the group that sends its messages}:
+    Mesh.pipeline for F and B, and if the model is tied Mesh.ends for E. gradients: an object with set_destinations(c),
+    which is called before gradients of parameters of chunk c are computed, and for a tied model with
+    add_embedding(ids, dy), which is called for an E action. peak: the largest number of graphs of one chunk and one
+    micro-batch that were kept at the same time; what W actions still need is not counted. times: {action: (start, end)}
+    of the last run(), where an action starts when its message is there, as results of Runtime.timestamp(); empty
+    without record_times().
 
     Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
     they are sent. Only those of E are not, so they have a group of their own.
     """
 
-    def __init__(self, chunks, count, groups, backend, width, dloss, gradients):
-        self.chunks, self.last, self.groups = chunks, count - 1, groups
-        self.backend, self.width, self.dloss, self.gradients = backend, width, dloss, gradients
+    def __init__(self, work, chunks, count, groups, gradients):
+        self.backend, self.dloss, self.width = work.backend, work.dloss, work.config.n_embd  # width: of (B, T, C)
+        self.chunks, self.last, self.groups, self.gradients = chunks, count - 1, groups, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
         self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
         self.begin((), 1.0)
@@ -97,7 +97,7 @@ class Executor:
             self.sent.pop(("F", m, c)).wait()  # at once: the receiver has used the array
         graphs, later = self.graphs.pop((m, c)), []
         if not self.splits:
-            self.gradients.point(c)
+            self.gradients.set_destinations(c)
         with self.backend.runtime.range("backward"):
             while graphs:
                 if "E" in self.groups and c == 0 and len(graphs) == 1:  # the graph of the embedding
@@ -111,7 +111,7 @@ class Executor:
         self.backend.runtime.join()  # frees the arrays of the pass, as in MicroBatches
 
     def parameter_gradients(self, m, c):
-        self.gradients.point(c)
+        self.gradients.set_destinations(c)
         with self.backend.runtime.range("backward"):
             for compute in self.later.pop((m, c)):
                 compute()
@@ -131,7 +131,7 @@ class Executor:
         """Start to receive the message that an action reads, unless it was started, or this rank sends it."""
         key = self.key(*action)
         if key and key not in self.arriving:
-            group, rank = self.place(key[0], key[2])
+            group, rank = self.peer(key[0], key[2])
             if rank != group.rank:
                 out = self.backend.empty((*self.batch[key[1]][0].shape, self.width), self.backend.compute_dtype)
                 self.arriving[key] = group.recv_start(out, rank)
@@ -145,13 +145,13 @@ class Executor:
 
     def send(self, kind, m, c, to, array):
         """Start to send a result of chunk c to chunk `to`."""
-        group, rank = self.place(kind, to)
+        group, rank = self.peer(kind, to)
         if rank == group.rank:
             self.local[kind, m, c] = array
         else:
             self.sent[kind, m, c] = group.send_start(array, rank)
 
-    def place(self, kind, c):
+    def peer(self, kind, c):
         """(the group that sends messages of this kind, the rank in it that has chunk c)."""
         group = self.groups[kind]
         return group, (1 if c else 0) if kind == "E" else c % group.size

@@ -4,7 +4,6 @@ PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch e
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
@@ -17,19 +16,19 @@ from gpt2core.parallel.pipeline.tied_table import TiedTable
 
 
 class PipelineMicroBatches(Accumulator):
-    """The `count` micro-batches of one replica, of which this rank computes its own units.
+    """The micro-batches of one replica, of which this rank computes its own units.
 
-    arena, parameters, gradients: of the parameters that this rank stores (placement.py). data_parallel: sums
-    `gradients` over the replicas. mesh: the Mesh; its pipeline divides the layers, its tensor group each layer.
-    parallel: ParallelConfig. dloss: see Accumulator. tensors: {name: Tensor} of the parameters that this rank reads:
-    those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
+    work: a Workload; its arena has the parameters that this rank stores (placement.py). mesh: the Mesh; its pipeline
+    divides the layers, its tensor group each layer. parallel: ParallelConfig. on_complete(unit) is called during
+    backward when this rank's gradient of a unit is complete. tensors: {name: Tensor} of the parameters that this rank
+    reads: those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
     """
 
-    def __init__(self, config, arena, parameters, gradients, data_parallel, backend, count, mesh, parallel, dloss=None):
-        super().__init__(backend, count, dloss)
-        pipeline, self.group, self.backend, self.data_parallel = mesh.pipeline, mesh.tensor, backend, data_parallel
-        self.arena, self.gradients, self.on_complete = arena, gradients, data_parallel.unit_completed
-        self.sums = arena_sums(arena, parameters, gradients, backend, count)
+    def __init__(self, work, mesh, parallel, on_complete):
+        super().__init__(work)
+        config, backend, pipeline = work.config, work.backend, mesh.pipeline
+        self.group, self.on_complete = mesh.tensor, on_complete
+        self.sums = arena_sums(work)
         self.tensors, self.tied = tensors_of(self.sums), None
         if config.tied:
             self.tied = TiedTable(config, mesh.ends, mesh.tensor, self.tensors.get(config.head), backend)
@@ -37,24 +36,21 @@ class PipelineMicroBatches(Accumulator):
 
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
-        chunks = {c: self.parts(config, units, parallel.recompute) for c, units in self.units.items()}
+        chunks = {c: self.parts(units) for c, units in self.units.items()}
         groups = {"F": pipeline, "B": pipeline} | ({"E": mesh.ends} if config.tied else {})
-        self.executor = Executor(chunks, len(all_units), groups, backend, config.n_embd, self.dloss, self)
-        self.schedule = make_schedule(parallel, count, config.tied)
+        self.executor = Executor(work, chunks, len(all_units), groups, self)
+        self.schedule = make_schedule(parallel, work.count, config.tied)
         self.actions = self.schedule[pipeline.rank]
 
-    def parts(self, config, names, recompute):
+    def parts(self, names):
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
-        units = [make_unit(name, config, self.tensors, self.group) for name in names]
+        units = [make_unit(name, self.work.config, self.tensors, self.group) for name in names]
         first = units[:1] if names[0] == "embedding" else []
         groups = [group for group in (first, units[len(first) :]) if group]
-        hooks = {"completed": self.unit_completed}
-        return [part for group in groups for part in parts_of(group, self.backend, recompute, **hooks)]
+        options = self.backend, self.work.recompute
+        return [part for group in groups for part in parts_of(group, *options, completed=self.unit_completed)]
 
-    def deal(self, inputs, targets, rows, merged=1):
-        return [[(inputs[part], targets[part]) for part in even_slices(rows, self.count)]]
-
-    def backward(self, batch, scale):
+    def compute_gradients(self, batch, scale):
         for each in self.sums.values():
             each.begin()
         self.refresh()
@@ -65,7 +61,7 @@ class PipelineMicroBatches(Accumulator):
     def losses(self, inputs, targets, scale, rows):
         self.refresh()
         losses = self.executor.evaluate(self.deal(inputs, targets, rows)[0], scale)
-        return [losses[m].item() if m in losses else 0.0 for m in range(self.count)]
+        return [losses[m].item() if m in losses else 0.0 for m in range(self.work.count)]
 
     def refresh(self):
         if self.tied:
@@ -73,13 +69,13 @@ class PipelineMicroBatches(Accumulator):
 
     # -- gradients: called by the Executor -----------------------------------------------------------------------------
 
-    def point(self, c):
+    def set_destinations(self, c):
         """Set the destinations of the gradients of a chunk's next micro-batch."""
         for unit in self.units[c]:
             if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
-                self.sums[unit].point()
+                self.sums[unit].set_destinations()
         if self.tied and "head" in self.units[c]:
-            self.tied.point()
+            self.tied.set_destination()
 
     def add_embedding(self, ids, dy):
         """Add the gradient of a tied table for a micro-batch; dy: the gradient of the embedding's output."""

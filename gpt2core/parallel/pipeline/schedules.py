@@ -66,10 +66,10 @@ def alternate(warm_up, forward, backward):
 
 
 def with_tied_embedding(schedule):
-    """The schedule with E actions on the rank of the last chunk, each at a place where it does not wait.
+    """The schedule with E actions on the rank of the last chunk, each at a time when it does not wait.
 
-    The places follow from the simulated times (simulator.py), so the actions of all ranks still have an
-    order in which each one is after those that it needs: no rank waits forever.
+    They follow from the simulated times (simulator.py), so the actions of all ranks still have an order in which each
+    one is after those that it needs: no rank waits forever.
     """
     times = simulate(schedule).times
     last = max(chunk for _, _, chunk in times)

@@ -39,14 +39,14 @@ class TiedTable:
         elif self.first:
             self.ends.recv(self.tensor.data, 1)
 
-    def point(self):
+    def set_destination(self):
         """On the last rank, before backward of the head: it writes the gradient of the table to a new array."""
         self.waiting.append(self.backend.empty(self.tensor.shape, self.backend.dtype))
-        self.tensor.buffer, self.tensor.grad = self.waiting[-1], None
+        self.tensor.send_to(self.waiting[-1])
 
     def add_embedding(self, ids, dy):
         """The gradient of the table for the oldest micro-batch that waits; ids (B, T), dy (B, T, C) are its own."""
-        self.tensor.buffer = self.tensor.grad = self.waiting.pop(0)
+        self.tensor.send_to(self.waiting.pop(0), accumulate=True)
         rows, _ = self.backend.embedding_backward(dy, ids, self.tensor.data, None, 0, self.first_token)
         self.tensor.receive(rows)
         return self.tensor.grad

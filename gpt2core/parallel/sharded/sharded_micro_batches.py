@@ -5,15 +5,16 @@ and its gradients are sent while those of the next unit are computed. With ZeRO-
 after its forward pass and again after its backward pass; with ZeRO-2 they stay until the update.
 """
 
+from dataclasses import replace
+
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.parallel.accumulator import Accumulator
+from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
-from gpt2core.parallel.micro_batches import passes_of
 from gpt2core.parallel.parameter import Parameter
-from gpt2core.parallel.part import backward_pass, forward_pass, parts_of
+from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
 from gpt2core.parallel.sharded.units import units_read
@@ -21,48 +22,35 @@ from gpt2core.tensor import no_grad
 
 
 class ShardedMicroBatches(Accumulator):
-    """This rank's `count` micro-batches, of which several may be merged in one pass; it has the bits of MicroBatches.
+    """This rank's micro-batches, of which several may be merged in one pass; it has the bits of MicroBatches.
 
-    shards: a UnitShards. parameters, gradients: this rank's flat arrays of shards. pool: a WorkerPool of one thread.
-    shape: (B, T) of this rank's batch. zero: 2 or 3. dloss: see Accumulator; recompute: see Worker.
+    work: a Workload whose layout is a UnitShards. zero: 2 or 3.
     """
 
     group = SOLO
 
-    def __init__(self, config, shards, parameters, gradients, pool, count, shape, zero, dloss=None, recompute="none"):
-        self.backend = backend = pool.backends[0]
-        super().__init__(backend, count, dloss)
-        self.shards, self.gradients, self.units = shards, gradients, list(shards.parts)
+    def __init__(self, work, zero):
         # All ranks need the same number of passes, because they send after each of them.
-        self.merged = merged_micro_batches(config, shards.arena.shapes, pool, count, shape, shards.group)
-        self.passes = count // self.merged
-
+        super().__init__(replace(work, merged=merged_micro_batches(work, 1, work.layout.group)))
+        work, config, backend = self.work, self.work.config, self.backend
+        self.shards, self.units = work.layout, list(work.layout.parts)
         self.tensors = {
             name: Parameter(NotInMemory(shape, backend.compute_dtype), backend)
             for name, shape in parameter_shapes(config)
         }
         reads = units_read(config, self.units)
-        twice = [config.head] if config.tied and count > 1 else []
-        self.parameters = UnitParameters(shards, parameters, self.tensors, reads, keeps=zero == 2)
-        sums = UnitGradients(shards, gradients, self.tensors, reads, backend, self.passes, self.merged, twice)
-        self.unit_gradients = sums
-        hooks = dict(before=self.parameters.need, before_backward=self.before_backward, completed=sums.completed)
+        self.parameters = UnitParameters(self.shards, work.parameters, self.tensors, reads, keeps=zero == 2)
+        self.unit_gradients = UnitGradients(work, self.tensors, reads)
         self.model = GPT2(config, self.tensors)
-        self.parts = parts_of(self.model.units, backend, recompute, separate=True, **hooks)
+        self.parts = parts_of(
+            self.model.units, backend, work.recompute, separate=True, before=self.parameters.need,
+            before_backward=self.before_backward, completed=self.unit_gradients.completed,
+        )  # fmt: skip
 
-    def deal(self, inputs, targets, rows, merged=1):
-        return [passes_of(inputs, targets, rows, self.count, merged)]
-
-    def backward(self, batch, scale):
-        with self.parameters.reading([*self.units, *reversed(self.units)] * self.passes):
-            for number, (ids, targets) in enumerate(batch[0]):
-                self.unit_gradients.begin_pass()
-                with self.backend.runtime.range("forward"):
-                    graphs, loss = forward_pass(self.parts, ids, targets, scale, self.dloss)
-                self.loss_arrays[number * self.merged][...] = loss
-                with self.backend.runtime.range("backward"):
-                    backward_pass(graphs, self.dloss)
-                self.backend.runtime.join()
+    def compute_gradients(self, batch, scale):
+        with self.parameters.reading([*self.units, *reversed(self.units)] * self.work.passes):
+            begin_pass = self.unit_gradients.begin_pass
+            compute_passes(self.work, self.parts, batch[0], scale, self.loss_arrays, begin_pass)
         return self.loss_arrays
 
     def before_backward(self, unit):
@@ -74,7 +62,7 @@ class ShardedMicroBatches(Accumulator):
         units = [self.shards.whole_size(unit) for unit in self.units]
         # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
         few = (3 if self.model.config.tied else 2) * max(units)
-        stacked = (self.passes - 1).bit_length() * sum(units)  # 0: one pass
+        stacked = (self.work.passes - 1).bit_length() * sum(units)  # 0: one pass
         whole = sum(units) if self.parameters.keeps else few
         number, read = self.gradients.itemsize, self.parameters.flat.itemsize  # bytes; of what kernels read
         copy = 0 if self.parameters.flat.dtype == self.gradients.dtype else read
@@ -83,7 +71,7 @@ class ShardedMicroBatches(Accumulator):
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
         """See Accumulator.losses. Each unit is gathered once, and computes all micro-batches."""
-        passes = passes_of(inputs, targets, rows, self.count)
+        (passes,) = self.deal(inputs, targets, rows)
         streams = [ids for ids, _ in passes]
         with self.parameters.reading(self.units):
             for part in self.parts:

@@ -4,10 +4,10 @@ from gpt2core.parallel.gradient_sums import UnitSum, arrays_apart, buffers_of_su
 
 
 class UnitGradients:
-    """The gradients of `count` passes, each of `merged` micro-batches, added in the canonical order.
+    """The gradients of the passes of a Workload, added in the canonical order.
 
-    shards: a UnitShards. flat: the flat array that receives this rank's shards of the sum over passes and ranks.
-    tensors, reads: see UnitParameters. twice: the names of the parameters that two units of a pass read.
+    work: its layout is a UnitShards, and its `gradients` receive this rank's shards of the sum over passes and ranks.
+    tensors, reads: see UnitParameters.
 
     On a GPU, kernels write the gradients on a side stream. send() starts after all of them, on both streams. The main
     stream allocates the arrays and reuses their memory; before that, finish() lets it wait for the reduce-scatter, and
@@ -18,9 +18,9 @@ class UnitGradients:
     arrays (rounded up): the first sums of the canonical order are those of one rank's passes.
     """
 
-    def __init__(self, shards, flat, tensors, reads, backend, count, merged=1, twice=()):
-        self.shards, self.flat, self.tensors, self.reads = shards, flat, tensors, reads
-        self.backend, self.count, self.merged, self.twice = backend, count, merged, twice
+    def __init__(self, work, tensors, reads):
+        self.work, self.shards, self.backend, self.twice = work, work.layout, work.backend, work.twice
+        self.tensors, self.reads = tensors, reads
         self.sums = {}  # {unit: its UnitSum, from the first to the last pass}
         self.begun = set()  # the units that have destinations in the present pass
         self.sending = []  # (Handle of a reduce-scatter, the array that it reads)
@@ -38,16 +38,16 @@ class UnitGradients:
         for each in self.reads[unit]:
             if each not in self.begun:
                 self.begun.add(each)
-                self.point(each)
+                self.set_destinations(each)
 
-    def point(self, unit):
+    def set_destinations(self, unit):
         tensors = only(self.shards.arena.units[unit], self.tensors)
         if unit not in self.sums:
-            buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.count))]
+            buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.work.passes))]
             views = [self.shards.views(unit, array) for array in buffers]
-            self.sums[unit] = UnitSum(tensors, buffers, views, self.backend, self.count, self.merged)
-        self.sums[unit].apart = arrays_apart(only(self.twice, tensors), self.backend, self.merged)
-        self.sums[unit].point()
+            self.sums[unit] = UnitSum(self.work, tensors, buffers, views)
+        self.sums[unit].apart = arrays_apart(self.work, only(self.twice, tensors))
+        self.sums[unit].set_destinations()
 
     def allocate(self, unit):
         """A new array for the gradients of a unit, with zeros between them."""
@@ -61,18 +61,18 @@ class UnitGradients:
         last = unit_sum.complete()
         unit_sum.apart = {}
         for tensor in unit_sum.tensors.values():
-            tensor.buffer = tensor.grad = None
+            tensor.forget()
         if last:
             self.send(unit, self.sums.pop(unit).buffers[0])
 
     def send(self, unit, array):
         """Start the reduce-scatter of a unit's gradients, after that of the unit before it has ended."""
         self.finish()
-        out = self.flat[self.shards.parts[unit]]
+        out = self.work.gradients[self.shards.parts[unit]]
         with self.backend.runtime.after(array):  # a group of one copies the array on the side stream
             self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
 
     def finish(self):
-        """Return when the shards of all units that were sent are in `flat`."""
+        """Return when the shards of all units that were sent are in `work.gradients`."""
         while self.sending:
             self.sending.pop()[0].wait()

@@ -48,8 +48,8 @@ class UnitShards:
                 array = self.arena.slices[name]
                 start, stop = max(array.start, first), min(array.stop, first + part.stop - part.start)
                 if start < stop:
-                    place = slice(part.start + start - first, part.start + stop - first)
-                    yield name, (place, slice(start - array.start, stop - array.start))
+                    own = slice(part.start + start - first, part.start + stop - first)
+                    yield name, (own, slice(start - array.start, stop - array.start))
 
     def first(self, unit):
         """The index in the arena of the first element of this rank's shard."""
@@ -88,7 +88,7 @@ class UnitShards:
 
     def padding(self):
         """See DividedArena.padding."""
-        return gaps([place for place, _ in self.pieces.values()], self.size)
+        return gaps([own for own, _ in self.pieces.values()], self.size)
 
     def join(self, sums):
         """The page sums of the model as on one rank, from those of this rank's shards. All ranks call this method."""
@@ -114,7 +114,7 @@ class UnitShards:
 
     def clear_padding(self, unit, array):
         """Set the padding of the array of a whole unit to 0."""
-        for gap in gaps(self.places(unit).values(), len(array)):
+        for gap in gaps(self.parameter_slices(unit).values(), len(array)):
             array[gap] = 0
 
     def length_with_rows(self, unit):
@@ -124,14 +124,14 @@ class UnitShards:
         stage 2). It has memory here if the arena has it, so the product has the same bits.
         """
         most, length = self.arena.size - self.arena.unit_slice(unit).start, self.whole_size(unit)
-        for name, place in self.places(unit).items():
+        for name, part in self.parameter_slices(unit).items():
             rows, *columns = self.arena.shapes[name]
-            stop = place.start + round_up(rows, self.backend.logits_alignment) * math.prod(columns)
+            stop = part.start + round_up(rows, self.backend.logits_alignment) * math.prod(columns)
             if columns and stop <= most:
                 length = max(length, stop)
         return length
 
-    def places(self, unit):
+    def parameter_slices(self, unit):
         """{name: the slice of this parameter} in the array of a whole unit."""
         names, slices = self.arena.units[unit], self.arena.slices
         first = slices[names[0]].start
@@ -139,13 +139,14 @@ class UnitShards:
 
     def views(self, unit, array):
         """{name: view in the shape of this parameter} of the array of a whole unit."""
-        return {name: array[place].reshape(self.arena.shapes[name]) for name, place in self.places(unit).items()}
+        slices, shapes = self.parameter_slices(unit), self.arena.shapes
+        return {name: array[part].reshape(shapes[name]) for name, part in slices.items()}
 
     def put(self, flat, name, array):
         """Copy this rank's elements of a parameter into `flat`. array: the whole parameter, on the host."""
         if name in self.pieces:
-            place, elements = self.pieces[name]
-            flat[place] = self.backend.asarray(array.reshape(-1)[elements])
+            own, elements = self.pieces[name]
+            flat[own] = self.backend.asarray(array.reshape(-1)[elements])
 
     def whole(self, flat):
         """The arena with the shards `flat` of all ranks. All ranks must call this method."""
