@@ -36,7 +36,7 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
-from gpt2core.threads import WorkerPool, limit_blas
+from gpt2core.threads import WorkerPool
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
@@ -115,7 +115,6 @@ def shown(items, bar):
 
 def count_correct(args, corpus):
     """Print how many of args.prompts random prompts of the corpus the weights continue correctly; return 0."""
-    limit_blas(1)
     checkpoint = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(corpus))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
@@ -123,7 +122,7 @@ def count_correct(args, corpus):
     print(f"{weights}: continuing {args.prompts} random prompts of {corpus.name} by {NEW} tokens", flush=True)
     copies = list(models_for(args.threads, checkpoint))
     with (
-        contextlib.closing(WorkerPool([None] * args.threads)) as workers,
+        contextlib.closing(WorkerPool([None] * args.threads, blas_threads=1)) as workers,
         tqdm(total=args.prompts, unit="prompt", leave=False, disable=None) as bar,  # on standard error, on a terminal
     ):
 

@@ -109,7 +109,7 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
     recorded = progress and progress.last_log_row
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes, make_log)) or SilentLog()
-    trainer.backend.runtime.notify = log.print_error
+    trainer.backend.runtime.on_notice = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     threads = usable_threads(make_backend, config.threads, cores)
     if config.sample_every and not config.sample:
