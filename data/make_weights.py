@@ -29,6 +29,7 @@ from gpt2core.app.command import run_command
 from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
+from gpt2core.app.stage import Stage
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.next_logits import last_logits
@@ -39,6 +40,7 @@ from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.threads import WorkerPool
 from stage0_serial.numpy_backend import NumpyBackend
 
+STAGE = Stage(0, NumpyBackend, Solo)
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
 COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
@@ -92,7 +94,7 @@ def train(args, corpus):
         flags += ["--preset", args.preset, *phase.split()]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
-        if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
+        if code := train_command(STAGE, Solo(), *parse(train_parser(), Solo(), flags)):
             return code
 
     trained = load_checkpoint(args.out)
@@ -137,7 +139,7 @@ def count_correct(args, corpus):
 def sample(weights):
     """Print a continuation of the prompt in SAMPLE; return the exit code."""
     flags = ["--weights", str(weights), *SAMPLE]
-    return inference_command(NumpyBackend, Solo(), *parse(inference_parser(), Solo(), flags))
+    return inference_command(STAGE, Solo(), *parse(inference_parser(), Solo(), flags))
 
 
 def main():

@@ -129,16 +129,20 @@ def resolve_rank_flags(settings, world):
     world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp or
     --pp.
     """
+    # Messages of NCCL do not slow down the computation, as the formula in parallel/bucket_size.py assumes. With them,
+    # ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates only 1/p
+    # of the parameters.
+    overlaps = settings.transport == "nccl"
     several_replicas = data_parallel_ranks(world, settings.tp, settings.pp) > 1
     final = {}
     if settings.collectives is None:
         final["collectives"] = "canonical" if settings.deterministic else world.native_algorithm
-    is_measured = world.measures_buckets and settings.dp == "bucket" and not settings.deterministic
+    is_measured = overlaps and settings.dp == "bucket" and not settings.deterministic
     if settings.bucket_mb is None and not (is_measured and several_replicas):
         final["bucket_mb"] = BUCKET_MB
     if settings.zero is None:
         is_possible = several_replicas and settings.dp == "flat" and settings.compress == "none"
-        final["zero"] = int(world.prefers_zero and is_possible)
+        final["zero"] = int(overlaps and is_possible)
         if not several_replicas:
             final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
     return replace(settings, **final), rank_flag_notes(settings, several_replicas)

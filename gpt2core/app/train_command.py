@@ -13,7 +13,7 @@ import numpy as np
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
-from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
+from gpt2core.app.checkpoints.run_folders import lock_new_run
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.config_file import NAME, earlier_settings, text_of, write_settings
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
@@ -59,44 +59,43 @@ class TrainingRun:
 
 
 @contextlib.contextmanager
-def prepared_run(make_backend, world, args, cores, make_log=RunLog):
+def prepared_run(stage, world, args, cores, make_log=RunLog):
     """A context with the TrainingRun of the settings `args`, in which its output directory is locked.
 
-    make_backend: the class of the Backend, called as make_backend(precision, deterministic) once per thread. cores: the
-    number of cores that this rank may use. make_log: RunLog or a subclass. All ranks must call it with equal settings.
-    Only the root reads the inputs, and writes log and checkpoints.
+    stage: a Stage. world: the Communicator of all ranks. cores: the number of cores that this rank may use. make_log:
+    RunLog or a subclass. All ranks must call it with equal settings. Only the root reads the inputs, and writes log and
+    checkpoints.
     """
-    check_one_process(world, make_backend.many_ranks)
-    check_rank_flags(world, args, make_backend.many_ranks)
+    check_one_process(stage, world)
+    check_rank_flags(stage, world, args)
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
     with contextlib.ExitStack() as locks:
-        yield prepare_run(make_backend, world, args, cores, transport, locks, make_log)
+        yield prepare_run(stage, world, args, cores, transport, locks, make_log)
 
 
-def open_run(make_backend, world, args, transport, locks):
+def open_run(stage, world, args, transport, locks):
     """Read the inputs and lock the output directory; all ranks call it.
 
     Returns the lock and the Inputs, both None unless this is the root, and (RunConfig, Progress, Tokenizer) of the
     Inputs. locks: the ExitStack that holds the lock.
     """
     lock = on_root(world, lambda: locks.enter_context(RunLock(args.out)) if args.out else None)
-    inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
+    inputs = on_root(world, lambda: read_inputs(world, args, transport, stage.backend.deterministic))
     config, *others = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
     if config.save and not config.out:
-        stage = stage_of(make_backend, world)
-        lock = on_root(world, lambda: locks.enter_context(lock_new_run(stage, config.preset)))
+        lock = on_root(world, lambda: locks.enter_context(lock_new_run(stage.name, config.preset)))
         config = replace(config, out=world.broadcast_object(lock and lock.directory))
     return lock, inputs, (config, *others)
 
 
-def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
+def prepare_run(stage, world, args, cores, transport, locks, make_log):
     """Do the work of prepared_run(). locks: the ExitStack that holds the lock of the output directory on the root."""
-    lock, inputs, (config, progress, tokenizer) = open_run(make_backend, world, args, transport, locks)
+    lock, inputs, (config, progress, tokenizer) = open_run(stage, world, args, transport, locks)
     notes = inputs.notes if inputs else []
     cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
-    trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores, config.seed))
+    trainer = all_or_raise(world, lambda: make_trainer(stage, world, config, cores, config.seed))
     if config.schedule_picture and config.pp > 1:
         trainer.accumulator.executor.record_times()
     trace = all_or_raise(world, lambda: make_trace(config, trainer))
@@ -111,16 +110,16 @@ def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes, make_log)) or SilentLog()
     trainer.backend.runtime.on_notice = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
-    threads = usable_threads(make_backend, config.threads, cores)
+    threads = usable_threads(stage.backend, config.threads, cores)
     if config.sample_every and not config.sample:
         notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
     settings = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads, settings)
 
 
-def train_command(make_backend, world, args, cores):
+def train_command(stage, world, args, cores):
     """Train with the parsed flags; returns the exit code. The arguments are those of prepared_run()."""
-    with prepared_run(make_backend, world, args, cores) as prepared:
+    with prepared_run(stage, world, args, cores) as prepared:
         return run_training(world, args, prepared)
 
 
@@ -152,16 +151,16 @@ def run_training(world, args, prepared):
 # -- the objects of the training loop ----------------------------------------------------------------------------------
 
 
-def make_trainer(make_backend, world, config, cores, seed):
+def make_trainer(stage, world, config, cores, seed):
     """The FastTrainer of a RunConfig; all ranks call it. seed: of the initial parameters, or None."""
     replicas = data_parallel_ranks(world, config.tp, config.pp)
-    threads = usable_threads(make_backend, config.threads, cores)
+    threads = usable_threads(stage.backend, config.threads, cores)
     micro_batches, threads = plan_micro_batches(
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic
     )
-    backends = all_or_raise(world, lambda: make_backends(make_backend, config, threads))
+    backends = all_or_raise(world, lambda: make_backends(stage.backend, config, threads))
     all_or_raise(world, lambda: backends[0].runtime.check_training(config.model))
-    all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
+    all_or_raise(world, lambda: check_host_memory(stage, backends, config, world, replicas))
     with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
         return FastTrainer(
             config.model,

@@ -495,7 +495,7 @@ def begin(self, batch, lr):
     return original(self, batch, lr)
 
 Trainer.begin = begin
-train(backend=CudaBackend, world=NcclCommunicator)
+train(stage=3, backend=CudaBackend, world=NcclCommunicator)
 """
 
 

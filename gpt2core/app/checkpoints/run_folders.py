@@ -31,12 +31,6 @@ def shown(path):
     return Path(os.path.relpath(path)) if Path.cwd().is_relative_to(ROOT) else path
 
 
-def stage_of(make_backend, world):
-    """The name of the stage that has these: "stage1" for stage1_mpi. make_backend: a class; world: a Communicator."""
-    packages = [each.__module__.partition(".")[0] for each in (type(world), make_backend)]
-    return next((package for package in packages if package != "gpt2core"), packages[1]).partition("_")[0]
-
-
 def lock_new_run(stage, preset):
     """Create the directory of a new run and return its RunLock; two runs that start together get two directories.
 
