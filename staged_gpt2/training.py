@@ -136,14 +136,14 @@ def run_training(stage, on_step, progress, settings):
     signals = StopSignals(prints=False, numbers=(signal.SIGINT,))
     recorder = Recorder(on_step if world.is_root else None, signals)
     make_log = functools.partial(QuietLog, progress=progress)
-    with prepared_run(stage, world, settings, cores, make_log) as prepared:
-        for note in prepared.notes if world.is_root else ():
+    with prepared_run(stage, world, settings, cores, make_log, recorder) as outputs:
+        for note in outputs.notes if world.is_root else ():
             warn(note)
         try:
-            stopped, _ = run_steps(prepared, signals, recorder)
+            stopped, _ = run_steps(outputs, signals)
         finally:
             signals.restore()  # also that of a signal that has ended training on another rank
-        return recorder, stopped, named_parameters(prepared.trainer), prepared.corpus, prepared.config
+        return recorder, stopped, named_parameters(outputs.trainer), outputs.corpus, outputs.config
 
 
 def checked_training(data, on_step, progress, settings):

@@ -17,8 +17,8 @@ from gpt2core.app.planning.traffic import by_collective, bytes_sent, traffic
 from gpt2core.app.planning.without_memory import planned
 from gpt2core.app.setting_fields import names_of
 from gpt2core.app.settings import TrainSettings
-from gpt2core.app.train_command import make_data_and_schedule, make_trainer
 from gpt2core.app.training_inputs import read_inputs
+from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
