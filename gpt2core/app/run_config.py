@@ -4,6 +4,7 @@ The value of a setting is the first of these that exists: the flag on the comman
 resumed run, the default of the preset (see recipe() in settings.py).
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, fields, replace
 
@@ -193,23 +194,6 @@ def data_parallel_ranks(world, tp, pp):
     return world.size // (tp * pp)
 
 
-def check_sizes(sizes):
-    """Raise ConfigError unless n_head divides n_embd, into even heads for rotary positions; sizes: of MODEL_FIELDS."""
-    heads, width = sizes["n_head"], sizes["n_embd"]
-    if width % heads:
-        near = max(heads, round(width / heads) * heads)
-        divisors = [d for n in range(1, math.isqrt(width) + 1) if width % n == 0 for d in (n, width // n)]
-        raise ConfigError(
-            f"--n-head {heads} does not divide --n-embd {width}, and every head needs the same width: use --n-embd "
-            f"{near}, or --n-head {max(n for n in divisors if n <= heads)}"
-        )
-    if sizes["positions"] == "rotary" and width // heads % 2:
-        raise ConfigError(
-            f"--positions rotary rotates pairs of channels, but --n-embd {width} and --n-head {heads} make heads of "
-            f"{width // heads}: use --n-embd {width + heads}, or --positions learned"
-        )
-
-
 def preset_notes(args, model):
     """A list with one note if a given preset has other sizes than the loaded checkpoint; model: its GPT2Config."""
     sizes = [f"{name} {getattr(model, name)}" for name in SIZES]
@@ -229,15 +213,39 @@ def model_config(settings, checkpoint_config, vocab_size):
     """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size settings.
 
     settings: TrainSettings. checkpoint_config: None for random weights. vocab_size: the number of tokens of the
-    tokenizer, and of the model with random weights. Raises ConfigError if a setting differs from the checkpoint.
+    tokenizer, and of the model with random weights. Raises ConfigError if a setting differs from the checkpoint, or if
+    the sizes are not possible.
     """
     given = {name: value for name in MODEL_FIELDS if (value := getattr(settings, name)) is not None}
     if checkpoint_config is None:
         preset = PRESETS[settings.preset]
-        check_sizes({name: getattr(preset, name) for name in MODEL_FIELDS} | given)
-        return replace(preset, vocab_size=vocab_size, **given)
+        sizes = {name: getattr(preset, name) for name in MODEL_FIELDS} | given | dict(vocab_size=vocab_size)
+        try:
+            return replace(preset, **sizes)
+        except ConfigError as error:
+            advice = " or ".join(possible_changes(preset, sizes))
+            raise ConfigError(f"{error}; use {advice}" if advice else str(error)) from None
     for name, value in given.items():
         saved = getattr(checkpoint_config, name)
         if saved != value:
             raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {saved}; omit the flag")
     return checkpoint_config
+
+
+def possible_changes(preset, sizes):
+    """Yield flags, as text, each of which would make the model possible if its heads have no possible width.
+
+    preset: a GPT2Config. sizes: {name: value} of its fields that are replaced.
+    """
+    heads, width = sizes["n_head"], sizes["n_embd"]
+    multiple = heads * (1 + (sizes["positions"] == "rotary"))  # rotary positions need an even width of a head
+    divisors = [d for n in range(1, math.isqrt(width) + 1) if width % n == 0 for d in (n, width // n)]
+    changes = {
+        "n_embd": max(multiple, round(width / multiple) * multiple),
+        "n_head": max(n for n in divisors if n <= heads),
+        "positions": "learned",
+    }
+    for name, value in changes.items():
+        with contextlib.suppress(ConfigError):
+            replace(preset, **sizes | {name: value})
+            yield f"{flag(name)} {value}"
