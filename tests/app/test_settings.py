@@ -10,8 +10,8 @@ import pytest
 
 import gpt2core
 from gpt2core.app import cli
+from gpt2core.app.final_values import resolve_flags
 from gpt2core.app.presets import PRESETS
-from gpt2core.app.run_config import resolve_flags
 from gpt2core.app.setting_fields import SAVED, defaults_of, flag, names_of
 from gpt2core.app.settings import NAMES, InferenceSettings, TrainSettings, recipe, with_flags
 from gpt2core.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from gpt2core.app.run_config import resolve_rank_flags
+from gpt2core.app.final_values import resolve_rank_flags
 from gpt2core.app.settings import TrainSettings
 
 ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1, pp=1)
