@@ -8,11 +8,11 @@ from pathlib import Path
 
 import threadpoolctl
 
-from gpt2core.app.config_file import with_config_file
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.setting_fields import complete
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.config_file import with_config_file
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
+from gpt2core.app.settings.setting_fields import complete
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.train_command import prepared_run, run_steps
 from gpt2core.data import Windows

@@ -1,16 +1,16 @@
 """train() and infer(), the commands that a stage's train_gpt2.py and inference.py call, and their parsers.
 
-The flags are the settings of settings.py.
+The flags are the settings of settings/definitions.py.
 """
 
 import gpt2core
 from gpt2core.app.command import run_command
-from gpt2core.app.config_file import with_config_file
-from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.setting_fields import add_flags
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.config_file import with_config_file
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
+from gpt2core.app.settings.flag_parser import HelpPrinted, Parser
+from gpt2core.app.settings.setting_fields import add_flags
 from gpt2core.app.stage import Stage
 
 

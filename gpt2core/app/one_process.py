@@ -1,7 +1,7 @@
 """Refuse flags that a stage does not have, and a launcher of several processes if the stage is one process."""
 
-from gpt2core.app.setting_fields import flag, names_of
-from gpt2core.app.settings import RANKS, TrainSettings
+from gpt2core.app.settings.definitions import RANKS, TrainSettings
+from gpt2core.app.settings.setting_fields import flag, names_of
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import shared_error
 from gpt2core.parallel.launcher_env import read_launcher_env

@@ -10,13 +10,13 @@ import numpy as np
 from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
-from gpt2core.app.config_file import NAME, earlier_settings, text_of, write_settings
 from gpt2core.app.inference.continuations import write_continuation, write_text
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
 from gpt2core.app.resume import run_state
+from gpt2core.app.settings.config_file import NAME, earlier_settings, text_of, write_settings
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.engine.run import LogLost, run

@@ -22,10 +22,10 @@ from numpy.testing import assert_array_equal
 import gpt2core
 from gpt2core.app import cli, train_command
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.final_values import resolve_flags
 from gpt2core.app.inference import inference_command, prompts
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.app.output.run_summary import time_left
+from gpt2core.app.settings.final_values import resolve_flags
 from gpt2core.app.stage import Stage
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError

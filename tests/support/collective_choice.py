@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from gpt2core.app.final_values import resolve_rank_flags
-from gpt2core.app.settings import TrainSettings
+from gpt2core.app.settings.definitions import TrainSettings
+from gpt2core.app.settings.final_values import resolve_rank_flags
 
 ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1, pp=1)
 ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, pp_schedule="1f1b")

@@ -2,9 +2,9 @@
 
 import signal
 
-from gpt2core.app.final_values import nothing_left, rank_flags
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.settings import with_flags
+from gpt2core.app.settings.definitions import with_flags
+from gpt2core.app.settings.final_values import nothing_left, rank_flags
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.pipeline.placement import describe_ranks

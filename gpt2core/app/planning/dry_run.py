@@ -15,8 +15,8 @@ from gpt2core.app.planning.layout import Layout, own_chunks
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.traffic import by_collective, bytes_sent, traffic
 from gpt2core.app.planning.without_memory import planned
-from gpt2core.app.setting_fields import names_of
-from gpt2core.app.settings import TrainSettings
+from gpt2core.app.settings.definitions import TrainSettings
+from gpt2core.app.settings.setting_fields import names_of
 from gpt2core.app.training_inputs import read_inputs
 from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from gpt2core.app.settings import TrainSettings
+from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.architecture import GPT2Config
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.config import ParallelConfig

@@ -1,16 +1,16 @@
 """The final value of every setting of a training run, and the notes to print about the settings.
 
 The value of a setting is the first of these that exists: the flag on the command line, the value in the checkpoint of a
-resumed run, the default of the preset (see recipe() in settings.py).
+resumed run, the default of the preset (see recipe() in definitions.py).
 """
 
 import contextlib
 import math
 from dataclasses import replace
 
-from gpt2core.app.presets import PRESETS, TOKENIZERS
-from gpt2core.app.setting_fields import defaults_of, flag, names_of
-from gpt2core.app.settings import MODEL, TrainSettings, recipe
+from gpt2core.app.settings.definitions import MODEL, TrainSettings, recipe
+from gpt2core.app.settings.presets import PRESETS, TOKENIZERS
+from gpt2core.app.settings.setting_fields import defaults_of, flag, names_of
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.data_parallel import BUCKET_MB
