@@ -28,7 +28,7 @@ given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(nam
 unknown := $(firstword $(filter-out $(variables),$(given)))
 ifneq ($(unknown),)
   upper := $(filter $(shell echo '$(unknown)' | tr a-z A-Z),$(variables))
-  flag  := $(shell grep -o "^    $(shell echo '$(unknown)' | tr A-Z- a-z_):" gpt2core/app/settings.py | tr -d " :" | tr _ - | head -n 1)
+  flag  := $(shell grep -o "^    $(shell echo '$(unknown)' | tr A-Z- a-z_):" gpt2core/app/settings/definitions.py | tr -d " :" | tr _ - | head -n 1)
   write := $(if $(upper),$(upper)=$($(unknown)),$(if $(flag),ARGS="--$(flag) $($(unknown))"))
   $(error $(unknown)=$($(unknown)): there is no such variable: $(if $(write),write $(write),use $(variables)))
 endif

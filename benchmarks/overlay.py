@@ -8,10 +8,10 @@ from pathlib import Path
 from benchmarks.harness.report import print_table
 from benchmarks.paper import paper_curves
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.output.loss_plot import run_curves, write_plot
 from gpt2core.app.output.output_files import is_plot
 from gpt2core.app.output.run_log import read_log
+from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 from gpt2core.text.input_file import open_file

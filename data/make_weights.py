@@ -26,9 +26,10 @@ from tqdm import tqdm
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser, to_path
 from gpt2core.app.inference.inference_command import inference_command
-from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
+from gpt2core.app.settings.flag_parser import Parser, to_path
+from gpt2core.app.settings.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
+from gpt2core.app.stage import Stage
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.next_logits import last_logits
@@ -36,9 +37,10 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
-from gpt2core.threads import WorkerPool, limit_blas
+from gpt2core.threads import WorkerPool
 from stage0_serial.numpy_backend import NumpyBackend
 
+STAGE = Stage(0, NumpyBackend, Solo)
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
 COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
@@ -92,7 +94,7 @@ def train(args, corpus):
         flags += ["--preset", args.preset, *phase.split()]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
-        if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
+        if code := train_command(STAGE, Solo(), *parse(train_parser(), Solo(), flags)):
             return code
 
     trained = load_checkpoint(args.out)
@@ -115,7 +117,6 @@ def shown(items, bar):
 
 def count_correct(args, corpus):
     """Print how many of args.prompts random prompts of the corpus the weights continue correctly; return 0."""
-    limit_blas(1)
     checkpoint = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(corpus))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
@@ -123,7 +124,7 @@ def count_correct(args, corpus):
     print(f"{weights}: continuing {args.prompts} random prompts of {corpus.name} by {NEW} tokens", flush=True)
     copies = list(models_for(args.threads, checkpoint))
     with (
-        contextlib.closing(WorkerPool([None] * args.threads)) as workers,
+        contextlib.closing(WorkerPool([None] * args.threads, blas_threads=1)) as workers,
         tqdm(total=args.prompts, unit="prompt", leave=False, disable=None) as bar,  # on standard error, on a terminal
     ):
 
@@ -138,7 +139,7 @@ def count_correct(args, corpus):
 def sample(weights):
     """Print a continuation of the prompt in SAMPLE; return the exit code."""
     flags = ["--weights", str(weights), *SAMPLE]
-    return inference_command(NumpyBackend, Solo(), *parse(inference_parser(), Solo(), flags))
+    return inference_command(STAGE, Solo(), *parse(inference_parser(), Solo(), flags))
 
 
 def main():

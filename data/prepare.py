@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 from gpt2core.app.command import error_text, run_command
-from gpt2core.app.flag_parser import HelpPrinted, Parser, not_empty, to_path
+from gpt2core.app.settings.flag_parser import HelpPrinted, Parser, not_empty, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file

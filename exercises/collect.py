@@ -14,7 +14,7 @@ from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER, main_of, stage_of, write_file
 from exercises.grade import RECORD, grade, printable
 from exercises.source import SourceError, hash_of, read_source
-from gpt2core.app.flag_parser import Parser, to_path
+from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.errors import ConfigError
 
 NO_RECORD = f"no {RECORD}: run make grade"

@@ -8,7 +8,7 @@ from pathlib import Path
 from exercises.catalog import PACKAGES, ROOT
 from exercises.source import SourceError, read_source
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 

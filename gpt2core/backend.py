@@ -54,7 +54,6 @@ class Backend(ABC):
     uses_threads = False  # whether the batch is divided over worker threads, each with a backend of its own
     logits_alignment = 1  # the matrix of the logits may be read up to a number of rows that this divides, see FusedHead
     merges_micro_batches = False  # whether one call may compute several micro-batches
-    many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)
     rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
     decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time

@@ -55,10 +55,8 @@ class Communicator:
     local_rank: int  # rank among the ranks of this group on the same host
     local_size: int  # number of ranks of this group on the same host, which share its cores
     one_process = False  # whether this class always has exactly one rank
-    native_algorithm = "canonical"  # the name that selects the sums of the library (MPI, NCCL) in use_collectives()
+    native_algorithm = "canonical"  # the name by which use_collectives() selects the sums of the library (MPI, NCCL)
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
-    prefers_zero = False  # whether ZeRO-1 is the default (only without buckets and compression)
-    measures_buckets = False  # whether the size of buckets is measured, if it is not given (parallel/bucket_size.py)
 
     @property
     def is_root(self):
@@ -80,7 +78,7 @@ class Communicator:
         Raises ConfigError for an unknown or unavailable transport. A class without transports returns None, as here.
         """
         if name is not None:
-            raise ConfigError(f"`transport={name}`: only stage 3 (one GPU for each rank) has transports; omit the flag")
+            raise ConfigError(f"`transport={name}`: this communicator has no transports; omit the flag")
 
     def plan_transport(self, name):
         """use_transport() for a plan of training, which needs no device: the best transport if each rank has one."""

@@ -29,7 +29,6 @@ class PlainBackend(Backend):
 
     name = "plain"
     xp = np
-    many_ranks = "stage 1"
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in ("fp32", "fp64"):

@@ -35,8 +35,18 @@ class Compiled:
         return Results(self.function(*args))
 
 
+def print_notice(text):
+    """Print a notice on standard error."""
+    print(text, file=sys.stderr)
+
+
 class Runtime:
-    """The host: kernels run when they are called; nothing is captured, and nothing is chosen by timing."""
+    """The host: kernels run when they are called; nothing is captured, and nothing is chosen by timing.
+
+    on_notice(text): notify() calls it; assign another function to receive the notices of this runtime.
+    """
+
+    on_notice = staticmethod(print_notice)
 
     uses_graphs = False  # whether compile_step() captures steps as CUDA graphs and replays them
     tuned_for = None  # str, the device and library versions for which `tuned` is valid; None if nothing is timed
@@ -132,5 +142,5 @@ class Runtime:
         return []
 
     def notify(self, text):
-        """Print `text`, the reason for a long wait, on standard error."""
-        print(text, file=sys.stderr)
+        """Pass `text`, the reason for a long wait, to on_notice."""
+        self.on_notice(text)

@@ -12,10 +12,16 @@ def limit_blas(threads):
 
 
 class WorkerPool:
-    """`size` worker threads, one for each backend."""
+    """`size` worker threads, one for each backend.
 
-    def __init__(self, backends):
+    blas_threads: if given, BLAS uses so many threads from now on, in the whole process: 1 leaves the cores to the
+    workers, and a product has the same bits for any number of workers.
+    """
+
+    def __init__(self, backends, blas_threads=None):
         self.backends, self.size = list(backends), len(backends)
+        if blas_threads is not None:
+            limit_blas(blas_threads)
         self.executor = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
         self.unfinished = []  # the calls of a map() that was interrupted
 

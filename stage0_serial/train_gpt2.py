@@ -11,7 +11,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 
 def main():
-    train(backend=NumpyBackend, world=Solo)
+    train(stage=0, backend=NumpyBackend, world=Solo)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from stage1_mpi.mpi_communicator import MpiCommunicator
 
 
 def main():
-    train(backend=NumpyBackend, world=MpiCommunicator)
+    train(stage=1, backend=NumpyBackend, world=MpiCommunicator)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ class CudaBackend(FusedHead, Backend):
 
     deterministic = False
     decoder_batch = MAX_BATCH
-    many_ranks = "stage 3"
     decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 
     @classmethod

@@ -60,7 +60,7 @@ class CudaRuntime(SideStreamRuntime):
 
         def notify(text):
             if runtime := reference():
-                runtime.notify(text)  # looked up now, because the method may be replaced
+                runtime.notify(text)
 
         triton_launch.launcher().threads.notify = notify
         self.gemm, self.tuner = make_gemm_and_tuner(self.xp, self.name, deterministic, self.side.stream, notify)

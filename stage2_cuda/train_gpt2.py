@@ -11,7 +11,7 @@ from stage2_cuda.cuda_backend import CudaBackend
 
 
 def main():
-    train(backend=CudaBackend, world=Solo)
+    train(stage=2, backend=CudaBackend, world=Solo)
 
 
 if __name__ == "__main__":

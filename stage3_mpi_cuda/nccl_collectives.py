@@ -39,11 +39,6 @@ class NcclCollectives(Communicator):
     """
 
     native_algorithm = NATIVE
-    # With NCCL, ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates
-    # only 1/p of the parameters.
-    prefers_zero = True
-    # The formula in parallel/bucket_size.py assumes that messages do not slow down the computation.
-    measures_buckets = True
 
     def __init__(self, mpi_group, gpu):
         self._mpi_group, self._gpu = mpi_group, gpu

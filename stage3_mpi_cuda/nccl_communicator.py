@@ -96,9 +96,7 @@ class NcclCommunicator(Communicator):
             warnings.warn(f"{found}, {reason}: using `transport=mpi`", stacklevel=2)
         return "mpi"
 
-    native_algorithm, capturable, prefers_zero, measures_buckets = map(
-        of_transport, ("native_algorithm", "capturable", "prefers_zero", "measures_buckets")
-    )
+    native_algorithm, capturable = map(of_transport, ("native_algorithm", "capturable"))
 
     @property
     def bytes_sent(self):

@@ -27,7 +27,6 @@ class StagedCollectives(Communicator):
 
     native_algorithm = MpiCommunicator.native_algorithm
     capturable = False
-    measures_buckets = False  # messages slow down the computation, because both share the host's cores
 
     def __init__(self, mpi_group, gpu):
         self.rank, self.size = mpi_group.rank, mpi_group.size

@@ -11,7 +11,7 @@ from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 
 def main():
-    train(backend=CudaBackend, world=NcclCommunicator)
+    train(stage=3, backend=CudaBackend, world=NcclCommunicator)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2core import checks
-from gpt2core.app.settings import NAMES
+from gpt2core.app.settings.definitions import NAMES
 from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
 from gpt2core.tensor import ShapeError, Tensor
 

@@ -15,10 +15,10 @@ from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.inference.continuations import continue_share, text_pieces
 from gpt2core.app.inference.inference_command import fit_prompt, make_inference_backend, sampling_rule, tokenizer_of
 from gpt2core.app.inference.prompts import encode_prompt
-from gpt2core.app.presets import check_downloaded
 from gpt2core.app.resume import edited_notes
-from gpt2core.app.setting_fields import complete
-from gpt2core.app.settings import InferenceSettings
+from gpt2core.app.settings.definitions import InferenceSettings
+from gpt2core.app.settings.presets import check_downloaded
+from gpt2core.app.settings.setting_fields import complete
 from gpt2core.architecture import GPT2Config, parameter_count
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.launcher_env import read_launcher_env
@@ -26,7 +26,7 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from gpt2core.text.tokenizer import Tokenizer
 from staged_gpt2.arguments import checked, checked_path, python_errors, token_array, warn
-from staged_gpt2.stages import backend_class, chosen_stage, own_cores
+from staged_gpt2.stages import chosen_stage, own_cores, stage_of
 
 
 class Loss(Tensor):
@@ -57,7 +57,7 @@ class GPT2:
     def __init__(self, stage, config, arrays, tokenizer, settings):
         """arrays: {name: fp32 array on the host} of all parameters. settings: InferenceSettings."""
         self.stage, self.config, self.tokenizer = stage, config, tokenizer
-        self.backend = make_inference_backend(backend_class(stage), settings, own_cores())
+        self.backend = make_inference_backend(stage_of(stage).backend, settings, own_cores())
         with self._memory_errors():
             self._model = load_model(config, arrays, self.backend)
         self.parameters = self._model.parameters

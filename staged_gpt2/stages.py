@@ -1,4 +1,4 @@
-"""The stage of a model or a run: the class of its Backend, and the Communicator of its ranks."""
+"""The stage of a model or a run: its number, the class of its Backend, and the Communicator of its ranks."""
 
 import functools
 import importlib.util
@@ -7,6 +7,7 @@ import sys
 
 from gpt2core.app import missing_package
 from gpt2core.app.command import crash
+from gpt2core.app.stage import Stage
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
@@ -37,31 +38,28 @@ def has_gpu():
         return False
 
 
-def backend_class(stage):
-    """The class of the Backend of a stage; raises ConfigError if a package that it needs is not installed."""
+def stage_of(number):
+    """The Stage of this number; raises ConfigError if a package that its Backend needs is not installed.
+
+    All ranks call its world(), which raises ConfigError if there is no MPI.
+    """
     try:
-        if stage >= 2:
-            from stage2_cuda.cuda_backend import CudaBackend
-
-            return CudaBackend
-        from stage0_serial.numpy_backend import NumpyBackend
-
-        return NumpyBackend
+        if number >= 2:
+            from stage2_cuda.cuda_backend import CudaBackend as Backend
+        else:
+            from stage0_serial.numpy_backend import NumpyBackend as Backend
     except ModuleNotFoundError as error:
         if line := missing_package(error):
-            raise ConfigError(f"stage={stage}: {line.removeprefix('error: ')}") from error
+            raise ConfigError(f"stage={number}: {line.removeprefix('error: ')}") from error
         raise
+    return Stage(number, Backend, (Solo, mpi_world, Solo, nccl_world)[number])
 
 
-def make_world(stage):
-    """The Communicator of all ranks of a stage; all ranks call it. Raises ConfigError if there is no MPI."""
-    if stage == 1:
-        return mpi_world()
-    if stage == 3:
-        from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+def nccl_world():
+    """The NcclCommunicator of all ranks."""
+    from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-        return NcclCommunicator(mpi_world())
-    return Solo()
+    return NcclCommunicator(mpi_world())
 
 
 @functools.cache  # a process has one world, and one watchdog of it

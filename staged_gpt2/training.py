@@ -8,11 +8,11 @@ from pathlib import Path
 
 import threadpoolctl
 
-from gpt2core.app.config_file import with_config_file
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.setting_fields import complete
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.config_file import with_config_file
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
+from gpt2core.app.settings.setting_fields import complete
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.train_command import prepared_run, run_steps
 from gpt2core.data import Windows
@@ -24,7 +24,7 @@ from gpt2core.trainer import Step
 from staged_gpt2.arguments import checked, python_errors, warn
 from staged_gpt2.gpt2 import GPT2
 from staged_gpt2.loss_plot import LossPlot
-from staged_gpt2.stages import backend_class, chosen_stage, make_world
+from staged_gpt2.stages import chosen_stage, stage_of
 
 OF_THE_COMMAND = {  # {setting: what a program does instead}
     "sample": "call run.model.generate()",
@@ -116,7 +116,7 @@ def train(
         stage = chosen_stage(stage)
         settings = checked_training(data, on_step, progress, settings)
         with threadpoolctl.threadpool_limits(1, user_api="blas"):  # restores what training changes
-            recorder, stopped, arrays, corpus, config = run_training(stage, on_step, progress, settings)
+            recorder, stopped, arrays, corpus, config = run_training(stage_of(stage), on_step, progress, settings)
         if isinstance(on_step, LossPlot):
             on_step.draw()
         if recorder.error and not isinstance(recorder.error, KeyboardInterrupt):
@@ -129,21 +129,21 @@ def train(
 def run_training(stage, on_step, progress, settings):
     """(Recorder, number of the signal that ended training or None, {name: array} of the parameters, Corpus, RunConfig).
 
-    settings: TrainSettings. The other arguments are those of train(). All ranks must call it.
+    stage: a Stage. settings: TrainSettings. The other arguments are those of train(). All ranks must call it.
     """
-    make_backend, world = backend_class(stage), make_world(stage)
+    world = stage.world()
     settings, cores = agree_on_start(world, lambda: settings)
     signals = StopSignals(prints=False, numbers=(signal.SIGINT,))
     recorder = Recorder(on_step if world.is_root else None, signals)
     make_log = functools.partial(QuietLog, progress=progress)
-    with prepared_run(make_backend, world, settings, cores, make_log) as prepared:
-        for note in prepared.notes if world.is_root else ():
+    with prepared_run(stage, world, settings, cores, make_log, recorder) as outputs:
+        for note in outputs.notes if world.is_root else ():
             warn(note)
         try:
-            stopped, _ = run_steps(prepared, signals, recorder)
+            stopped, _ = run_steps(outputs, signals)
         finally:
             signals.restore()  # also that of a signal that has ended training on another rank
-        return recorder, stopped, named_parameters(prepared.trainer), prepared.corpus, prepared.config
+        return recorder, stopped, named_parameters(outputs.trainer), outputs.corpus, outputs.config
 
 
 def checked_training(data, on_step, progress, settings):

@@ -13,6 +13,7 @@ import pytest
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import run_folders
 from gpt2core.communicator import Solo
+from gpt2core.plain_backend import PlainBackend
 from stage0_serial.cpu_runtime import blas_libraries
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.unsaved import unsaved
@@ -146,13 +147,16 @@ def runs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(capsys, runs):
-    """command(cli.train or cli.infer, *argv) -> Result of a stage's script, by default of stage 0; see unsaved()."""
+    """command(cli.train or cli.infer, *argv) -> Result of a stage's script, by default of stage 0; see unsaved().
+
+    backend: a class, of stage 0 if its arrays are those of NumPy, otherwise of stage 2.
+    """
 
     def run(entry, *argv, backend=NumpyBackend):
         capsys.readouterr()
-        words = [str(word) for word in argv]
+        words, number = [str(word) for word in argv], 0 if issubclass(backend, PlainBackend) else 2
         with pytest.raises(SystemExit) as exit:
-            entry(backend=backend, world=Solo, argv=unsaved(words) if entry is cli.train else words)
+            entry(number, backend, Solo, unsaved(words) if entry is cli.train else words)
         return Result(exit.value.code, *capsys.readouterr())
 
     return run

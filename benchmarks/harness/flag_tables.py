@@ -1,10 +1,10 @@
-"""The tables of docs/USAGE.md: the flags of train_gpt2.py and inference.py, from gpt2core/app/settings.py."""
+"""The tables of docs/USAGE.md: the flags of the two commands, from gpt2core/app/settings/definitions.py."""
 
 import re
 from dataclasses import fields
 
-from gpt2core.app.setting_fields import flag, help_text
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
+from gpt2core.app.settings.setting_fields import flag, help_text
 
 
 def rows(settings, group):

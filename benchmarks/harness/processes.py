@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 
 from gpt2core.app.command import error_text
-from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.app.output.failed_output import output_error
+from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
 from testing.jobs import ROOT, end

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from gpt2core.app.flag_parser import Parser
+from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.tuned_choices import processor
 from testing.jobs import ROOT
 

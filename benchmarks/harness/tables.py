@@ -3,10 +3,10 @@
     python -m benchmarks.harness.tables            # rewrite the tables of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page is out of date
 
-The numbers are those of results/; the tables of flags are made from gpt2core/app/settings.py. The line below a table of
-numbers names the source of its numbers: the file in results/, the date, the commit, the hardware and the
-command of the measurement. A table with several source files has several such lines. Some scripts were renamed after
-their measurement: then the line shows the name that the script had at the named commit.
+The numbers are those of results/; the tables of flags are made from gpt2core/app/settings/definitions.py. The line
+below a table of numbers names the source of its numbers: the file in results/, the date, the commit, the hardware and
+the command of the measurement. A table with several source files has several such lines. Some scripts were renamed
+after their measurement: then the line shows the name that the script had at the named commit.
 """
 
 import re

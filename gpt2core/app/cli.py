@@ -1,16 +1,17 @@
 """train() and infer(), the commands that a stage's train_gpt2.py and inference.py call, and their parsers.
 
-The flags are the settings of settings.py.
+The flags are the settings of settings/definitions.py.
 """
 
 import gpt2core
 from gpt2core.app.command import run_command
-from gpt2core.app.config_file import with_config_file
-from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.setting_fields import add_flags
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.config_file import with_config_file
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
+from gpt2core.app.settings.flag_parser import HelpPrinted, Parser
+from gpt2core.app.settings.setting_fields import add_flags
+from gpt2core.app.stage import Stage
 
 
 class SettingsParser(Parser):
@@ -39,28 +40,32 @@ def inference_parser():
     return SettingsParser(InferenceSettings)
 
 
-def train(backend, world, argv=None):
+def train(stage, backend, world, argv=None):
     """The command of a stage's train_gpt2.py: parse the flags, train, exit.
 
-    backend: a class, called as backend(precision, deterministic), which gives a Backend. world: a class, called as
-    world(), which gives the Communicator of all ranks. argv: a list of command-line arguments; None: sys.argv[1:].
+    stage, backend, world: the number and the classes of a Stage. argv: a list of command-line arguments; None:
+    sys.argv[1:].
     """
     # here, because inference.py starts faster without them
     from gpt2core.app.planning.dry_run import dry_run
     from gpt2core.app.train_command import train_command
 
+    stage = Stage(stage, backend, world)
+
     def command(ranks):
         args, cores = parse(train_parser(), ranks, argv)
-        return (dry_run if args.dry_run else train_command)(backend, ranks, args, cores)
+        return (dry_run if args.dry_run else train_command)(stage, ranks, args, cores)
 
     run_command(world, command, TrainSettings.memory_advice)
 
 
-def infer(backend, world, argv=None):
+def infer(stage, backend, world, argv=None):
     """The command of a stage's inference.py: parse the flags, generate, exit. The arguments are those of train()."""
 
+    stage = Stage(stage, backend, world)
+
     def command(ranks):
-        return inference_command(backend, ranks, *parse(inference_parser(), ranks, argv))
+        return inference_command(stage, ranks, *parse(inference_parser(), ranks, argv))
 
     run_command(world, command, InferenceSettings.memory_advice)
 

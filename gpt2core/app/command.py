@@ -14,9 +14,9 @@ import warnings
 
 import numpy as np
 
-from gpt2core.app.flag_parser import HelpPrinted
 from gpt2core.app.output.failed_output import discard_output
-from gpt2core.app.settings import with_flags
+from gpt2core.app.settings.definitions import with_flags
+from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 

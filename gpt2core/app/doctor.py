@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES, missing_package
-from gpt2core.app.flag_parser import HelpPrinted, Parser
 from gpt2core.app.output.failed_output import output_error
 from gpt2core.app.output.terminal import terminal_width
+from gpt2core.app.settings.flag_parser import HelpPrinted, Parser
 from gpt2core.errors import ConfigError
 from gpt2core.tuned_choices import processor
 

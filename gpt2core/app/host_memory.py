@@ -16,11 +16,11 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 
 
-def check_host_memory(backends, config, world, replicas, limit=None):
+def check_host_memory(stage, backends, config, world, replicas, limit=None):
     """Raise ConfigError if the memory of this host is smaller than needed_memory(); a GPU has memory of its own.
 
-    backends: those of this rank, one per thread. config: a RunConfig. replicas: the number of data-parallel ranks.
-    limit: the bytes that the ranks on this host may use together; None: available_memory().
+    stage: a Stage. backends: those of this rank, one per thread. config: a RunConfig. replicas: the number of
+    data-parallel ranks. limit: the bytes that the ranks on this host may use together; None: available_memory().
     """
     if not backends[0].on_host:
         return
@@ -31,7 +31,7 @@ def check_host_memory(backends, config, world, replicas, limit=None):
         raise ConfigError(
             f"a model of {parameter_count(config.model):,} parameters needs at least {gib(needed)} on this host for "
             f"parameters, gradients and moments, but the host has {gib(limit)}: use a smaller model{threads}, or "
-            f"more hosts with --tp or --zero 3 ({backends[0].many_ranks})"
+            f"more hosts with --tp or --zero 3 ({stage.many_ranks})"
         )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 import gpt2core
 from gpt2core.app.fingerprints import code_fingerprint, file_fingerprints
-from gpt2core.app.setting_fields import flag, names_of
-from gpt2core.app.settings import Settings
+from gpt2core.app.settings.definitions import Settings
+from gpt2core.app.settings.setting_fields import flag, names_of
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import gather_or_raise, shared_error
 

@@ -1,223 +1,112 @@
-"""The training command: read the inputs, build the Trainer, run the loop, report and sample.
-
-Setup that can fail on one rank runs in all_or_raise() or on_root(), so that all ranks raise the error. If only one rank
-raised it, the other ranks would wait for this rank forever.
-"""
+"""The training command: open_run(), make_training() and open_outputs(), then the loop, a report and a sample text."""
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
+from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
-from gpt2core.app.checkpoints.run_folders import lock_new_run, stage_of
-from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.config_file import NAME, earlier_settings, text_of, write_settings
-from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
-from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference.continuations import write_continuation, write_text
-from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.resume import restore, run_state
-from gpt2core.app.run_config import RunConfig, data_parallel_ranks
+from gpt2core.app.resume import run_state
+from gpt2core.app.settings.config_file import NAME, earlier_settings, text_of, write_settings
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.training_inputs import read_inputs
-from gpt2core.data import Windows
-from gpt2core.engine.fast_trainer import FastTrainer
+from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
-from gpt2core.optimizer import Schedule
-from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
-from gpt2core.parallel.config import plan_micro_batches
-from gpt2core.parallel.local_windows import LocalWindows
+from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.tracing.trace import Trace
-
-
-@dataclass
-class TrainingRun:
-    """What run_steps() needs, on one rank. log: a RunLog on the root, a SilentLog on the other ranks."""
-
-    config: RunConfig
-    corpus: Corpus
-    trainer: FastTrainer
-    windows: Windows | LocalWindows
-    validation: Windows | None
-    schedule: Schedule
-    log: RunLog | SilentLog
-    trace: Trace | None
-    notes: list[str]  # lines for the user
-    threads: int  # the worker threads that this rank may use
-    settings: str | None  # on the root, the content of the file with the settings of this run
 
 
 @contextlib.contextmanager
-def prepared_run(make_backend, world, args, cores, make_log=RunLog):
-    """A context with the TrainingRun of the settings `args`, in which its output directory is locked.
+def prepared_run(stage, world, args, cores, make_log=RunLog, on_step=None):
+    """A context with the Outputs of the run with the TrainSettings `args`, in which its output directory is locked.
 
-    make_backend: the class of the Backend, called as make_backend(precision, deterministic) once per thread. cores: the
-    number of cores that this rank may use. make_log: RunLog or a subclass. All ranks must call it with equal settings.
-    Only the root reads the inputs, and writes log and checkpoints.
+    stage: a Stage. world: the Communicator of all ranks. cores: the number of cores that this rank may use. make_log:
+    RunLog or a subclass. on_step(step, validation_loss), if given, is called after each step, on every rank; it must
+    raise no error. All ranks must call this function with equal settings. Only the root reads the inputs, and writes
+    log and checkpoints.
     """
-    check_one_process(world, make_backend.many_ranks)
-    check_rank_flags(world, args, make_backend.many_ranks)
-    transport = all_or_raise(world, lambda: world.use_transport(args.transport))
     with contextlib.ExitStack() as locks:
-        yield prepare_run(make_backend, world, args, cores, transport, locks, make_log)
+        opened = open_run(stage, world, args, locks)
+        training = make_training(stage, world, opened, cores)
+        outputs = open_outputs(world, args, opened, training, make_log, on_step)
+        del opened  # free the arrays of the checkpoint, which the trainer has copied
+        yield outputs
 
 
-def open_run(make_backend, world, args, transport, locks):
-    """Read the inputs and lock the output directory; all ranks call it.
+def open_outputs(world, args, opened, training, make_log, on_step):
+    """The Outputs of a Training with its log; all ranks call it. opened: the OpenedRun of the Training.
 
-    Returns the lock and the Inputs, both None unless this is the root, and (RunConfig, Progress, Tokenizer) of the
-    Inputs. locks: the ExitStack that holds the lock.
+    The other arguments are those of prepared_run().
     """
-    lock = on_root(world, lambda: locks.enter_context(RunLock(args.out)) if args.out else None)
-    inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
-    config, *others = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
-    if config.save and not config.out:
-        stage = stage_of(make_backend, world)
-        lock = on_root(world, lambda: locks.enter_context(lock_new_run(stage, config.preset)))
-        config = replace(config, out=world.broadcast_object(lock and lock.directory))
-    return lock, inputs, (config, *others)
-
-
-def prepare_run(make_backend, world, args, cores, transport, locks, make_log):
-    """Do the work of prepared_run(). locks: the ExitStack that holds the lock of the output directory on the root."""
-    lock, inputs, (config, progress, tokenizer) = open_run(make_backend, world, args, transport, locks)
-    notes = inputs.notes if inputs else []
-    cores = usable_cores(config, cores)
-    all_or_raise(world, lambda: world.use_collectives(config.collectives))
-    corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
-    trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores, config.seed))
-    if config.schedule_picture and config.pp > 1:
-        trainer.accumulator.executor.record_times()
-    trace = all_or_raise(world, lambda: make_trace(config, trainer))
-    windows, validation, schedule = all_or_raise(
-        world, lambda: make_data_and_schedule(config, corpus, trainer.mesh.data)
-    )
-    if config.resume or config.init_from:
-        source = inputs and inputs.source
-        notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
-    inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
-    recorded = progress and progress.last_log_row
+    config, trainer, notes = training.config, training.trainer, list(training.notes)
+    recorded, lock = opened.progress and opened.progress.last_log_row, opened.lock
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes, make_log)) or SilentLog()
-    trainer.backend.runtime.notify = log.print_error
+    trainer.backend.runtime.on_notice = log.print_error
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
-    threads = usable_threads(make_backend, config.threads, cores)
     if config.sample_every and not config.sample:
         notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
-    settings = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
-    return TrainingRun(config, corpus, trainer, windows, validation, schedule, log, trace, notes, threads, settings)
+    settings_text = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
+    return Outputs(training, log, settings_text, notes, on_step)
 
 
-def train_command(make_backend, world, args, cores):
-    """Train with the parsed flags; returns the exit code. The arguments are those of prepared_run()."""
-    with prepared_run(make_backend, world, args, cores) as prepared:
-        return run_training(world, args, prepared)
-
-
-def run_training(world, args, prepared):
-    """Do the work of train_command() with a TrainingRun: train, report and sample."""
-    config, corpus, trainer, log = prepared.config, prepared.corpus, prepared.trainer, prepared.log
-    first_step = trainer.steps
-    unused = unused_threads(prepared.threads, config, trainer)
-    for text in (run_header(config, trainer, corpus), *unused, *prepared.notes):
-        log.print(wrapped(text, training_width()))
-    if first_step:
-        log.print(f"resumed after {counted(first_step, 'step')}")
-    signal, seconds = run_steps(prepared, StopSignals(world.is_root))
-    resumed = resume_command(replace(args, out=config.out), None if world.one_process else world.size)
-    command = trainer.backend.runtime.environment + resumed
-    if world.is_root:
-        with noted("the last lines of the run are missing"):
-            report_end(config, trainer, first_step, seconds, signal, command)
-    if signal:
-        return 128 + signal
-    if config.sample > 0:
-        model = current_model(trainer)  # a collective: all ranks call it
+def train_command(stage, world, args, cores):
+    """Train, report and sample; returns the exit code. The arguments are those of prepared_run()."""
+    with prepared_run(stage, world, args, cores) as outputs:
+        training, log = outputs.training, outputs.log
+        config, trainer, first_step = training.config, training.trainer, training.trainer.steps
+        unused = unused_threads(training.threads, config, trainer)
+        for text in (run_header(config, trainer, training.corpus), *unused, *outputs.notes):
+            log.print(wrapped(text, training_width()))
+        if first_step:
+            log.print(f"resumed after {counted(first_step, 'step')}")
+        signal, seconds = run_steps(outputs, StopSignals(world.is_root))
+        resumed = resume_command(replace(args, out=config.out), None if world.one_process else world.size)
+        command = trainer.backend.runtime.environment + resumed
         if world.is_root:
-            with noted("the sample text is missing"):
-                write_sample(config, corpus, trainer, model)
-    return 0
-
-
-# -- the objects of the training loop ----------------------------------------------------------------------------------
-
-
-def make_trainer(make_backend, world, config, cores, seed):
-    """The FastTrainer of a RunConfig; all ranks call it. seed: of the initial parameters, or None."""
-    replicas = data_parallel_ranks(world, config.tp, config.pp)
-    threads = usable_threads(make_backend, config.threads, cores)
-    micro_batches, threads = plan_micro_batches(
-        config.batch_size, config.micro_batches, threads, replicas, config.deterministic
-    )
-    backends = all_or_raise(world, lambda: make_backends(make_backend, config, threads))
-    all_or_raise(world, lambda: backends[0].runtime.check_training(config.model))
-    all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
-    with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
-        return FastTrainer(
-            config.model,
-            backends,
-            batch_size=config.batch_size,
-            seq_len=config.seq_len,
-            micro_batches=micro_batches,
-            optimizer=config.optimizer,
-            world=world,
-            parallel=config.parallel,
-            seed=seed,
-            capture=config.graph is not False,
-        )
-
-
-def make_trace(config, trainer):
-    """The Trace of a run, or None. Call it before the first step, which may be captured; all ranks call it."""
-    return Trace(trainer, config.trace, config.trace_steps) if config.trace else None
-
-
-def make_data_and_schedule(config, corpus, group):
-    """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
-    names = text_names(config)
-    with naming_text(names[0]):
-        if config.local_shuffle:
-            windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
-        else:
-            order = "shuffled" if config.shuffle else "sequential"
-            windows = Windows(corpus.tokens, config.seq_len, order, config.seed)
-    with naming_text(names[1]):
-        validation = None if corpus.validation is None else Windows(corpus.validation, config.seq_len)
-    return windows, validation, config.learning_rate
+            with noted("the last lines of the run are missing"):
+                report_end(config, trainer, first_step, seconds, signal, command)
+        if signal:
+            return 128 + signal
+        if config.sample > 0:
+            model = current_model(trainer)  # a collective: all ranks call it
+            if world.is_root:
+                with noted("the sample text is missing"):
+                    write_sample(config, training.corpus, trainer, model)
+        return 0
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def run_steps(prepared, signals, on_step=None):
-    """Run the loop of a TrainingRun, close its log; returns (number of the signal that stopped it or None, seconds).
+def run_steps(outputs, signals):
+    """Run the loop of prepared_run(), close its log; returns (number of the signal that stopped it or None, seconds).
 
-    signals: the StopSignals of this rank. on_step(step, validation_loss), if given, is called after each step, on every
-    rank; it must raise no error.
+    signals: the StopSignals of this rank.
     """
-    config, trainer, log, trace = prepared.config, prepared.trainer, prepared.log, prepared.trace
+    training = outputs.training
+    config, trainer = training.config, training.trainer
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
-    outputs, first_step, start = Outputs(prepared, on_step), trainer.steps, time.perf_counter()
+    first_step, start = trainer.steps, time.perf_counter()
     try:
         with signals as stop, memory_errors(trainer.backend, trainer.config, *sizes):
-            if trace:
-                trace.begin()
+            if training.trace:
+                training.trace.begin()
             signal = run(
                 trainer,
-                prepared.windows,
-                prepared.schedule,
+                training.windows,
+                training.schedule,
                 config.steps,
-                validation=prepared.validation,
+                validation=training.validation,
                 eval_every=config.eval_every,
                 on_step=outputs.report,
                 save=outputs.save if config.out else None,
@@ -238,15 +127,21 @@ def run_steps(prepared, signals, on_step=None):
         raise_if_damaged(config.resume or config.init_from, trainer, first_step)
         raise
     finally:
-        log.close()
+        outputs.log.close()
 
 
+@dataclass
 class Outputs:
-    """What the training loop calls after a step: report(), save() and sample(). All ranks call them."""
+    """What a run writes. The training loop calls report(), save() and sample() after a step, on all ranks."""
 
-    def __init__(self, prepared, on_step=None):
-        self.config, self.corpus, self.trainer = prepared.config, prepared.corpus, prepared.trainer
-        self.log, self.trace, self.on_step, self.settings = prepared.log, prepared.trace, on_step, prepared.settings
+    training: Training
+    log: RunLog | SilentLog  # a RunLog on the root
+    settings_text: str | None  # on the root, the content of the file with the settings of this run
+    notes: list[str]  # lines for the user
+    on_step: Callable | None = None  # see prepared_run()
+
+    def __post_init__(self):
+        self.config, self.corpus, self.trainer = self.training.config, self.training.corpus, self.training.trainer
         self.first_step = self.trainer.steps
 
     def save(self, trainer):
@@ -263,7 +158,7 @@ class Outputs:
                 keep=self.config.keep,
             )
             with noted(f"{NAME} was not written"):
-                write_settings(self.config.out / NAME, self.settings)
+                write_settings(self.config.out / NAME, self.settings_text)
 
     def sample(self, trainer):
         """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""
@@ -282,7 +177,7 @@ class Outputs:
         # first what all ranks do together: an error of the log on one rank must not leave the others waiting
         fields, note, lines = final_fields(trainer) if last else None, None, []
         try:
-            lines = list(self.trace.step_ended(step, last)) if self.trace else []
+            lines = list(self.training.trace.step_ended(step, last)) if self.training.trace else []
         except ConfigError as error:  # raised on all ranks; the run needs no trace
             note = f"note: there is no trace: {error}"
         if last and self.config.schedule_picture and self.config.pp > 1:

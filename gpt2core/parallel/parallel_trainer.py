@@ -26,19 +26,18 @@ from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches,
 from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.sharded_adamw import DividedOptimizer, check_rounding
 from gpt2core.parallel.whole_parameters import fill
-from gpt2core.threads import WorkerPool, limit_blas
+from gpt2core.threads import WorkerPool
 from gpt2core.trainer import BaseTrainer
 
 
 class ParallelTrainer(BaseTrainer):
     """A training step whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
-    backends: a list, one for each worker thread of this rank; BLAS is limited to one thread, because the workers use
-    the cores. batch_size, seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and
-    of `clip`, `rounding` and `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel:
-    ParallelConfig. seed: of the initial parameters; None leaves them zero. dloss: the array of shape () with which
-    backward begins, if it is not 1 (fp16). guard: that of Backend.clip for the gradients. Raises ConfigError for sizes
-    that do not fit.
+    backends: a list, one for each worker thread of this rank (WorkerPool limits BLAS to one thread). batch_size,
+    seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and of `clip`, `rounding` and
+    `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial
+    parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16).
+    guard: that of Backend.clip for the gradients. Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -55,10 +54,10 @@ class ParallelTrainer(BaseTrainer):
     ):  # fmt: skip
         super().__init__(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
-        self.pool, self.backend = WorkerPool(list_of_backends(backends)), backends[0]
+        self.pool = WorkerPool(list_of_backends(backends), blas_threads=1)
+        self.backend = backends[0]
         if self.backend.scales_loss and dloss is None:
             raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
-        limit_blas(1)
         world, parallel, backend = self.world, self.parallel, self.backend
         self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
         tensor_parallel.check_tensor_parallel(config, mesh.tensor.size)

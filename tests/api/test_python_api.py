@@ -16,8 +16,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import staged_gpt2 as sg
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.setting_fields import defaults_of, flag
-from gpt2core.app.settings import InferenceSettings
+from gpt2core.app.settings.definitions import InferenceSettings
+from gpt2core.app.settings.setting_fields import defaults_of, flag
 from staged_gpt2.arguments import without_flags
 from staged_gpt2.stages import chosen_stage
 from tests.support.interpreter import interpreter_works

@@ -169,8 +169,8 @@ def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(
     monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
     trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
     config = SimpleNamespace(schedule_picture=False)
-    parts = dict(config=config, corpus=None, trainer=SimpleNamespace(steps=0), log=log, trace=trace, settings="")
-    outputs = train_command.Outputs(SimpleNamespace(**parts))
+    training = SimpleNamespace(config=config, corpus=None, trainer=SimpleNamespace(steps=0), trace=trace)
+    outputs = train_command.Outputs(training, log, settings_text="", notes=[])
     with pytest.raises(OSError, match="no space"):
         outputs.report(SimpleNamespace(step=0), None, last=True)
     assert sorted(together) == ["hash", "trace"]

@@ -25,7 +25,8 @@ from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.inference import inference_command, prompts
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.app.output.run_summary import time_left
-from gpt2core.app.run_config import resolve_flags
+from gpt2core.app.settings.final_values import resolve_flags
+from gpt2core.app.stage import Stage
 from gpt2core.app.stop_signals import STOPPING
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -54,7 +55,7 @@ def begin(self, batch, lr):
     return original(self, batch, lr)
 
 Trainer.begin = begin
-train(backend=NumpyBackend, world=Solo)
+train(stage=0, backend=NumpyBackend, world=Solo)
 """
 
 # The script of stage 0 with a step that takes a minute in its worker threads.
@@ -70,7 +71,7 @@ def run(self, batch, scale, losses):
     time.sleep(60)
 
 Worker.run = run
-train(backend=NumpyBackend, world=Solo)
+train(stage=0, backend=NumpyBackend, world=Solo)
 """
 
 
@@ -735,7 +736,7 @@ def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypa
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
     args = cli.inference_parser().parse_args([str(word) for word in flags])
     run = inference_command.inference_command
-    assert run_ranks(2, lambda world: run(NumpyBackend, world, args, 1)) == [0, 0]
+    assert run_ranks(2, lambda world: run(Stage(1, NumpyBackend, run_ranks), world, args, 1)) == [0, 0]
     ranks = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
     assert ranks.out == infer(*flags[:5]).out

@@ -8,8 +8,8 @@ import tomllib
 import pytest
 
 from gpt2core.app import cli
-from gpt2core.app.config_file import toml, with_config_file
-from gpt2core.app.settings import InferenceSettings, TrainSettings
+from gpt2core.app.settings.config_file import toml, with_config_file
+from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
 from gpt2core.errors import ConfigError
 from tests.support.training import NumpyBackend
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.processes import run_main
 from gpt2core.app import cli, doctor
 from gpt2core.app.command import run_command
-from gpt2core.app.flag_parser import started_as
+from gpt2core.app.settings.flag_parser import started_as
 from gpt2core.communicator import Solo
 from stage1_mpi import launch
 from testing.jobs import ROOT

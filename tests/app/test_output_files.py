@@ -30,6 +30,7 @@ from gpt2core.app.output.output_files import continue_log, is_plot
 from gpt2core.app.output.run_log import RunLog, rarely_changing_lines, read_log, step_line
 from gpt2core.app.output.run_summary import duration
 from gpt2core.app.output.terminal import WordWrap
+from gpt2core.app.stage import Stage
 from gpt2core.app.train_command import train_command
 from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import CheckpointError, ConfigError
@@ -381,7 +382,7 @@ def test_the_width_of_a_terminal_is_used_if_it_is_known(columns, width):
 def test_the_header_of_a_run_with_many_ranks_fits_80_columns(corpus, tmp_path, capsys):
     words = ["--preset", "nano", "--data", str(corpus), "--steps", "1", "--threads", "1", "--sample", "0"]
     args = cli.train_parser().parse_args([*words, "--no-save"])
-    assert run_ranks(2, lambda world: train_command(NumpyBackend, world, args, 1)) == [0, 0]
+    assert run_ranks(2, lambda world: train_command(Stage(1, NumpyBackend, run_ranks), world, args, 1)) == [0, 0]
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("2 ranks: 2 data x 1 tensor parallel") for line in lines)
     assert max(map(len, lines)) <= 79

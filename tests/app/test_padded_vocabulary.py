@@ -11,6 +11,7 @@ from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.inference import inference_command
 from gpt2core.app.inference.continuations import continue_prompts, text_pieces
+from gpt2core.app.stage import Stage
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_model
@@ -81,7 +82,7 @@ def test_every_mode_continues_a_prompt_with_the_same_tokens(infer, weights, monk
     monkeypatch.setattr(sys, "stdin", io.StringIO("the whale\n"))
     args = cli.inference_parser().parse_args(list(map(str, [*flags, "--interactive", "--mode", mode])))
     run = inference_command.inference_command
-    assert run_ranks(2, lambda world: run(NumpyBackend, world, args, 1)) == [0, 0]
+    assert run_ranks(2, lambda world: run(Stage(1, NumpyBackend, run_ranks), world, args, 1)) == [0, 0]
     assert capsys.readouterr().out == infer(*flags, "--prompt", "the whale").out.split("Continuation:\n")[1]
 
 

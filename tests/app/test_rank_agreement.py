@@ -10,7 +10,7 @@ import pytest
 from gpt2core.app import fingerprints
 from gpt2core.app.fingerprints import file_fingerprint, token_fingerprint
 from gpt2core.app.rank_agreement import agree_on_start, compare_files
-from gpt2core.app.settings import TrainSettings
+from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpt2core.app.checkpoints import run_folders
-from gpt2core.app.checkpoints.run_folders import ROOT, lock_new_run, runs_folder, stage_of
-from gpt2core.communicator import Solo
+from gpt2core.app.checkpoints.run_folders import ROOT, lock_new_run, runs_folder
 from gpt2core.errors import CheckpointError
-from gpt2core.plain_backend import PlainBackend
-from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.misuse_places import snapshot
 
 PROMPT = ("--prompt", "the model", "--max-new-tokens", 5)
@@ -114,11 +111,3 @@ def test_a_directory_that_cannot_be_created_is_one_line(nano, runs):
     assert "the directory of this run cannot be created (File exists): give another one with --out" in result.err
     with pytest.raises(CheckpointError, match="cannot be created"):
         lock_new_run("stage0", "nano")
-
-
-def test_the_stage_is_that_of_the_communicator_or_else_of_the_backend():
-    from stage1_mpi.mpi_communicator import MpiCommunicator
-
-    assert stage_of(NumpyBackend, Solo()) == "stage0"
-    assert stage_of(NumpyBackend, MpiCommunicator.__new__(MpiCommunicator)) == "stage1"
-    assert stage_of(PlainBackend, Solo()) == "gpt2core"

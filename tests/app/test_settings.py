@@ -1,4 +1,4 @@
-"""Each setting is defined once, in gpt2core/app/settings.py, and its values are checked without a parser too."""
+"""Each setting is defined once, in app/settings/definitions.py, and its values are checked without a parser too."""
 
 import ast
 import functools
@@ -10,16 +10,16 @@ import pytest
 
 import gpt2core
 from gpt2core.app import cli
-from gpt2core.app.presets import PRESETS
-from gpt2core.app.run_config import resolve_flags
-from gpt2core.app.setting_fields import SAVED, defaults_of, flag, names_of
-from gpt2core.app.settings import NAMES, InferenceSettings, TrainSettings, recipe, with_flags
+from gpt2core.app.settings.definitions import NAMES, InferenceSettings, TrainSettings, recipe, with_flags
+from gpt2core.app.settings.final_values import resolve_flags
+from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.settings.setting_fields import SAVED, defaults_of, flag, names_of
 from gpt2core.errors import ConfigError
 
 CORE = Path(gpt2core.__file__).parent
 # Strings in gpt2core/app that are equal to the name of a setting, but are another name.
 OTHER_NAMES = {
-    ("data", "app/presets.py"),  # a directory of the repository
+    ("data", "app/settings/presets.py"),  # a directory of the repository
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
 }
@@ -71,7 +71,7 @@ def others_of(file):
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_setting_is_named_in_at_most_three_files(name):
     files = list(files_that_name(name))
-    assert "app/settings.py" in files and len(files) <= 3
+    assert "app/settings/definitions.py" in files and len(files) <= 3
 
 
 def test_the_other_names_are_still_there():

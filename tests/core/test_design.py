@@ -490,10 +490,11 @@ def skeleton(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("script, function", [("train_gpt2.py", "train"), ("inference.py", "infer")])
-def test_the_scripts_of_all_stages_differ_only_in_imports_and_constructors(stage, script, function):
+def test_the_scripts_of_all_stages_differ_only_in_imports_number_and_constructors(stage, script, function):
+    number = re.match(r"stage(\d)_", stage)[1]
     assert skeleton(ROOT / stage / script) == (
         "sys.path.append(str(Path(__file__).resolve().parents[1]))\n"
-        f"def main():\n    {function}(backend=chosen, world=chosen)\n"
+        f"def main():\n    {function}(stage={number}, backend=chosen, world=chosen)\n"
         "if __name__ == '__main__':\n    main()"
     )
 

@@ -739,6 +739,16 @@ def test_the_host_calls_a_step_directly_and_tunes_nothing():
     assert runtime.tuned == {} and runtime.load_tuned({"kernel": "choice"}) is None and runtime.tuned == {}
 
 
+def test_a_notice_goes_to_standard_error_or_to_the_function_that_receives_them(capsys):
+    runtime, received = Runtime(), []
+    runtime.notify("timing kernels")
+    assert capsys.readouterr() == ("", "timing kernels\n")
+    runtime.on_notice = received.append
+    runtime.notify("compiling kernels")
+    Runtime().notify("another runtime")
+    assert received == ["compiling kernels"] and capsys.readouterr().err == "another runtime\n"
+
+
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])
 def test_a_buffer_is_aligned_contiguous_and_reused_after_it_is_freed(shape):
     pool = BufferPool()

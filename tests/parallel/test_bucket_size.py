@@ -103,17 +103,17 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
 
 
 @pytest.mark.parametrize(
-    "size, times, asked, bucket_mb",
+    "size, transport, asked, bucket_mb",
     [
-        (4, True, {}, None),  # to be measured
-        (4, True, dict(bucket_mb=7.0), 7.0),
-        (4, True, dict(deterministic=True), BUCKET_MB),
-        (4, True, dict(dp="flat"), BUCKET_MB),
-        (4, False, {}, BUCKET_MB),
-        (1, True, {}, BUCKET_MB),
-        (4, True, dict(tp=4), BUCKET_MB),
-        (4, True, dict(tp=2), None),
+        (4, "nccl", {}, None),  # to be measured
+        (4, "nccl", dict(bucket_mb=7.0), 7.0),
+        (4, "nccl", dict(deterministic=True), BUCKET_MB),
+        (4, "nccl", dict(dp="flat"), BUCKET_MB),
+        (4, "mpi", {}, BUCKET_MB),
+        (1, "nccl", {}, BUCKET_MB),
+        (4, "nccl", dict(tp=4), BUCKET_MB),
+        (4, "nccl", dict(tp=2), None),
     ],
 )
-def test_a_bucket_is_measured_only_between_gpus_and_where_it_is_used(size, times, asked, bucket_mb):
-    assert chosen(size, asked, times)[0].bucket_mb == bucket_mb
+def test_a_bucket_is_measured_only_between_gpus_and_where_it_is_used(size, transport, asked, bucket_mb):
+    assert chosen(size, asked, transport)[0].bucket_mb == bucket_mb

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from gpt2core.app.presets import PRESETS
+from gpt2core.app.settings.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.communicator import Solo

@@ -237,29 +237,29 @@ def test_an_invalid_zero_gather_is_refused(parallel, words):
 
 
 @pytest.mark.parametrize(
-    "size, shares, asked, zero",
+    "size, transport, asked, zero",
     [
-        (4, True, {}, 1),
-        (4, True, dict(deterministic=True), 1),
-        (4, True, dict(zero=0), 0),
-        (4, True, dict(dp="bucket"), 0),
-        (4, True, dict(compress="bf16"), 0),
-        (4, True, dict(tp=4), 0),
-        (4, True, dict(tp=2), 1),
-        (1, True, {}, 0),
-        (4, False, {}, 0),
-        (4, False, dict(zero=1), 1),
+        (4, "nccl", {}, 1),
+        (4, "nccl", dict(deterministic=True), 1),
+        (4, "nccl", dict(zero=0), 0),
+        (4, "nccl", dict(dp="bucket"), 0),
+        (4, "nccl", dict(compress="bf16"), 0),
+        (4, "nccl", dict(tp=4), 0),
+        (4, "nccl", dict(tp=2), 1),
+        (1, "nccl", {}, 0),
+        (4, "mpi", {}, 0),
+        (4, "mpi", dict(zero=1), 1),
     ],
 )
-def test_zero_is_the_default_where_it_is_the_fastest(size, shares, asked, zero):
-    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, prefers_zero=shares)
+def test_zero_is_the_default_where_it_is_the_fastest(size, transport, asked, zero):
+    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, transport)
     assert args.zero == zero and not notes
 
 
 @pytest.mark.parametrize("size, tp, noted", [(1, 1, True), (2, 2, True), (2, 1, False)])
 def test_compression_on_one_data_parallel_rank_has_an_effect_and_the_note_says_which(size, tp, noted):
     asked = dict(dp="flat", zero=None, compress="int8", tp=tp)
-    args, notes = chosen(size, asked, prefers_zero=True)
+    args, notes = chosen(size, asked)
     note = "--compress int8: one data-parallel rank sends nothing, but its gradients are rounded to int8"
     assert args.compress == "int8" and [note in note_ and "no effect" not in note_ for note_ in notes] == [True] * noted
 
@@ -267,6 +267,6 @@ def test_compression_on_one_data_parallel_rank_has_an_effect_and_the_note_says_w
 @pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
 def test_zero_gather_forward_has_no_effect_without_owners(size, zero, gather):
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
-    args, notes = chosen(size, asked, prefers_zero=True)
+    args, notes = chosen(size, asked)
     assert (args.zero, args.zero_gather) == (zero, gather)
     assert ["--zero-gather forward: no effect" in note for note in notes] == [True] * (size == 1)

@@ -43,7 +43,7 @@ def begin(self, batch, lr):
     return original(self, batch, lr)
 
 Trainer.begin = begin
-train(backend=NumpyBackend, world=MpiCommunicator)
+train(stage=1, backend=NumpyBackend, world=MpiCommunicator)
 """
 NANO = ("--preset", "nano", "--threads", 1, "--sample", 0)
 

@@ -178,11 +178,11 @@ def machine(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("transport, shares", [("nccl", True), ("mpi", False)])
-def test_zero_1_is_the_default_with_transport_nccl(transport, shares):
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_the_sums_of_the_library_and_capture_are_those_of_the_transport(transport):
     world = object.__new__(NcclCommunicator)
     world.transport = transport
-    assert world.prefers_zero == shares
+    assert (world.native_algorithm, world.capturable) == (transport, transport == "nccl")
 
 
 def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine):
@@ -491,7 +491,7 @@ def begin(self, batch, lr):
 
 Trainer.begin = begin
 InterpreterRuntime.explain_oom = lambda self, error, *sizes, **options: "out of memory on the GPU: use --batch-size 1"
-train(backend=CudaBackend, world=NcclCommunicator)
+train(stage=3, backend=CudaBackend, world=NcclCommunicator)
 """
 
 
@@ -520,7 +520,7 @@ def begin(self, batch, lr):
 Trainer.begin = begin
 libc = ctypes.CDLL(None)  # exit() hangs, as with CUDA, which waits for an NCCL kernel that waits for a rank
 getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
-train(backend=CudaBackend, world=NcclCommunicator)
+train(stage=3, backend=CudaBackend, world=NcclCommunicator)
 """
 
 

@@ -80,7 +80,7 @@ def serve(folder):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                entry(NumpyBackend, lambda: MpiCommunicator(world.duplicate(), world.watchdog), argv)
+                entry(1, NumpyBackend, lambda: MpiCommunicator(world.duplicate(), world.watchdog), argv)
             except SystemExit as exit:
                 code = exit.code
         part.write_bytes(pickle.dumps((code, out.getvalue(), err.getvalue())))

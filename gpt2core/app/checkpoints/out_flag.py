@@ -8,10 +8,10 @@ from pathlib import Path
 from gpt2core.app.checkpoints.directory import HIDDEN, LATEST, STEP, describe_step, newest_step
 from gpt2core.app.checkpoints.files import FILES
 from gpt2core.app.checkpoints.run_lock import LOCK
-from gpt2core.app.config_file import NAME as SETTINGS
 from gpt2core.app.exclusive_paths import of_another_run
-from gpt2core.app.setting_fields import AGAIN, defaults_of, flag, names_of
-from gpt2core.app.settings import TrainSettings
+from gpt2core.app.settings.config_file import NAME as SETTINGS
+from gpt2core.app.settings.definitions import TrainSettings
+from gpt2core.app.settings.setting_fields import AGAIN, defaults_of, flag, names_of
 from gpt2core.errors import CheckpointError, ConfigError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import newest_step
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.presets import INSTALLED, PRESETS
+from gpt2core.app.settings.presets import INSTALLED, PRESETS
 from gpt2core.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,12 +29,6 @@ def runs_folder():
 def shown(path):
     """A Path as a message shows it: relative if the current directory is in the repository."""
     return Path(os.path.relpath(path)) if Path.cwd().is_relative_to(ROOT) else path
-
-
-def stage_of(make_backend, world):
-    """The name of the stage that has these: "stage1" for stage1_mpi. make_backend: a class; world: a Communicator."""
-    packages = [each.__module__.partition(".")[0] for each in (type(world), make_backend)]
-    return next((package for package in packages if package != "gpt2core"), packages[1]).partition("_")[0]
 
 
 def lock_new_run(stage, preset):

@@ -8,15 +8,15 @@ import numpy as np
 from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_tokenizer import check_tokenizer, check_vocabulary, load_tokenizer
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.checkpoints.run_folders import newest_run, shown, stage_of
+from gpt2core.app.checkpoints.run_folders import newest_run, shown
 from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
-from gpt2core.app.one_process import check_many_ranks, check_one_process
-from gpt2core.app.presets import check_downloaded, shipped_weights
+from gpt2core.app.one_process import check_many_ranks, check_one_process, check_transport
 from gpt2core.app.resume import edited_notes
-from gpt2core.app.setting_fields import complete, flag, names_of
-from gpt2core.app.settings import GENERATION, InferenceSettings
+from gpt2core.app.settings.definitions import GENERATION, InferenceSettings
+from gpt2core.app.settings.presets import check_downloaded, shipped_weights
+from gpt2core.app.settings.setting_fields import complete, flag, names_of
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
@@ -27,21 +27,23 @@ from gpt2core.sampler import chooser
 from gpt2core.threads import limit_blas
 
 
-def inference_command(make_backend, world, args, cores):
+def inference_command(stage, world, args, cores):
     """Write the continuations of the prompts that the flags select; returns the exit code.
 
-    All ranks must call it with equal flags. cores: the number of cores that this rank may use.
+    All ranks must call it with equal flags. stage: a Stage. world: the Communicator of all ranks. cores: the number of
+    cores that this rank may use.
     """
-    check_one_process(world, make_backend.many_ranks)
+    check_one_process(stage, world)
     given, args = args, complete(args)
     if args.mode == "tensor":
-        check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
-    checkpoint = on_root(world, lambda: read_weights(args, stage_of(make_backend, world)))
+        check_many_ranks(stage, world, "mode", args.mode)
+    checkpoint = on_root(world, lambda: read_weights(args, stage.name))
     for note in edited_notes(checkpoint):
         print(note, file=sys.stderr)
     all_or_raise(world, lambda: check_mode(args, given))
+    check_transport(stage, args)
     all_or_raise(world, lambda: world.use_transport(args.transport))
-    backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
+    backend = all_or_raise(world, lambda: make_inference_backend(stage.backend, args, cores))
     all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
     inputs = on_root(world, lambda: read_request(args, checkpoint))
     config, tokenizer, prompts = world.broadcast_object(inputs)

@@ -3,8 +3,8 @@
 import signal
 
 from gpt2core.app.output.terminal import training_width, wrapped
-from gpt2core.app.run_config import nothing_left
-from gpt2core.app.settings import with_flags
+from gpt2core.app.settings.definitions import with_flags
+from gpt2core.app.settings.final_values import nothing_left, rank_flags
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.pipeline.placement import describe_ranks
@@ -26,7 +26,7 @@ def run_header(config, trainer, corpus):
         lines.append(
             f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor "
             + f"x {config.pp} pipeline " * (config.pp > 1)
-            + f"parallel, {config.rank_flags}"
+            + f"parallel, {rank_flags(config)}"
         )
     if config.pp > 1:
         lines.append(describe_ranks(model, config.pp, config.parallel.chunks))

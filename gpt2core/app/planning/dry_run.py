@@ -15,10 +15,10 @@ from gpt2core.app.planning.layout import Layout, own_chunks
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.traffic import by_collective, bytes_sent, traffic
 from gpt2core.app.planning.without_memory import planned
-from gpt2core.app.setting_fields import names_of
-from gpt2core.app.settings import TrainSettings
-from gpt2core.app.train_command import make_data_and_schedule, make_trainer
+from gpt2core.app.settings.definitions import TrainSettings
+from gpt2core.app.settings.setting_fields import names_of
 from gpt2core.app.training_inputs import read_inputs
+from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
@@ -29,15 +29,15 @@ from gpt2core.parallel.pipeline.simulator import simulate
 MIB = 1 << 20
 
 
-def dry_run(make_backend, world, args, cores):
+def dry_run(stage, world, args, cores):
     """Print the plan of a training command; returns the exit code. The arguments are those of train_command().
 
     The trainer is made as for training, with arrays that have no memory; so a wrong option raises the same error.
     """
-    check_one_process(world, make_backend.many_ranks)
-    check_rank_flags(world, args, make_backend.many_ranks)
+    check_one_process(stage, world)
+    check_rank_flags(stage, world, args)
     transport = all_or_raise(world, lambda: world.plan_transport(args.transport))
-    inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
+    inputs = on_root(world, lambda: read_inputs(world, args, transport, stage.backend.deterministic))
     notes = inputs.notes if inputs else []
     config, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.tokenizer))
     if config.bucket_mb is None:
@@ -46,7 +46,7 @@ def dry_run(make_backend, world, args, cores):
     cores = usable_cores(config, cores)
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
-    trainer = all_or_raise(world, lambda: make_trainer(planned(make_backend), world, config, cores, None))
+    trainer = all_or_raise(world, lambda: make_trainer(planned(stage), world, config, cores, None))
     all_or_raise(world, lambda: make_data_and_schedule(config, corpus, trainer.mesh.data))
     on_root(world, lambda: check_files(config))
     if world.is_root:

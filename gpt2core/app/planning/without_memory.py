@@ -1,5 +1,7 @@
 """A backend whose arrays have no memory: a Trainer of any size can be made with it, to check the options of a run."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
@@ -28,11 +30,11 @@ class WithoutMemory:
         """Nothing: the copy has no memory of its own."""
 
 
-def planned(make_backend):
-    """A class of backends in place of `make_backend`: its backends need no device, and have no memory."""
+def planned(stage):
+    """The Stage with backends that need no device, and have no memory."""
 
     def make(precision, deterministic):
-        return WithoutMemory(make_backend.planned(precision, deterministic))
+        return WithoutMemory(stage.backend.planned(precision, deterministic))
 
-    make.uses_threads = make_backend.uses_threads
-    return make
+    make.uses_threads = stage.backend.uses_threads
+    return replace(stage, backend=make)

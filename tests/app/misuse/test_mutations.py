@@ -66,7 +66,7 @@ def run(entry, *argv):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            entry(backend=NumpyBackend, world=Solo, argv=[str(word) for word in argv])
+            entry(stage=0, backend=NumpyBackend, world=Solo, argv=[str(word) for word in argv])
         except SystemExit as exit:
             return exit.code, out.getvalue(), err.getvalue()
     raise Wrong("the command did not exit")

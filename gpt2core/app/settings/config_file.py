@@ -12,8 +12,8 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
-from gpt2core.app.flag_parser import to_path
-from gpt2core.app.setting_fields import SAVED, check_value, names_of
+from gpt2core.app.settings.flag_parser import to_path
+from gpt2core.app.settings.setting_fields import SAVED, check_value, names_of
 from gpt2core.errors import ConfigError
 from gpt2core.text.input_file import read_file
 from gpt2core.text.token_file import replaced

@@ -1,7 +1,7 @@
 """A setting is a field of a dataclass: setting() declares it, Settings checks values, add_flags() makes its flag.
 
 A setting that was not given is None. Messages name a setting between backquotes, as Python code does: `top_k`,
-`top_k=40`. A command prints them as flags: see with_flags() in settings.py.
+`top_k=40`. A command prints them as flags: see with_flags() in definitions.py.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from gpt2core.app.flag_parser import to_path
+from gpt2core.app.settings.flag_parser import to_path
 from gpt2core.errors import ConfigError
 
 # What a resumed run does if the setting is omitted. None: the setting has no use in a resumed run.

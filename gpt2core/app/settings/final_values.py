@@ -1,19 +1,18 @@
-"""RunConfig: every setting of a training run, computed once on the root and not changed afterwards.
+"""The final value of every setting of a training run, and the notes to print about the settings.
 
 The value of a setting is the first of these that exists: the flag on the command line, the value in the checkpoint of a
-resumed run, the default of the preset (see recipe() in settings.py).
+resumed run, the default of the preset (see recipe() in definitions.py).
 """
 
+import contextlib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
-from gpt2core.app.presets import PRESETS, TOKENIZERS
-from gpt2core.app.setting_fields import defaults_of, flag, names_of
-from gpt2core.app.settings import MODEL, TrainSettings, recipe
-from gpt2core.architecture import GPT2Config
+from gpt2core.app.settings.definitions import MODEL, TrainSettings, recipe
+from gpt2core.app.settings.presets import PRESETS, TOKENIZERS
+from gpt2core.app.settings.setting_fields import defaults_of, flag, names_of
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
 DEFAULTS = defaults_of(TrainSettings)
@@ -21,39 +20,6 @@ MODEL_FIELDS = [name for name in names_of(TrainSettings, group=MODEL) if name !=
 SIZES = [name for name in MODEL_FIELDS if name != "positions"]
 INPUTS = names_of(TrainSettings, compared=True)  # files
 SCHEDULE = ("schedule", "lr", "min_lr", "warmup", "steps")  # the fields of Schedule, in its order
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainSettings):
-    """The settings of one training run, equal on all ranks, with their final values."""
-
-    model: GPT2Config  # the sizes that are used; the size settings are None if they are not given
-
-    @property
-    def parallel(self):
-        """The ParallelConfig with these settings."""
-        return ParallelConfig(**{each.name: getattr(self, each.name) for each in fields(ParallelConfig)})
-
-    @property
-    def learning_rate(self):
-        """The Schedule of the learning rate."""
-        return Schedule(*(getattr(self, name) for name in SCHEDULE))
-
-    @property
-    def rank_flags(self):
-        """The flags that say how ranks exchange gradients and parameters, as text."""
-        return (
-            f"--dp {self.dp}, --collectives {self.collectives}, --compress {self.compress}, --zero {self.zero}"
-            + f", --zero-gather {self.zero_gather}" * (self.zero_gather != "end")
-            + f", --transport {self.transport}" * bool(self.transport)
-            + f", --pp-schedule {self.pp_schedule}, --chunks {self.parallel.chunks}" * (self.pp > 1)
-        )
-
-    @property
-    def optimizer(self):
-        """The argument `optimizer` of a trainer."""
-        names = ("beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 def resolve_flags(args, saved, deterministic):
@@ -129,19 +95,33 @@ def resolve_rank_flags(settings, world):
     world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp or
     --pp.
     """
+    # Messages of NCCL do not slow down the computation, as the formula in parallel/bucket_size.py assumes. With them,
+    # ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates only 1/p
+    # of the parameters.
+    overlaps = settings.transport == "nccl"
     several_replicas = data_parallel_ranks(world, settings.tp, settings.pp) > 1
     final = {}
     if settings.collectives is None:
         final["collectives"] = "canonical" if settings.deterministic else world.native_algorithm
-    is_measured = world.measures_buckets and settings.dp == "bucket" and not settings.deterministic
+    is_measured = overlaps and settings.dp == "bucket" and not settings.deterministic
     if settings.bucket_mb is None and not (is_measured and several_replicas):
         final["bucket_mb"] = BUCKET_MB
     if settings.zero is None:
         is_possible = several_replicas and settings.dp == "flat" and settings.compress == "none"
-        final["zero"] = int(world.prefers_zero and is_possible)
+        final["zero"] = int(overlaps and is_possible)
         if not several_replicas:
             final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
     return replace(settings, **final), rank_flag_notes(settings, several_replicas)
+
+
+def rank_flags(config):
+    """The flags of a RunConfig that say how ranks exchange gradients and parameters, as text."""
+    return (
+        f"--dp {config.dp}, --collectives {config.collectives}, --compress {config.compress}, --zero {config.zero}"
+        + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
+        + f", --transport {config.transport}" * bool(config.transport)
+        + f", --pp-schedule {config.pp_schedule}, --chunks {config.parallel.chunks}" * (config.pp > 1)
+    )
 
 
 def rank_flag_notes(given, several_replicas):
@@ -189,23 +169,6 @@ def data_parallel_ranks(world, tp, pp):
     return world.size // (tp * pp)
 
 
-def check_sizes(sizes):
-    """Raise ConfigError unless n_head divides n_embd, into even heads for rotary positions; sizes: of MODEL_FIELDS."""
-    heads, width = sizes["n_head"], sizes["n_embd"]
-    if width % heads:
-        near = max(heads, round(width / heads) * heads)
-        divisors = [d for n in range(1, math.isqrt(width) + 1) if width % n == 0 for d in (n, width // n)]
-        raise ConfigError(
-            f"--n-head {heads} does not divide --n-embd {width}, and every head needs the same width: use --n-embd "
-            f"{near}, or --n-head {max(n for n in divisors if n <= heads)}"
-        )
-    if sizes["positions"] == "rotary" and width // heads % 2:
-        raise ConfigError(
-            f"--positions rotary rotates pairs of channels, but --n-embd {width} and --n-head {heads} make heads of "
-            f"{width // heads}: use --n-embd {width + heads}, or --positions learned"
-        )
-
-
 def preset_notes(args, model):
     """A list with one note if a given preset has other sizes than the loaded checkpoint; model: its GPT2Config."""
     sizes = [f"{name} {getattr(model, name)}" for name in SIZES]
@@ -225,15 +188,39 @@ def model_config(settings, checkpoint_config, vocab_size):
     """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size settings.
 
     settings: TrainSettings. checkpoint_config: None for random weights. vocab_size: the number of tokens of the
-    tokenizer, and of the model with random weights. Raises ConfigError if a setting differs from the checkpoint.
+    tokenizer, and of the model with random weights. Raises ConfigError if a setting differs from the checkpoint, or if
+    the sizes are not possible.
     """
     given = {name: value for name in MODEL_FIELDS if (value := getattr(settings, name)) is not None}
     if checkpoint_config is None:
         preset = PRESETS[settings.preset]
-        check_sizes({name: getattr(preset, name) for name in MODEL_FIELDS} | given)
-        return replace(preset, vocab_size=vocab_size, **given)
+        sizes = {name: getattr(preset, name) for name in MODEL_FIELDS} | given | dict(vocab_size=vocab_size)
+        try:
+            return replace(preset, **sizes)
+        except ConfigError as error:
+            advice = " or ".join(possible_changes(preset, sizes))
+            raise ConfigError(f"{error}; use {advice}" if advice else str(error)) from None
     for name, value in given.items():
         saved = getattr(checkpoint_config, name)
         if saved != value:
             raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {saved}; omit the flag")
     return checkpoint_config
+
+
+def possible_changes(preset, sizes):
+    """Yield flags, as text, each of which would make the model possible if its heads have no possible width.
+
+    preset: a GPT2Config. sizes: {name: value} of its fields that are replaced.
+    """
+    heads, width = sizes["n_head"], sizes["n_embd"]
+    multiple = heads * (1 + (sizes["positions"] == "rotary"))  # rotary positions need an even width of a head
+    divisors = [d for n in range(1, math.isqrt(width) + 1) if width % n == 0 for d in (n, width // n)]
+    changes = {
+        "n_embd": max(multiple, round(width / multiple) * multiple),
+        "n_head": max(n for n in divisors if n <= heads),
+        "positions": "learned",
+    }
+    for name, value in changes.items():
+        with contextlib.suppress(ConfigError):
+            replace(preset, **sizes | {name: value})
+            yield f"{flag(name)} {value}"
