@@ -15,6 +15,7 @@ from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import parts_of
+from gpt2core.stream import ForwardArguments
 from gpt2core.threads import limit_blas
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -80,6 +81,7 @@ def unit_times(world, sequences):
     parts = parts_of(GPT2(CONFIG, parameters).units, backend, separate=True)
     ids = rng.integers(0, CONFIG.vocab_size, (sequences, CONFIG.block_size))
     dloss, samples = backend.ones((), np.float64), []
+    arguments = ForwardArguments(targets=ids, scale=1 / ids.size, dloss=dloss)
     for _ in range(REPEATS):
         for name, tensor in parameters.items():
             tensor.send_to(buffers[name])
@@ -87,7 +89,7 @@ def unit_times(world, sequences):
         x, dy, graphs, forward, backward = backend.prepare_tokens(ids, CONFIG.vocab_size), dloss, [], [], []
         for part in parts:
             start = time.thread_time()
-            graphs.append(part.forward(x, ids, 1 / ids.size, dloss))
+            graphs.append(part.forward(x, arguments))
             x = graphs[-1].y.data
             forward.append(time.thread_time() - start)
         while graphs:

@@ -14,7 +14,7 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import adamw_coefficients
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.threads import limit_blas

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save, summary
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
 SEED = 20260101

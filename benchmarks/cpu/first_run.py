@@ -9,7 +9,7 @@ from benchmarks.cpu.classroom import measure
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
-from gpt2core.app.settings.presets import WEIGHTS
+from gpt2core.app.presets import WEIGHTS
 from testing.jobs import ROOT
 
 COMMANDS = {

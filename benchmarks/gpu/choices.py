@@ -13,7 +13,7 @@ from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, median_seconds, random_batch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"

@@ -16,7 +16,7 @@ from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, measure_specs
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.errors import UserError
 
 SEED = 20260101

@@ -20,7 +20,7 @@ from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, random_batch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.lesson"
 BATCH_SIZE = 16  # sequences of a training step, as in the paper

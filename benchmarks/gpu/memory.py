@@ -9,7 +9,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.harness.rounds import random_batch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, CONTEXT, training_memory
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.optimizer import adamw_coefficients

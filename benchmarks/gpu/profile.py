@@ -18,7 +18,7 @@ from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, benchmark_parser, save
 from benchmarks.harness.rounds import median_seconds, random_batch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 from stage2_cuda.tuning.tuner import milliseconds

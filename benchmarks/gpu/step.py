@@ -19,7 +19,7 @@ from benchmarks.harness.report import (
     save,
 )
 from benchmarks.harness.rounds import measure_specs, random_batch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 

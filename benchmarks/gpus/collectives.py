@@ -17,7 +17,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.ranks.collectives import fit_medians, launch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.parallel.bucket_size import best_bucket

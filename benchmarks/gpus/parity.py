@@ -12,7 +12,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.ranks.parity import first_difference, train
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.parity"

@@ -21,7 +21,7 @@ from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, ru
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from gpt2core.app.output.run_log import read_log
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from stage1_mpi.launch import choose, launch_line
 

@@ -16,7 +16,7 @@ from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSp
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import BUCKET_MB

@@ -9,7 +9,7 @@ from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.data_parallel import STRATEGIES
 
 BENCHMARK = "benchmarks.gpus.strategies"

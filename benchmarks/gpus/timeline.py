@@ -15,7 +15,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.ranks.collectives import launch
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.tracing.trace_file import Process, Span, write_trace

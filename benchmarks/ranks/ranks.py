@@ -5,7 +5,7 @@ from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES

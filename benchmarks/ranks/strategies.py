@@ -4,7 +4,7 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import step_results, timed_steps
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES

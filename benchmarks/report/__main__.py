@@ -14,8 +14,8 @@ from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
 from gpt2core.app.command import run_command
+from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.flag_parser import Parser, to_path
-from gpt2core.app.settings.presets import PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 

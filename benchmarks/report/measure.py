@@ -14,7 +14,7 @@ from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, r
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
 from gpt2core.app.output.run_log import read_log
-from gpt2core.app.settings.presets import CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted

@@ -10,9 +10,9 @@ from gpt2core.app.command import run_command
 from gpt2core.app.host_memory import available_memory
 from gpt2core.app.planning.layouts import Devices, estimates
 from gpt2core.app.planning.machine import calibration_file, h100, host_machine, save_calibration
+from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.definitions import PRECISIONS, recipe
 from gpt2core.app.settings.flag_parser import Parser
-from gpt2core.app.settings.presets import PRESETS
 from gpt2core.app.settings.setting_fields import LARGEST, flag
 from gpt2core.architecture import parameter_count
 from gpt2core.communicator import Solo

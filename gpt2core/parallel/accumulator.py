@@ -9,6 +9,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.backend import Backend
 from gpt2core.data import even_slices
 from gpt2core.parallel.part import backward_pass, forward_pass
+from gpt2core.stream import ForwardArguments
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,10 @@ def compute_passes(work, parts, batch, scale, losses, begin_pass):
     """
     runtime = work.backend.runtime
     for number, (ids, targets) in enumerate(batch):
+        arguments = ForwardArguments(targets=targets, scale=scale, dloss=work.dloss)
         begin_pass()
         with runtime.range("forward"):
-            graphs, loss = forward_pass(parts, ids, targets, scale, work.dloss)
+            graphs, loss = forward_pass(parts, ids, arguments)
         losses[number * work.merged][...] = loss
         with runtime.range("backward"):
             backward_pass(graphs, work.dloss)

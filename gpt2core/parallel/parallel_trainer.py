@@ -16,6 +16,7 @@ from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided_optimizer import DividedOptimizer, check_rounding
 from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
@@ -24,7 +25,6 @@ from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatch
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sharded_adamw import DividedOptimizer, check_rounding
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import BaseTrainer

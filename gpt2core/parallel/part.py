@@ -9,7 +9,7 @@ import functools
 
 from gpt2core.model import Embedding, Head
 from gpt2core.parallel.parameter import call, deliver
-from gpt2core.stream import Branch, ForwardArguments, Stream
+from gpt2core.stream import DEFAULTS, Branch, Stream
 from gpt2core.tensor import Tensor
 
 RECOMPUTE = ("none", "block")  # what backward computes again
@@ -31,13 +31,13 @@ class Part:
         self.units, self.backend, self.before, self.completed = units, backend, before, completed
         self.before_backward = before_backward
 
-    def forward(self, x, targets=None, scale=None, dloss=None):
+    def forward(self, x, arguments=DEFAULTS):
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
-        that enters. targets, scale, dloss: of the loss, see ForwardArguments; only the head reads them.
+        that enters. arguments: ForwardArguments.
         """
-        graph, arguments = Graph(self), ForwardArguments(targets=targets, scale=scale, dloss=dloss)
+        graph = Graph(self)
         if not isinstance(self.units[0], Embedding):
             x = Stream(boundary(x, self.backend, graph.keep_gradient))
         for unit in self.units:
@@ -120,11 +120,11 @@ def parts_of(units, backend, recompute="none", separate=False, **hooks):
     return [kind(group, backend, **hooks) for kind, group in kinds]
 
 
-def forward_pass(parts, x, *loss):
+def forward_pass(parts, x, arguments):
     """([the Graph of each of these consecutive parts], the array of the last one). Arguments: those of Part.forward."""
     graphs = []
     for part in parts:
-        graphs.append(part.forward(x, *loss))
+        graphs.append(part.forward(x, arguments))
         x = graphs[-1].y.data
     return graphs, x
 

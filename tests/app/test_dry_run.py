@@ -10,7 +10,7 @@ import pytest
 from gpt2core.app.planning.flops import forward_flops, step_flops
 from gpt2core.app.planning.layout import Layout, Place
 from gpt2core.app.planning.memory import device_terms, host_terms
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory

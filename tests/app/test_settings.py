@@ -10,9 +10,9 @@ import pytest
 
 import gpt2core
 from gpt2core.app import cli
+from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.definitions import NAMES, InferenceSettings, TrainSettings, recipe, with_flags
 from gpt2core.app.settings.final_values import resolve_flags
-from gpt2core.app.settings.presets import PRESETS
 from gpt2core.app.settings.setting_fields import SAVED, defaults_of, flag, names_of
 from gpt2core.errors import ConfigError
 

@@ -11,8 +11,8 @@ import pytest
 
 from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.settings.final_values import resolve_flags
-from gpt2core.app.settings.presets import BOOK, BOOK_WEIGHTS, CORPUS, PRESETS, WEIGHTS
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer, byte_alphabet
 

@@ -20,7 +20,7 @@ from benchmarks.report import page as page_module
 from benchmarks.report.diagrams import TITLES
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.runs import STAGE_NAMES, Runs
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer

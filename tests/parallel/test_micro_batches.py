@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.communicator import Solo
@@ -32,11 +32,11 @@ from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided_optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sharded_adamw import DividedOptimizer
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,

@@ -12,6 +12,7 @@ from gpt2core.parallel import part as part_module
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import Tensor
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -44,7 +45,9 @@ def run_parts(parts, ids, targets, dloss, later=None):
     """Forward and backward through consecutive parts -> the loss. With `later`, its functions are called at the end."""
     x, graphs, dy = ids, [], dloss
     for part in parts:
-        graphs.append(part.forward(x, targets, None, dloss) if part is parts[-1] else part.forward(x))
+        graphs.append(
+            part.forward(x, ForwardArguments(targets=targets, dloss=dloss)) if part is parts[-1] else part.forward(x)
+        )
         x = graphs[-1].y.data
     value = x
     for graph in reversed(graphs):
@@ -88,7 +91,7 @@ def test_a_part_can_hold_only_the_embedding_or_only_the_head(backend):
     parts, dloss = parts_of(model, [1, LAYERS + 1]), backend.ones((), np.float64)
     first = parts[0].forward(ids)
     middle = parts[1].forward(first.y.data)
-    last = parts[2].forward(middle.y.data, targets, None)
+    last = parts[2].forward(middle.y.data, ForwardArguments(targets=targets))
     assert first.y.shape == middle.y.shape == (B, T, 32) and last.y.shape == ()
     dy = np.ones_like(middle.y.data)
     assert last.backward(dloss).shape == middle.backward(dy).shape == (B, T, 32)
@@ -100,11 +103,11 @@ def test_a_part_can_have_the_graphs_of_several_micro_batches_at_the_same_time(ba
     part, dloss = parts_of(model, [])[0], backend.ones((), np.float64)
     want = []
     for other in (ids, ids[::-1]):
-        part.forward(other, targets, None).backward(dloss)
+        part.forward(other, ForwardArguments(targets=targets)).backward(dloss)
         want.append(gradients(model))
         for tensor in model.parameters.values():
             tensor.grad = None
-    graphs = [part.forward(other, targets, None) for other in (ids, ids[::-1])]
+    graphs = [part.forward(other, ForwardArguments(targets=targets)) for other in (ids, ids[::-1])]
     for graph, arrays in zip(graphs, want, strict=True):
         graph.backward(dloss)
         for name, got in gradients(model).items():
@@ -137,7 +140,7 @@ def test_a_unit_is_completed_when_all_of_its_gradients_are_computed_last_units_f
 def test_with_later_no_gradient_is_written_before_its_function_is_called(backend):
     model, ids, targets = model_and_tokens(backend)
     part, dloss, later = parts_of(model, [])[0], backend.ones((), np.float64), []
-    part.forward(ids, targets, None).backward(dloss, later.append)
+    part.forward(ids, ForwardArguments(targets=targets)).backward(dloss, later.append)
     assert all(tensor.grad is None for tensor in model.parameters.values())
     for function in later:
         function()

@@ -10,6 +10,7 @@ from gpt2core.model import GPT2
 from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.stream import ForwardArguments
 from stage0_serial.numpy_backend import NumpyBackend
 
 gpu = pytest.mark.gpu
@@ -72,8 +73,7 @@ def test_a_model_that_is_cut_between_its_units_has_equal_bits(rng, make, precisi
         for ids, targets in batches:
             x, graphs = backend.prepare_tokens(ids, V), []
             for part in parts:
-                loss = (backend.prepare_tokens(targets), SCALE) if part is parts[-1] else ()
-                graphs.append(part.forward(x, *loss))
+                graphs.append(part.forward(x, ForwardArguments(targets=backend.prepare_tokens(targets), scale=SCALE)))
                 x = graphs[-1].y.data
             losses.append(x)
             dy = backend.ones((), x.dtype)

@@ -18,6 +18,7 @@ from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import Tensor
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -86,7 +87,7 @@ def test_with_later_the_gradients_of_recomputed_blocks_are_deferred(rng):
         leaves = {name: Tensor(array, backend, True) for name, array in initial_parameters(FOUR_LAYERS, 1)}
         model, order, graphs, x, dx = GPT2(FOUR_LAYERS, leaves), [], [], ids, dloss
         for part in parts_of(model.units, backend, recompute, completed=order.append):
-            graphs.append(part.forward(x, targets, None, dloss))
+            graphs.append(part.forward(x, ForwardArguments(targets=targets, dloss=dloss)))
             x = graphs[-1].y.data
         while graphs:
             dx = graphs.pop().backward(dx, later.append if recompute == "block" else call)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from gpt2core import ops
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError

@@ -14,7 +14,7 @@ from gpt2core import architecture
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import directory as checkpoint
 from gpt2core.app.inference.group_sampler import GroupSampler
-from gpt2core.app.settings.presets import CORPUS, PRESETS
+from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
-from gpt2core.app.settings.presets import PRESETS
+from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.run_config import RunConfig
 from gpt2core.architecture import GPT2Config, parameter_count, parameter_shapes
 from gpt2core.communicator import Communicator, Handle, Solo

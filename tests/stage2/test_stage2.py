@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from gpt2core import ops
 from gpt2core.app import cli
+from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.app.settings.definitions import recipe
-from gpt2core.app.settings.presets import CORPUS, PRESETS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows

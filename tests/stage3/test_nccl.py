@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core.app.settings.presets import CORPUS, PRESETS
+from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer

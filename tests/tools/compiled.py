@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from gpt2core.app.settings.presets import PRESETS  # noqa: E402
+from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.architecture import parameter_shapes  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_coefficients  # noqa: E402
-from gpt2core.parallel.sharded_adamw import rounding_key  # noqa: E402
+from gpt2core.parallel.divided_optimizer import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402

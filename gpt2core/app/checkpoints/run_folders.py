@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import newest_step
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.settings.presets import INSTALLED, PRESETS
+from gpt2core.app.presets import INSTALLED, PRESETS
 from gpt2core.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]

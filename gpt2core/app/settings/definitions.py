@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
+from gpt2core.app.presets import BOOK, CORPUS, PRESETS
 from gpt2core.app.settings.flag_parser import not_empty, stop_text
-from gpt2core.app.settings.presets import BOOK, CORPUS, PRESETS
 from gpt2core.app.settings.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
 from gpt2core.architecture import POSITIONS
 from gpt2core.codecs import CODECS

@@ -8,8 +8,8 @@ import contextlib
 import math
 from dataclasses import replace
 
+from gpt2core.app.presets import PRESETS, TOKENIZERS
 from gpt2core.app.settings.definitions import MODEL, TrainSettings, recipe
-from gpt2core.app.settings.presets import PRESETS, TOKENIZERS
 from gpt2core.app.settings.setting_fields import defaults_of, flag, names_of
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule

@@ -3,6 +3,7 @@
 from gpt2core.communicator import Handle
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
+from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import no_grad
 
 
@@ -84,7 +85,8 @@ class Executor:
         ids, targets = self.batch[m]
         x = self.receive("F", m, c) if c else ids
         with self.backend.runtime.range("forward"):
-            self.graphs[m, c], x = forward_pass(self.chunks[c], x, targets, self.scale, self.dloss)
+            arguments = ForwardArguments(targets=targets, scale=self.scale, dloss=self.dloss)
+            self.graphs[m, c], x = forward_pass(self.chunks[c], x, arguments)
         self.peak = max(self.peak, len(self.graphs))
         if c == self.last:
             self.losses[m] = x

@@ -6,8 +6,8 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
 
 # In a clone, data/ is beside the package. A plain `pip install .` copies it into the package (pyproject.toml).
-INSTALLED = Path(__file__).resolve().parents[2] / "shipped"
-DATA = INSTALLED if INSTALLED.is_dir() else Path(__file__).resolve().parents[3] / "data"
+INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
+DATA = INSTALLED if INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
 BOOK, BOOK_WEIGHTS = DATA / "moby_dick.txt", DATA / "gpt2-book"
 SHIPPED = {WEIGHTS: CORPUS, BOOK_WEIGHTS: BOOK}  # {weights: the corpus that they were trained on}
