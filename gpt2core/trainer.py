@@ -4,6 +4,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +32,16 @@ class Step:
     seconds: float
 
 
-class BaseTrainer:
-    """A trainer without its arrays. A subclass makes them: flat `gradients`, an `optimizer`, the slice `rows` of the
-    global batch that it reads, and the methods compute_gradients(batch) and prepare(inputs, targets).
+class BaseTrainer(ABC):
+    """A trainer without its arrays, which a subclass makes.
 
     config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` parts,
     one after another; their sizes differ by at most one sequence. Raises ConfigError for sizes that do not fit.
     """
+
+    gradients: object  # the flat array to which compute_gradients() writes
+    optimizer: object  # an Optimizer
+    rows: slice  # of the global batch: those that this process reads
 
     def __init__(self, config, batch_size, seq_len, micro_batches):
         sizes = dict(batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
@@ -60,7 +64,7 @@ class BaseTrainer:
         start = time.perf_counter()
         losses, norm = self.update(batch, self.optimizer.coefficients(self.steps + 1, lr))
         loss, norm = self.total_loss([loss.item() for loss in losses]), norm.item()
-        return self.report(loss, norm, lr, time.perf_counter() - start)
+        return self.count_step(loss, norm, lr, time.perf_counter() - start)
 
     def update(self, batch, coefficients):
         """The formula of a step -> (losses of the micro-batches, gradient norm).
@@ -77,7 +81,15 @@ class BaseTrainer:
         """The loss of the batch, from those of its micro-batches (Python numbers)."""
         return tree_sum(losses)
 
-    def report(self, loss, norm, lr, seconds):
+    @abstractmethod
+    def compute_gradients(self, batch):
+        """Write the gradient of the batch to self.gradients -> the losses of its micro-batches, arrays of shape ()."""
+
+    @abstractmethod
+    def prepare(self, inputs, targets):
+        """inputs, targets: this process's rows of the batch, integers (B, T) -> the argument `batch` of step()."""
+
+    def count_step(self, loss, norm, lr, seconds):
         """Count a step whose update is complete, and return its Step.
 
         Raises Diverged if the loss or the gradient norm is not finite.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.launcher_env import CONTINUE_FILE
+from gpt2core.parallel.launcher_env import CONTINUE_FILE, STARTED_AGAIN
 from stage1_mpi import host_file
 
 
@@ -320,6 +320,7 @@ def parser():
     add("--max-restarts", type=int, default=0, metavar="N", help=text)
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
     add("--continue-file", help=argparse.SUPPRESS)  # of run_again()
+    add("--started-again", action="store_true", help=argparse.SUPPRESS)
     text = "the program: a script and its flags, or -- -m MODULE and its flags"
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help=text)
     return parser
@@ -366,6 +367,8 @@ def launch(args):
     if args.started_by_mpiexec:
         if args.continue_file:
             os.environ[CONTINUE_FILE] = args.continue_file
+        if args.started_again:
+            os.environ[STARTED_AGAIN] = "1"
         return run_rank(command)
     if args.show:
         return show()
@@ -395,7 +398,7 @@ def launch(args):
         return supervise([*ranks, "--", *command], implementation, signals)
     with tempfile.TemporaryDirectory(dir="." if args.hostfile else None, prefix=".job-") as directory:
         file = Path(directory).resolve() / "continue"
-        ranks += ["--continue-file", str(file), "--"]
+        ranks += ["--continue-file", str(file)]
         return run_again(ranks, command, implementation, signals, file, args.max_restarts)
 
 
@@ -405,15 +408,16 @@ def run_again(ranks, command, implementation, signals, file, restarts):
     ranks: the command line without the program, `command`. file: when the program has saved a checkpoint, its content
     is the command line that continues from there (launcher_env.py).
     """
+    code, again = supervise([*ranks, "--", *command], implementation, signals), [*ranks, "--started-again", "--"]
     for number in range(1, restarts + 1):
-        code = supervise([*ranks, *command], implementation, signals)
         if code in FINAL:
-            return code
+            break
         command = shlex.split(file.read_text())[1:] if file.exists() else command  # without the path of Python
         where = "from the last checkpoint" if file.exists() else "from its beginning, because nothing is saved"
         text = f"note: the job ended with exit code {code}: it is started again {where} ({number} of {restarts})"
         print(text, file=sys.stderr, flush=True)
-    return supervise([*ranks, *command], implementation, signals)
+        code = supervise([*again, *command], implementation, signals)
+    return code
 
 
 def main():

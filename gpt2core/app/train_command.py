@@ -22,6 +22,7 @@ from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
+from gpt2core.parallel.launcher_env import write_continue_command
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 
@@ -56,7 +57,8 @@ def open_outputs(world, args, opened, training, make_log, on_step):
     if config.sample_every and not config.sample:
         notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
     settings_text = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
-    return Outputs(training, log, settings_text, notes, on_step)
+    again = resume_command(replace(args, out=config.out))
+    return Outputs(training, log, settings_text, again, notes, on_step)
 
 
 def train_command(stage, world, args, cores):
@@ -137,6 +139,7 @@ class Outputs:
     training: Training
     log: RunLog | SilentLog  # a RunLog on the root
     settings_text: str | None  # on the root, the content of the file with the settings of this run
+    resume_command: str  # continues this run from its newest checkpoint
     notes: list[str]  # lines for the user
     on_step: Callable | None = None  # see prepared_run()
 
@@ -159,6 +162,7 @@ class Outputs:
             )
             with noted(f"{NAME} was not written"):
                 write_settings(self.config.out / NAME, self.settings_text)
+            write_continue_command(self.resume_command)
 
     def sample(self, trainer):
         """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""

@@ -99,7 +99,7 @@ class FastTrainer(ParallelTrainer):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.stop_all()
         start, self.finished = max(step.began, self.finished), time.perf_counter()
-        counted_step, scale = self.report(loss, norm, step.lr, self.finished - start), self.loss_scale.value
+        counted_step, scale = self.count_step(loss, norm, step.lr, self.finished - start), self.loss_scale.value
         skipped = None if scale is None else step.repeats
         return FastStep(
             **vars(counted_step), loss_scale=scale, skipped=skipped, bytes_sent=step.sent or None,

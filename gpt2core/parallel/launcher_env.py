@@ -11,6 +11,7 @@ VARIABLES = (  # (number of processes, rank of this process)
 )
 
 CONTINUE_FILE = "STAGED_GPT2_CONTINUE_FILE"  # the file of write_continue_command(), if the launcher reads it
+STARTED_AGAIN = "STAGED_GPT2_STARTED_AGAIN"  # set if the launcher has started this job before
 
 
 class LauncherEnv(NamedTuple):

@@ -133,9 +133,9 @@ class ParallelTrainer(BaseTrainer):
     def total_loss(self, losses):
         return total_loss(self, losses)[0]
 
-    def report(self, *arguments):
+    def count_step(self, *arguments):
         self.optimizer.end_update()
-        return super().report(*arguments)
+        return super().count_step(*arguments)
 
     @property
     def batch_shape(self):
