@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.output.run_log import read_log
 from gpt2core.errors import ConfigError
 from stage1_mpi import host_file, launch
 from stage1_mpi.host_file import check_hosts, check_names
@@ -338,6 +339,7 @@ def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
             "-n 1000000000 --hostfile {remote} train_gpt2.py",
             "-n 1000000000: too many ranks for the hosts of --hostfile",
         ),
+        ("-n 2 --max-restarts -1 train_gpt2.py", "--max-restarts -1: it must be 0 or more"),
         ("-n two train_gpt2.py", "'two'"),
         ("-n 2.5 train_gpt2.py", "'2.5'"),
         ("-n 2", "no script to run"),
@@ -422,6 +424,49 @@ def test_a_closed_pipe_ends_a_job_with_exit_code_1(mpi):
 
 
 TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
+
+
+KILLS_ITSELF = """
+import os, signal
+from gpt2core.engine.run import Loop
+from gpt2core.parallel.launcher_env import STARTED_AGAIN, read_launcher_env
+from stage1_mpi.train_gpt2 import main
+
+def report(self, step, *rest, original=Loop.report):
+    if step.step == 7 and read_launcher_env().rank == 1 and STARTED_AGAIN not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, step, *rest)
+
+Loop.report = report
+main()
+"""
+
+
+@pytest.mark.parametrize("every, where", [(3, "from the last checkpoint"), (0, "from its beginning")])
+def test_a_job_whose_rank_is_killed_is_started_again_and_has_the_curve_of_an_undisturbed_run(
+    mpi, tmp_path, every, where
+):
+    def rows(name, *words):
+        log = tmp_path / f"{name}.jsonl"
+        flags = "--preset nano --micro-batches 4 --steps 12 --sample 0 --checkpoint-every".split()
+        done = run(*map(str, (*words, *flags, every, "--out", tmp_path / name, "--log", log)))
+        assert done.returncode == 0, done.stderr
+        return [{key: row.get(key) for key in ("step", "loss", "parameters_sha256")} for row in read_log(log)], done
+
+    script = write(tmp_path / "job.py", KILLS_ITSELF)
+    found, done = rows("killed", *launcher("-n", 2, "--max-restarts", 1, script))
+    assert f"it is started again {where}" in done.stderr and "(1 of 1)" in done.stderr
+    wanted, _ = rows("undisturbed", sys.executable, "-m", "stage0_serial.train_gpt2")
+    assert found == wanted and len(found) == 12
+
+
+def test_a_mistake_is_not_repeated_and_the_last_failure_is_the_exit_code(mpi, tmp_path):
+    count = tmp_path / "starts"
+    script = write(tmp_path / "job.py", f"import sys; open({str(count)!r}, 'a').write('x'); sys.exit(int(sys.argv[1]))")
+    for code, starts in ((2, 1), (3, 3)):
+        count.unlink(missing_ok=True)
+        assert run(*launcher("-n", 1, "--max-restarts", 2, script, code)).returncode == code
+        assert count.read_text() == "x" * starts
 
 
 @pytest.mark.parametrize("to, number", [
