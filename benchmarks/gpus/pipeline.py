@@ -17,9 +17,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
-from benchmarks.harness.table_format import Table
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -28,9 +28,6 @@ from stage1_mpi.launch import choose, launch_line
 BENCHMARK = "benchmarks.gpus.pipeline"
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
 PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"
-COLUMNS = """
-    = {schedule} | ms per step = {median:times 1e3 .1f} | measured bubble = {measured:.1f} %
-    simulated bubble = {simulated:.1f} %"""
 MOST = 5.0  # points by which a measured bubble may differ from the simulated one
 EQUAL = 1.0  # points: two schedules whose simulated bubbles differ by less have no predicted order
 
@@ -120,7 +117,7 @@ def main(argv=None):
         progress(schedule)
         results.append(measure(args, schedule))
     progress("")
-    Table("gpus/pipeline", COLUMNS).print(results)
+    TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)
     save(BENCHMARK, results, args, args.save_as)

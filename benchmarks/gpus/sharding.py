@@ -206,7 +206,7 @@ def parser():
         preset="gpt2-xl",
     )
     add = parser.add_argument
-    add_sizes(add, ranks=2, batch_size=4)
+    add_sizes(add, ranks=2, batch_size=16)
     add_rounds(add)
     text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
     add("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)

@@ -290,6 +290,9 @@ STRATEGIES = """
     added by communication, ms = {added:.1f} | share of step = {communication_share:percent}
     time of this row / time of the same `--dp` without further flags = {times_plain?:ratio 3}
     MB sent per rank = {bytes_sent:MB ,.0f} | optimizer MB per rank = {optimizer_bytes:MB ,.0f}"""
+BUBBLES = """
+    = {schedule} | ms per step = {median:times 1e3 .1f} | measured bubble = {measured:.1f} %
+    simulated bubble = {simulated:.1f} %"""
 SHARDED_GPUS = """
     = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms} | tokens/s = {tokens_per_second:,.0f}
     times as fast as fully_shard = {times_as_fast:ratio} | GPU memory, GiB = {driver_bytes:GiB}
@@ -342,6 +345,7 @@ TABLES = {
     "gpus-paper": Table("gpus/scaling", PAPER, lambda record: record["results"]["paper"]),
     "gpus-strategies": Table("gpus/strategies", STRATEGIES, added_by_communication, "last loss = {last_loss:.4f}"),
     "gpus-sharding": Table("gpus/sharding", SHARDED_GPUS, sharded_programs),
+    "gpus-pipeline": Table("gpus/pipeline", BUBBLES),
     "gpus-collectives": Table("gpus/collectives", ALL_REDUCES, gpu_all_reduces),
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),
     "gpus-timeline": Table("gpus/timeline", TIMELINE, overlaps),
