@@ -68,7 +68,8 @@ class PlainBackend(Backend):
         return dy * slope
 
     # -- layernorm: h = (x - mean) r,  r = 1 / sqrt(variance + eps),  y = h w + b --------------------------------------
-    #    dmean/dx_i = 1 / C and dr/dx_i = -r^2 h_i / C, so dh_j/dx_i = r ((1 if i = j else 0) - 1 / C - h_i h_j / C).
+    #    dmean/dx_i = 1 / C, dvariance/dx_i = 2 (x_i - mean) / C, so dr/dx_i = -r^3 / 2 times this = -r^2 h_i / C,
+    #    and dh_j/dx_i = r ((1 if i = j else 0) - 1 / C - h_i h_j / C), because x_j - mean = h_j / r.
     #    With g = dy w, the gradient of h:  dx = r (g - mean(g) - h mean(g h))
 
     def layernorm_forward(self, x, w, b, eps):

@@ -22,7 +22,7 @@ class Stream:
     reads it computes it, and then replaces x by the sum and the branch by None.
 
     So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
-    sum, and `+` begins the next one. The object changes, but the array that it stands for does not: LayerNorm reads the
+    sum, an output of the LayerNorm's node, and `+` uses it: so the gradients of both meet in this node. The object changes, but the array that it stands for does not: LayerNorm reads the
     sum as it is stored, in the dtype of the stream, so it may also be computed first, as between two ranks of a
     pipeline. The arrays x and branch are replaced because no backward kernel reads them: their memory is used again.
     """
