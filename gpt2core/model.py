@@ -9,8 +9,9 @@ import numpy as np
 from gpt2core import ops
 from gpt2core.architecture import parameter_shapes, unit_names
 from gpt2core.communicator import SOLO
+from gpt2core.forward_arguments import FIRST_TOKENS, ForwardArguments, after
 from gpt2core.next_logits import next_logits
-from gpt2core.stream import DEFAULTS, Branch, ForwardArguments, Stream, arguments_of
+from gpt2core.stream import Branch, Stream
 
 
 class GPT2:
@@ -38,7 +39,7 @@ class GPT2:
 
         ids: integers, or the result of prepare_tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
         """
-        return forward(self.units[:-1], ids, arguments_of(cache))
+        return forward(self.units[:-1], ids, after(cache))
 
     def logits(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V)."""
@@ -85,7 +86,7 @@ class Embedding:
         self.wte, self.group = parameters["transformer.wte.weight"], group
         self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
 
-    def __call__(self, ids, arguments=DEFAULTS):
+    def __call__(self, ids, arguments=FIRST_TOKENS):
         """ids (B, T) -> the Stream (B, T, C)."""
         return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.group))
 
@@ -121,7 +122,7 @@ class Block:
         self.mlp_in = weight_and_bias(parameters, f"{prefix}.mlp.c_fc")  # (C, 4C), (4C)
         self.mlp_out = weight_and_bias(parameters, f"{prefix}.mlp.c_proj")  # (4C, C), (C)
 
-    def __call__(self, x, arguments=DEFAULTS):
+    def __call__(self, x, arguments=FIRST_TOKENS):
         x = x + self.attention(self.ln_1(x), arguments)  # stream.py lets the next LayerNorm compute this addition
         return x + self.mlp(self.ln_2(x))
 

@@ -4,7 +4,8 @@
 
 import numpy as np
 
-from gpt2core.stream import Branch, Stream, arguments_of
+from gpt2core.forward_arguments import after
+from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor, no_grad
 
 
@@ -13,7 +14,7 @@ def last_position(model, ids, cache=None):
 
     The attention of the last block reads all positions; what comes after it is computed only for the last one.
     """
-    x, arguments = ids, arguments_of(cache)
+    x, arguments = ids, after(cache)
     *before, last = model.units[:-1]
     for unit in before:
         x = unit(x, arguments)

@@ -122,13 +122,16 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
     checks.embedding(ids, wte, wpe, position, group)
-    backend, first, positions = wte.backend, group.rank * wte.shape[0], None if wpe is None else wpe.data
-    added = positions if group.is_root else None  # on one rank, or the sum would contain it p times
+    backend, first = wte.backend, group.rank * wte.shape[0]
+    added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
-    return Tensor.from_op(
-        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, positions, position, first)
-    )
+
+    def backward(dy):
+        positions = None if wpe is None else wpe.data
+        return backend.embedding_backward(dy, ids, wte.data, positions, position, first)
+
+    return Tensor.from_op(y, (wte, wpe), backward)
 
 
 def unembed(x, w):

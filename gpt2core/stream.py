@@ -1,4 +1,6 @@
-"""The residual stream of a GPT-2, to which every block adds its branches, and the arguments of a forward pass."""
+"""The residual stream of a GPT-2, to which every block adds its branches."""
+
+# B batch, T time, C channels
 
 from typing import NamedTuple
 
@@ -22,9 +24,10 @@ class Stream:
     reads it computes it, and then replaces x by the sum and the branch by None.
 
     So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
-    sum, an output of the LayerNorm's node, and `+` uses it: so the gradients of both meet in this node. The object changes, but the array that it stands for does not: LayerNorm reads the
-    sum as it is stored, in the dtype of the stream, so it may also be computed first, as between two ranks of a
-    pipeline. The arrays x and branch are replaced because no backward kernel reads them: their memory is used again.
+    sum, an output of the LayerNorm's node, and `+` uses it: so the gradients of both meet in this node. The object
+    changes, but the array that it stands for does not: LayerNorm reads the sum as it is stored, in the dtype of the
+    stream, so it may also be computed first, as between two ranks of a pipeline. The arrays x and branch are replaced
+    because no backward kernel reads them: their memory is used again.
     """
 
     def __init__(self, x, branch=None):
@@ -47,25 +50,3 @@ class Stream:
             self.x, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
             self.branch = None
         return y
-
-
-class ForwardArguments(NamedTuple):
-    """What the units of a model get in a forward pass besides their input; each unit reads what it needs.
-
-    position: of the first token. cache: a sampler.KVCache, after whose tokens the new ones follow, or None. targets
-    (B, T), scale: see GPT2.loss. dloss: see ops.unembed_cross_entropy.
-    """
-
-    position: int = 0
-    cache: object = None
-    targets: object = None
-    scale: float | None = None
-    dloss: object = None
-
-
-DEFAULTS = ForwardArguments()
-
-
-def arguments_of(cache):
-    """The ForwardArguments of tokens that follow those of a cache; None: they are the first ones."""
-    return ForwardArguments(cache.length, cache) if cache else DEFAULTS

@@ -12,10 +12,10 @@ from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import parts_of
-from gpt2core.stream import ForwardArguments
 from gpt2core.threads import limit_blas
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend

@@ -143,12 +143,18 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 # unchanged. So this launcher sends SIGUSR1 to mpiexec, and run_rank() turns it back into SIGINT.
 
 
-def supervise(mpiexec_command, implementation, signals):
+def forwarded_signals(implementation):
+    """The signals that supervise() forwards: not SIGHUP after nohup, which ignores it."""
+    return [number for number in implementation.forwarded_as if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def supervise(mpiexec_command, implementation, signals=None):
     """Run a job and return its exit code. Forwards the first two signals; a third one kills mpiexec and the ranks.
 
-    signals: those to forward.
+    signals: the result of forwarded_signals() before the first job; by default it is called now.
     """
     received, forwarded_as = [], implementation.forwarded_as
+    signals = forwarded_signals(implementation) if signals is None else signals
 
     def forward(number, frame):
         received.append(number)
@@ -393,22 +399,22 @@ def launch(args):
     ranks = launch_line(mpiexec, implementation, args.n, args.hostfile, flags)
     ranks += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec"]
     sys.stdout.flush()
-    signals = [number for number in implementation.forwarded_as if signal.getsignal(number) is not signal.SIG_IGN]
     if not args.max_restarts:
-        return supervise([*ranks, "--", *command], implementation, signals)
+        return supervise([*ranks, "--", *command], implementation)
     with tempfile.TemporaryDirectory(dir="." if args.hostfile else None, prefix=".job-") as directory:
         file = Path(directory).resolve() / "continue"
         ranks += ["--continue-file", str(file)]
-        return run_again(ranks, command, implementation, signals, file, args.max_restarts)
+        return run_again(ranks, command, implementation, file, args.max_restarts)
 
 
-def run_again(ranks, command, implementation, signals, file, restarts):
+def run_again(ranks, command, implementation, file, restarts):
     """supervise() a job, up to `restarts` times again after it failed; returns the last exit code.
 
     ranks: the command line without the program, `command`. file: when the program has saved a checkpoint, its content
     is the command line that continues from there (launcher_env.py).
     """
-    code, again = supervise([*ranks, "--", *command], implementation, signals), [*ranks, "--started-again", "--"]
+    signals, again = forwarded_signals(implementation), [*ranks, "--started-again", "--"]
+    code = supervise([*ranks, "--", *command], implementation, signals)
     for number in range(1, restarts + 1):
         if code in FINAL:
             break

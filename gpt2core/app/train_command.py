@@ -58,7 +58,7 @@ def open_outputs(world, args, opened, training, make_log, on_step):
         notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
     settings_text = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     again = resume_command(replace(args, out=config.out))
-    return Outputs(training, log, settings_text, again, notes, on_step)
+    return Outputs(training, log, settings_text, notes, on_step, again)
 
 
 def train_command(stage, world, args, cores):
@@ -139,9 +139,9 @@ class Outputs:
     training: Training
     log: RunLog | SilentLog  # a RunLog on the root
     settings_text: str | None  # on the root, the content of the file with the settings of this run
-    resume_command: str  # continues this run from its newest checkpoint
     notes: list[str]  # lines for the user
     on_step: Callable | None = None  # see prepared_run()
+    resume_command: str = ""  # continues this run from its newest checkpoint
 
     def __post_init__(self):
         self.config, self.corpus, self.trainer = self.training.config, self.training.corpus, self.training.trainer

@@ -4,7 +4,6 @@ Setup that can fail on one rank runs in all_or_raise() or on_root(), so that all
 raised it, the other ranks would wait for this rank forever.
 """
 
-import os
 from dataclasses import dataclass, replace
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_cores, usable_threads
@@ -22,7 +21,7 @@ from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import plan_micro_batches
-from gpt2core.parallel.launcher_env import STARTED_AGAIN
+from gpt2core.parallel.launcher_env import started_again
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.tracing.trace import Trace
@@ -62,7 +61,7 @@ def open_run(stage, world, args, locks):
 
     locks: the ExitStack that holds the lock. The other arguments are those of prepared_run().
     """
-    if STARTED_AGAIN in os.environ and not args.resume:  # the files that exist are of the run that failed
+    if started_again() and not args.resume:  # the files that exist are of the run that failed
         args = replace(args, overwrite=True)
     check_one_process(stage, world)
     check_rank_flags(stage, world, args)

@@ -40,8 +40,8 @@ class FastTrainer(ParallelTrainer):
         guard = Guard(stop=self.stop)
         if self.loss_scale.state is not None:  # fp16 repeats a step whose norm is not finite
             guard = Guard(loss_scale=self.loss_scale.state, interval=self.loss_scale.interval)
-        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         super().__init__(config, backends, dloss=self.loss_scale.factor, guard=guard, **options)
+        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         self.backend.runtime.release_cached_memory()  # of initial parameters, before small arrays occupy a part of it
         self.compiled = self.compile_update(capture)
         self.sent_by_update = 0  # bytes that this rank sends in an update
@@ -149,10 +149,10 @@ class FastTrainer(ParallelTrainer):
         """Whether a step may begin before the previous result is read: not in fp16, where a step may be repeated."""
         return self.compiled.can_overlap and self.loss_scale.state is None
 
-    def compute_update(self, batch, hyper):
+    def compute_update(self, batch, coefficients):
         """Trainer.update -> [*this rank's losses, norm]; counts the bytes that it sends."""
         sent_before = self.bytes_sent()
-        losses, norm = self.update(batch, hyper)
+        losses, norm = self.update(batch, coefficients)
         self.optimizer.end_update()  # result() counts the step
         self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]

@@ -8,8 +8,8 @@ import numpy as np
 from gpt2core.architecture import GPT2Config
 from gpt2core.backend import Backend
 from gpt2core.data import even_slices
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
-from gpt2core.stream import ForwardArguments
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Workload:
     @property
     def passes(self):
         return self.count // self.merged
+
+    def arguments(self, targets, scale, dloss=None):
+        """The ForwardArguments of micro-batches with these targets."""
+        return ForwardArguments(targets=targets, scale=scale, dloss=dloss)
 
     @property
     def twice(self):
@@ -95,10 +99,9 @@ def compute_passes(work, parts, batch, scale, losses, begin_pass):
     """
     runtime = work.backend.runtime
     for number, (ids, targets) in enumerate(batch):
-        arguments = ForwardArguments(targets=targets, scale=scale, dloss=work.dloss)
         begin_pass()
         with runtime.range("forward"):
-            graphs, loss = forward_pass(parts, ids, arguments)
+            graphs, loss = forward_pass(parts, ids, work.arguments(targets, scale, work.dloss))
         losses[number * work.merged][...] = loss
         with runtime.range("backward"):
             backward_pass(graphs, work.dloss)

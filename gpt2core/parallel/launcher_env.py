@@ -34,6 +34,11 @@ def read_launcher_env():
     return LauncherEnv()
 
 
+def started_again():
+    """Whether the launcher has started this job before, and it failed."""
+    return STARTED_AGAIN in os.environ
+
+
 def write_continue_command(command):
     """Tell the launcher the command line that continues this run: it uses it if a rank fails (--max-restarts)."""
     if path := os.environ.get(CONTINUE_FILE):

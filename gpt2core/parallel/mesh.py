@@ -6,6 +6,7 @@ from gpt2core.errors import ConfigError
 class Mesh:
     """The communicators of this rank's groups in the grid: `data`, `tensor`, `pipeline`, `replica`, and `ends`.
 
+    data: the ranks that divide the batch. gradients: those whose gradients are added; the same ranks as `data`.
     replica: the tp * pp ranks that divide one copy of the model; a rank in it is tensor + tp * pipeline. ends: the
     first and the last rank of the pipeline; None on the ranks between them, and without a pipeline.
 
@@ -28,7 +29,7 @@ class Mesh:
         self.tensor = world.split(data + dp * pipeline, key=tensor)
         self.data = world.split(tensor + tp * pipeline, key=data)
         self.pipeline = world.split(tensor + tp * data, key=pipeline)
-        self.replica, self.ends = self.tensor, None
+        self.gradients, self.replica, self.ends = self.data, self.tensor, None
         if pp > 1:
             self.replica = world.split(data, key=tensor + tp * pipeline)
             self.ends = self.pipeline.split(0 if pipeline in (0, pp - 1) else None, key=pipeline)

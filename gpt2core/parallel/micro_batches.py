@@ -20,7 +20,6 @@ from gpt2core.parallel.async_all_gather import NoGather
 from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import forward_pass, parts_of
-from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 
@@ -116,7 +115,7 @@ class MicroBatches(Accumulator):
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
         def loss(worker, ids, targets):
-            return forward_pass(worker.parts, ids, ForwardArguments(targets=targets, scale=scale))[1].item()
+            return forward_pass(worker.parts, ids, self.work.arguments(targets, scale))[1].item()
 
         def run(worker, part):
             return [loss(worker, ids, targets) if len(ids) else 0.0 for ids, targets in part]

@@ -67,12 +67,12 @@ class ParallelTrainer(BaseTrainer):
         check_pipeline(config, parallel, backends, count, mesh.data.size)
         check_sharded(parallel, len(backends))
 
-        owners = mesh.data if parallel.zero == 1 else Solo()  # the ranks that divide the arena
+        owners = mesh.gradients if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
         if parallel.zero > 1:
-            self.layout = layout = UnitShards(arena, mesh.data, backend)
+            self.layout = layout = UnitShards(arena, mesh.gradients, backend)
         else:
             pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
             self.layout = layout = ArenaLayout(arena, backend, owners, pages)
@@ -109,7 +109,7 @@ class ParallelTrainer(BaseTrainer):
             accumulator = ShardedMicroBatches(work, parallel.zero)
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
-            parallel, self.arena, self.gradients, mesh.data, owners, self.backend, bucket_mb
+            parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb
         )
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
@@ -203,6 +203,6 @@ def choose_bucket(parallel, mesh, gradients, backend):
     """(bucket size in 10^6 bytes, the BucketSize that all ranks measured together, or None if it is given)."""
     if parallel.bucket_mb is not None:
         return parallel.bucket_mb, None
-    measured = measured_bucket(mesh.data, gradients, backend, mesh.world.capturable)
+    measured = measured_bucket(mesh.gradients, gradients, backend, mesh.world.capturable)
     measured = mesh.world.broadcast_object(measured)  # rank 0's result is used
     return measured.mb, measured

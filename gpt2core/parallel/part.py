@@ -7,9 +7,10 @@ array of the residual stream, and its gradient.
 
 import functools
 
+from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import Embedding, Head
 from gpt2core.parallel.parameter import call, deliver
-from gpt2core.stream import DEFAULTS, Branch, Stream
+from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
 
 RECOMPUTE = ("none", "block")  # what backward computes again
@@ -31,7 +32,7 @@ class Part:
         self.units, self.backend, self.before, self.completed = units, backend, before, completed
         self.before_backward = before_backward
 
-    def forward(self, x, arguments=DEFAULTS):
+    def forward(self, x, arguments=FIRST_TOKENS):
         """x -> the Graph of one micro-batch, or of merged ones. A part can have several graphs at the same time.
 
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream

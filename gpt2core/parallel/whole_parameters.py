@@ -21,7 +21,6 @@ def fill(trainer, flat, arrays):
 
     Other ranks pass None for `arrays`.
     """
-    trainer.check_idle()
     backend, tensor = trainer.backend, trainer.mesh.tensor
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
@@ -42,6 +41,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0):
         return iter([(name, array_of(name)) for name in trainer.placement]) if trainer.world.is_root else None
 
     backend = trainer.backend
+    trainer.check_idle()
     trainer.pool.wait()  # for threads of an interrupted update
     fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):

@@ -19,7 +19,7 @@ from gpt2core.errors import ConfigError
 CORE = Path(gpt2core.__file__).parent
 # Strings in gpt2core/app that are equal to the name of a setting, but are another name.
 OTHER_NAMES = {
-    ("data", "app/settings/presets.py"),  # a directory of the repository
+    ("data", "app/presets.py"),  # a directory of the repository
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
 }

@@ -25,7 +25,6 @@ from benchmarks.harness import ours, processes
 from benchmarks.harness.gpu_tables import TABLES, group_of
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
-from benchmarks.harness.table_format import Table
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
@@ -317,7 +316,7 @@ def test_sharded_programs_without_pytorch_or_without_a_gpu_are_not_compared():
 
 
 def test_programs_that_would_not_fit_in_memory_are_omitted(capsys):
-    args = gpu_sharding.parser().parse_args([])
+    args = gpu_sharding.parser().parse_args(["--batch-size", "4"])
     assert gpu_sharding.fitting(args, [3, 2, 0], "none", 141 << 30) == [3, 2, 0]
     assert gpu_sharding.fitting(args, [3, 2, 0], "none", 80 << 30) == [3]
     assert "--zero 2 --recompute none: omitted" in capsys.readouterr().out
@@ -395,7 +394,7 @@ def test_bubbles_are_read_and_judged(monkeypatch):
     results = [pipeline.measure(args, schedule) for schedule in bubbles]
     assert results[0] == dict(schedule="gpipe", median=0.5, measured=24.5, simulated=22.9)
     record = {"results": summarised(results), "hardware": {}, "commit": ""}
-    assert len(Table("gpus/pipeline", pipeline.COLUMNS).cells([record])) == 4
+    assert len(TABLES["gpus-pipeline"].cells([record])) == 4
     assert pipeline.verdict(results)[0] and "up to 1.6 points" in pipeline.verdict(results)[1]
     assert not pipeline.verdict([dict(results[0], measured=28.0), *results[1:]])[0]
     assert "count as equal" in pipeline.verdict(results)[1]

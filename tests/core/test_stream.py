@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from gpt2core import ops
+from gpt2core import ops, primitives  # noqa: F401 - primitives defines * and sum of tensors
 from gpt2core.parallel.part import mark_stream
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.stream import Branch, Stream

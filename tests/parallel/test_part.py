@@ -7,12 +7,12 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from gpt2core.architecture import GPT2Config, unit_of
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel import part as part_module
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import Tensor
 from stage0_serial.numpy_backend import NumpyBackend
 

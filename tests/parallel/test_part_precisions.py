@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import GPT2
 from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import Part
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.stream import ForwardArguments
 from stage0_serial.numpy_backend import NumpyBackend
 
 gpu = pytest.mark.gpu

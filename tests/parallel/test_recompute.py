@@ -12,13 +12,13 @@ from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import Tensor
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend

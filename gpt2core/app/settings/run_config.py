@@ -1,4 +1,4 @@
-"""RunConfig: every setting of a training run, computed once on the root and not changed afterwards."""
+"""RunConfig: every setting of a training run, computed once on the root; only `out` may be set later."""
 
 from dataclasses import dataclass, fields
 

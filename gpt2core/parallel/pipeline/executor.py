@@ -3,7 +3,6 @@
 from gpt2core.communicator import Handle
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
-from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import no_grad
 
 
@@ -24,7 +23,8 @@ class Executor:
     """
 
     def __init__(self, work, chunks, count, groups, gradients):
-        self.backend, self.dloss, self.width = work.backend, work.dloss, work.config.n_embd  # width: of (B, T, C)
+        self.work, self.backend, self.dloss = work, work.backend, work.dloss
+        self.width = work.config.n_embd  # of the arrays (B, T, C) that are sent
         self.chunks, self.last, self.groups, self.gradients = chunks, count - 1, groups, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
         self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
@@ -85,7 +85,7 @@ class Executor:
         ids, targets = self.batch[m]
         x = self.receive("F", m, c) if c else ids
         with self.backend.runtime.range("forward"):
-            arguments = ForwardArguments(targets=targets, scale=self.scale, dloss=self.dloss)
+            arguments = self.work.arguments(targets, self.scale, self.dloss)
             self.graphs[m, c], x = forward_pass(self.chunks[c], x, arguments)
         self.peak = max(self.peak, len(self.graphs))
         if c == self.last:
@@ -102,7 +102,7 @@ class Executor:
             self.gradients.set_destinations(c)
         with self.backend.runtime.range("backward"):
             while graphs:
-                if "E" in self.groups and c == 0 and len(graphs) == 1:  # the graph of the embedding
+                if "E" in self.groups and c == 0 and len(graphs) == 1:  # the last one left is that of the embedding
                     self.send("E", m, c, self.last, dx)
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:

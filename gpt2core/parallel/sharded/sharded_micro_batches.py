@@ -18,7 +18,6 @@ from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
 from gpt2core.parallel.sharded.units import units_read
-from gpt2core.stream import ForwardArguments
 from gpt2core.tensor import no_grad
 
 
@@ -79,7 +78,7 @@ class ShardedMicroBatches(Accumulator):
                 for unit in part.units:
                     self.parameters.need(unit.name)  # also if all micro-batches of this rank are empty
                 streams = [
-                    part.forward(x, ForwardArguments(targets=targets, scale=scale)).y.data if len(x) else x
+                    part.forward(x, self.work.arguments(targets, scale)).y.data if len(x) else x
                     for x, (_, targets) in zip(streams, passes, strict=True)
                 ]
         return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, passes, strict=True)]
