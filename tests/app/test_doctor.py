@@ -87,10 +87,10 @@ def ended(words, stdout):
     "words",
     [
         "stage0_serial.train_gpt2 --help",
-        "stage0_serial.train_gpt2 --version",
+        pytest.param("stage0_serial.train_gpt2 --version", marks=pytest.mark.long),
         "stage1_mpi.launch --help",
         "exercises.grade --help",
-        "benchmarks.parity --help",
+        pytest.param("benchmarks.parity --help", marks=pytest.mark.long),
         "gpt2core.app.doctor --help",
     ],
 )

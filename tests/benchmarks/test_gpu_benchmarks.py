@@ -344,7 +344,8 @@ def test_the_quick_initial_parameters_have_the_deviation_of_gpt2():
     assert wte.size > gpu_sharding.PERIOD and len(np.unique(wte[:, 0])) > 0.9 * len(wte)
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     pytest.importorskip("torch")
     preset, seq_len = "nano", 16

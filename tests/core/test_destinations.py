@@ -334,7 +334,7 @@ def test_the_gradient_of_the_head_of_several_micro_batches_may_be_computed_after
 
 
 @LOGITS
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def test_gradients_that_are_computed_later_keep_no_parameter_alive(backend, logits, tied, monkeypatch):
     if logits:
         monkeypatch.setattr(vocabulary, "LOGITS", logits)

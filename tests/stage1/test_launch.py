@@ -442,7 +442,10 @@ main()
 """
 
 
-@pytest.mark.parametrize("every, where", [(3, "from the last checkpoint"), (0, "from its beginning")])
+@pytest.mark.parametrize(
+    "every, where",
+    [(3, "from the last checkpoint"), pytest.param(0, "from its beginning", marks=pytest.mark.long)],
+)
 def test_a_job_whose_rank_is_killed_is_started_again_and_has_the_curve_of_an_undisturbed_run(
     mpi, tmp_path, every, where
 ):

@@ -213,7 +213,7 @@ def test_sigterm_to_all_ranks_or_one_stops_all_after_the_same_step(train, run, t
 
 
 @pytest.mark.skipif(not LINUX, reason="ranks are found through /proc")
-@pytest.mark.parametrize("who", [long("all ranks"), "one rank", "mpiexec", "mpiexec, by ctrl-c"])
+@pytest.mark.parametrize("who", [long("all ranks"), "one rank", long("mpiexec"), "mpiexec, by ctrl-c"])
 def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
     if who.startswith("mpiexec") and "--oversubscribe" in mpiexec():
         pytest.skip("Open MPI's mpiexec kills the ranks: use stage1_mpi.launch")

@@ -73,14 +73,17 @@ def trained(world, *arguments, steps=2, **options):
     return rows, parameter_hash(trainer), copy
 
 
-@pytest.mark.parametrize("zero, tied, recompute", [(2, True, "none"), (3, False, "none"), (3, True, "block")])
+@pytest.mark.parametrize(
+    "zero, tied, recompute",
+    [pytest.param(2, True, "none", marks=pytest.mark.long), (3, False, "none"), (3, True, "block")],
+)
 def test_two_ranks_have_the_bits_of_one_in_fp32(zero, tied, recompute):
     want = trained(None, CudaBackend, tied=tied, recompute=recompute)
     got = run_ranks(2, lambda world: trained(world, CudaBackend, tied=tied, zero=zero, recompute=recompute))
     assert got == [want] * 2
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_an_overflow_in_fp16_repeats_the_step_on_all_ranks(zero):
     scale = dict(factor=2.0**20, interval=2)
     want = trained(None, Half, tied=True, steps=1, loss_scale=scale)
