@@ -1,4 +1,4 @@
-"""The checks of the arguments of ops.py: each raises ShapeError with the shapes that do not fit together.
+"""The checks of the arguments of ops.py, and of sizes: each raises an error with the values that do not fit together.
 
 The arguments are those of the operation of the same name. Arrays (B, T, ...) of one micro-batch may also be (M, B, T,
 ...) for M of them, if the backend merges micro-batches.
@@ -6,6 +6,7 @@ The arguments are those of the operation of the same name. Arrays (B, T, ...) of
 
 import numpy as np
 
+from gpt2core.errors import ConfigError, require_size
 from gpt2core.tensor import ShapeError
 
 
@@ -91,3 +92,13 @@ def axes(operation, backend, shape, ndim):
         raise ShapeError(f"{operation}: the {backend.name} backend computes one micro-batch in a call, not {shape}")
     if len(shape) not in (ndim, ndim + 1):
         raise ShapeError(f"{operation}: an array of shape {shape}, but it must have {ndim} axes")
+
+
+def sizes(config, **given):
+    """The sizes of a batch, whole numbers from 1 on, of which seq_len fits into the block of the model."""
+    for name, size in given.items():
+        require_size(name, size)
+    if given["seq_len"] > (longest := config.block_size):
+        raise ConfigError(
+            f"`seq_len={given['seq_len']}` exceeds the model's block of {longest} tokens: use `seq_len={longest}`"
+        )

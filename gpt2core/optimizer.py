@@ -54,6 +54,7 @@ class AdamW:
         m = beta1 m + (1 - beta1) g                   running mean of the gradient
         v = beta2 v + (1 - beta2) g^2                 running mean of its square
         p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)      m_ = m / (1 - beta1^t), v_ = v / (1 - beta2^t)
+          = shrink p - rate m / (sqrt(v) + e)                    as Backend.adamw_step computes it
 
     The divisors correct m and v, which begin with 0. Only matrices decay. Raises ConfigError for a number out of range.
     """
@@ -83,7 +84,10 @@ class Optimizer:
         require_not_negative(clip=clip)
         self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule.STATES}
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
-        self.coefficients = self.rule.coefficients  # (step from 1, lr) -> the numbers of this update, in float64
+
+    def coefficients(self, step, lr):
+        """The numbers of update number `step` (from 1), in float64."""
+        return self.rule.coefficients(step, lr)
 
     def norm_and_factor(self, gradients):
         """(norm of flat `gradients`, factor = min(1, clip / (norm + 1e-6))), each of one element; clip 0: factor 1."""

@@ -13,7 +13,7 @@ from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.data import even_slices
-from gpt2core.errors import ConfigError, diverged, require_known, require_size
+from gpt2core.errors import ConfigError, diverged, require_known
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import AdamW, Optimizer
 from gpt2core.tensor import ShapeError, Tensor
@@ -44,13 +44,7 @@ class BaseTrainer(ABC):
     rows: slice  # of the global batch: those that this process reads
 
     def __init__(self, config, batch_size, seq_len, micro_batches):
-        sizes = dict(batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
-        for name, size in sizes.items():
-            require_size(name, size)
-        if seq_len > (longest := config.block_size):
-            raise ConfigError(
-                f"`seq_len={seq_len}` exceeds the model's block of {longest} tokens: use `seq_len={longest}`"
-            )
+        checks.sizes(config, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
         self.config, self.batch_size, self.seq_len, self.micro_batches = config, batch_size, seq_len, micro_batches
         self.scale = 1 / (batch_size * seq_len)  # the loss is the mean over all tokens: their sum, times scale
         self.steps, self.position = 0, 0  # updates made; windows read so far
@@ -77,10 +71,6 @@ class BaseTrainer(ABC):
         self.optimizer.update(self.gradients, factor, coefficients)
         return losses, norm
 
-    def total_loss(self, losses):
-        """The loss of the batch, from those of its micro-batches (Python numbers)."""
-        return tree_sum(losses)
-
     @abstractmethod
     def compute_gradients(self, batch):
         """Write the gradient of the batch to self.gradients -> the losses of its micro-batches, arrays of shape ()."""
@@ -88,6 +78,12 @@ class BaseTrainer(ABC):
     @abstractmethod
     def prepare(self, inputs, targets):
         """inputs, targets: this process's rows of the batch, integers (B, T) -> the argument `batch` of step()."""
+
+    # -- the end of a step, to which a subclass adds something ---------------------------------------------------------
+
+    def total_loss(self, losses):
+        """The loss of the batch, from those of its micro-batches (Python numbers)."""
+        return tree_sum(losses)
 
     def count_step(self, loss, norm, lr, seconds):
         """Count a step whose update is complete, and return its Step.
@@ -125,7 +121,8 @@ class Trainer(BaseTrainer):
         if backend.compute_dtype != backend.dtype:
             raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")
         backend.check_model(config)
-        require_known("optimizer", optimizer or {}, (*AdamW.OPTIONS, "clip"))
+        options = optimizer or {}
+        require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))
         self.backend, self.rows = backend, slice(0, batch_size)
         self.arena = Arena(parameter_shapes(config))
         self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
@@ -134,7 +131,7 @@ class Trainer(BaseTrainer):
         for name, array in initial_parameters(config, seed):
             views[name][...] = backend.asarray(array, backend.dtype)
         self.model = GPT2(config, self.tensors)
-        self.optimizer = Optimizer(self.arena, self.parameters, backend, **optimizer or {})
+        self.optimizer = Optimizer(self.arena, self.parameters, backend, **options)
 
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.

@@ -10,6 +10,7 @@ import numpy as np
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend, Guard
 from gpt2core.errors import ConfigError
+from gpt2core.tensor import is_recording
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
 from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime
@@ -257,7 +258,8 @@ class CudaBackend(FusedHead, Backend):
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
         # a copy: a view would keep the parameters of the whole unit in memory until backward (ZeRO-3)
-        return y.reshape(*x.shape[:-1], w.shape[1]), (h, b.copy())
+        aux = (h, b.copy()) if is_recording() else None
+        return y.reshape(*x.shape[:-1], w.shape[1]), aux
 
     def linear_gelu_backward(self, dy, x, w, aux):
         h, b = aux

@@ -289,7 +289,8 @@ SHARED = [
 def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SHARED_SIZES[kind]
     tensor = EqualRanks(parallel.tp) if parallel.tp > 1 else Solo()
-    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=tensor, pipeline=Solo(), replica=tensor, ends=None)
+    data = EqualRanks(ranks)
+    mesh = SimpleNamespace(data=data, gradients=data, tensor=tensor, pipeline=Solo(), replica=tensor, ends=None)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
@@ -320,7 +321,8 @@ def test_the_model_of_zero_2_and_3_equals_the_memory_in_cupy_s_pools(
     """Within 3 %: the arrays of units come and go, and the blocks that they leave are reused."""
     config, parallel = PRESETS[preset], ParallelConfig(zero=zero, recompute=recompute)
     backend, _, _ = pooled(monkeypatch, config)
-    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=Solo(), pipeline=Solo(), replica=Solo(), ends=None)
+    data, solo = EqualRanks(ranks), Solo()
+    mesh = SimpleNamespace(data=data, gradients=data, tensor=solo, pipeline=solo, replica=solo, ends=None)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=config.block_size, micro_batches=micro_batches * ranks)
     shared = dict(world=EqualRanks(ranks), parallel=parallel)

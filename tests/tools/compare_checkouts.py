@@ -34,6 +34,7 @@ STAGES = ["stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"]
 FIELDS = ("step", "loss", "grad_norm", "lr", "val_loss", "loss_scale", "skipped")  # compared in every row of the log
 HASH = "parameters_sha256"  # compared in the last row
 WARM_UP = 3  # steps that are not timed
+STATS = r"new tokens (\d+) \| time to first token ([\d.]+) ms .* total ([\d.]+) s"  # of inference.py --stats
 TIMEOUT = 600  # seconds for one run
 LARGE_SCALE = 2.0**30  # an fp16 loss scale with which gradients overflow
 
@@ -312,7 +313,7 @@ def cpu_timings():
 def gpu_timings(gpus):
     for preset, flags in (("paper", ()), ("paper", ("--precision", "bf16")), ("gpt2", ("--precision", "bf16"))):
         yield train_timing(" ".join(("stage 2", preset, *flags)), 2, 100, 0.99, "--preset", preset, *flags)
-    yield decode_timing("stage 2, decode", 2, 200, 0.99)
+    yield decode_timing("stage 2, decode", 2, 2000, 0.99)
     if gpus >= 2:
         launch = ("-m", "stage1_mpi.launch", "-n", "2", "--")
         for preset in ("paper", "gpt2"):
@@ -384,7 +385,8 @@ def measure(timing, checkout):
             output_of(start(timed(timing, Path(directory)), checkout), timing, checkout)
             return statistics.median(seconds_of_steps(Path(directory)))
         out = output_of(start(timing.arguments, checkout), timing, checkout)
-        return float(re.search(r"([\d.]+) ms/token", out)[1]) / 1000
+        new, first, total = map(float, re.search(STATS, out).groups())
+        return (total - first / 1000) / (new - 1)  # with more digits than ms/token has
 
 
 def measure_in_turns(timing, checkouts):
