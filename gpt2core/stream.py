@@ -39,14 +39,15 @@ class Stream:
     def tensor(self):
         """The stream as a Tensor (B, T, C); computes and stores the sum if no LayerNorm has done so."""
         if self.branch is not None:
-            self.x, self.branch = ops.residual_add(self.x, *self.branch), None
+            s = ops.residual_add(self.x, *self.branch)
+            self.x, self.branch = s, None  # the same value, now computed
         return self.x
 
     def layernorm(self, w, b, eps):
         """The LayerNorm of the stream; computes and stores the sum."""
         if self.branch is None:
-            self.x, y = ops.stream_layernorm(self.x, w, b, eps)
+            s, y = ops.stream_layernorm(self.x, w, b, eps)
         else:
-            self.x, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
-            self.branch = None
+            s, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
+        self.x, self.branch = s, None  # the same value, now computed
         return y

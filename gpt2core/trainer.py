@@ -71,6 +71,10 @@ class BaseTrainer(ABC):
         self.optimizer.update(self.gradients, factor, coefficients)
         return losses, norm
 
+    def total_loss(self, losses):
+        """The loss of the batch, from those of its micro-batches (Python numbers)."""
+        return tree_sum(losses)
+
     @abstractmethod
     def compute_gradients(self, batch):
         """Write the gradient of the batch to self.gradients -> the losses of its micro-batches, arrays of shape ()."""
@@ -78,12 +82,6 @@ class BaseTrainer(ABC):
     @abstractmethod
     def prepare(self, inputs, targets):
         """inputs, targets: this process's rows of the batch, integers (B, T) -> the argument `batch` of step()."""
-
-    # -- the end of a step, to which a subclass adds something ---------------------------------------------------------
-
-    def total_loss(self, losses):
-        """The loss of the batch, from those of its micro-batches (Python numbers)."""
-        return tree_sum(losses)
 
     def count_step(self, loss, norm, lr, seconds):
         """Count a step whose update is complete, and return its Step.
@@ -141,16 +139,16 @@ class Trainer(BaseTrainer):
         """
         losses = []
 
-        def gradients():
+        def each_micro_batch():
             for ids, targets in batch:
-                gradient, loss = self.gradient(ids, targets)
+                gradient, loss = self.micro_batch_gradient(ids, targets)
                 losses.append(loss)
                 yield gradient
 
-        self.gradients[...] = tree_sum(gradients())
+        self.gradients[...] = tree_sum(each_micro_batch())
         return losses
 
-    def gradient(self, ids, targets):
+    def micro_batch_gradient(self, ids, targets):
         """(the flat gradient of one micro-batch, its loss)."""
         for tensor in self.tensors.values():
             tensor.grad = None

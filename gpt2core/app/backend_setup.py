@@ -6,8 +6,8 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 
 
 def usable_cores(config, cores):
-    """How many of the `cores` of this rank training uses: a rank of a pipeline has one worker thread."""
-    return cores if config.pp == 1 else 1
+    """How many of the `cores` of this rank training uses: in a pipeline and with ZeRO-2 and 3 it has one thread."""
+    return 1 if config.pp > 1 or config.zero > 1 else cores
 
 
 def usable_threads(make_backend, requested, cores):

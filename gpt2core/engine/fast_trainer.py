@@ -11,7 +11,6 @@ from gpt2core.backend import Guard
 from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
-from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.parallel_trainer import ParallelTrainer, list_of_backends
 from gpt2core.trainer import Step
 
@@ -117,7 +116,7 @@ class FastTrainer(ParallelTrainer):
         """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks, and so is stopped_by."""
         *losses, norm = (array.item() for array in step.results.wait())
         sent_before = self.bytes_sent()
-        loss, step.stopped_by = total_loss(self, losses, signal)
+        loss, step.stopped_by = self.mesh.total_loss(losses, signal)
         step.sent += self.bytes_sent() - sent_before + self.sent_by_update
         return loss, norm
 
@@ -164,6 +163,5 @@ class FastTrainer(ParallelTrainer):
 
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""
-        mesh, worker_groups = self.mesh, (worker.group for worker in self.accumulator.workers)
-        groups = self.world, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, mesh.ends, *worker_groups
-        return sum(group.bytes_sent for group in {id(group): group for group in groups if group}.values())
+        groups = *self.mesh.groups().values(), *(worker.group for worker in self.accumulator.workers)
+        return sum(group.bytes_sent for group in {id(group): group for group in groups}.values())

@@ -3,7 +3,6 @@
 import math
 
 from gpt2core.errors import Diverged
-from gpt2core.parallel.losses import total_loss
 
 
 def evaluate(trainer, windows):
@@ -17,7 +16,7 @@ def evaluate(trainer, windows):
 
     def sum_of_losses(inputs, targets):
         losses = trainer.accumulator.losses(inputs[rows], targets[rows], 1.0, rows.stop - rows.start)
-        return total_loss(trainer, losses)[0]
+        return trainer.mesh.total_loss(losses)[0]
 
     mean = mean_loss(windows, trainer.batch_size, sum_of_losses)
     if not math.isfinite(mean):

@@ -1,6 +1,9 @@
 """The grid of process groups: dp data-parallel x tp tensor-parallel x pp pipeline-parallel ranks."""
 
+import numpy as np
+
 from gpt2core.errors import ConfigError
+from gpt2core.tree_sum import tree_sum
 
 
 class Mesh:
@@ -33,3 +36,27 @@ class Mesh:
         if pp > 1:
             self.replica = world.split(data, key=tensor + tp * pipeline)
             self.ends = self.pipeline.split(0 if pipeline in (0, pp - 1) else None, key=pipeline)
+
+    def groups(self):
+        """{title: communicator} of all groups of this rank, each group once."""
+        named = {
+            "all ranks": self.world,
+            "data-parallel group": self.data,
+            "tensor-parallel group": self.tensor,
+            "pipeline": self.pipeline,
+            "ranks of one replica": self.replica,
+            "ends of the pipeline": self.ends,
+        }
+        first = {id(group): title for title, group in reversed(named.items()) if group}
+        return {title: group for title, group in named.items() if group and first[id(group)] == title}
+
+    def total_loss(self, losses, signal=0):
+        """(the sum of all ranks' losses in the canonical order, the largest signal number), as Python numbers.
+
+        The ranks of a tensor-parallel group have equal losses, so only the losses of its first rank are added. In a
+        pipeline, only the last rank has losses.
+        """
+        own = np.array([signal, *losses], np.float64)
+        shape = self.pipeline.size, self.data.size, self.tensor.size, len(own)
+        gathered = self.world.all_gather(own).reshape(shape)
+        return tree_sum([float(loss) for loss in gathered[-1, :, 0, 1:].ravel()]), int(gathered[..., 0].max())

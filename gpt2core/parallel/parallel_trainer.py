@@ -17,7 +17,6 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.divided_optimizer import DividedOptimizer, check_rounding
-from gpt2core.parallel.losses import total_loss
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
@@ -131,7 +130,7 @@ class ParallelTrainer(BaseTrainer):
         return losses
 
     def total_loss(self, losses):
-        return total_loss(self, losses)[0]
+        return self.mesh.total_loss(losses)[0]
 
     def count_step(self, *arguments):
         self.optimizer.end_update()

@@ -174,10 +174,7 @@ def category(kernel):
 
 def groups(trainer):
     """Yield (title, group) of the groups that a Trainer uses, each group once."""
-    titles = {"all ranks": trainer.world, "data-parallel group": trainer.mesh.data}
-    titles["tensor-parallel group"], titles["pipeline"] = trainer.mesh.tensor, trainer.mesh.pipeline
-    if trainer.mesh.ends:
-        titles["ends of the pipeline"] = trainer.mesh.ends
+    titles = trainer.mesh.groups()
     for number, worker in enumerate(trainer.accumulator.workers):
         titles[f"tensor-parallel group of worker {number}"] = worker.group
     seen = set()

@@ -318,6 +318,18 @@ def test_mesh_gives_tensor_groups_consecutive_ranks(dp, tp, pp):
         assert pipeline == (k, grid[:, i, j].tolist())
 
 
+def test_the_groups_of_a_mesh_are_each_once_and_have_the_one_that_adds_the_norm():
+    def main(world):
+        mesh = Mesh(world, dp=1, tp=2, pp=2)
+        groups = mesh.groups()
+        assert len({id(group) for group in groups.values()}) == len(groups)
+        assert {id(mesh.replica), id(mesh.pipeline), id(mesh.ends)} <= {id(group) for group in groups.values()}
+        return list(groups)
+
+    titles = run_ranks(4, main)[0]
+    assert "ranks of one replica" in titles and "ends of the pipeline" in titles
+
+
 def test_mesh_of_two_by_two():
     def main(world):
         mesh, me = Mesh(world, dp=2, tp=2), np.array([world.rank])

@@ -627,7 +627,7 @@ def test_a_step_that_is_interrupted_while_it_writes_is_not_continued(
     trainer = trainer_class(CONFIG, backends(threads), **sizes)
     assert steps_of(trainer, windows, 1) == want[:1]
     saved = [{name: np.copy(x) for name, x in of(trainer).items()} for of in (named_parameters, named_moments)]
-    owner = trainer.pool.backends[-1] if what == "adamw_step" else trainer_module
+    owner = trainer.pool.backends[-1] if what == "adamw_step" else trainer.mesh
     compute = getattr(owner, what)
     with monkeypatch.context() as patch:
         patch.setattr(owner, what, lambda *arguments: (failure(), compute(*arguments))[1])

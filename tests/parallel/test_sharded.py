@@ -3,11 +3,13 @@
 import functools
 import re
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from gpt2core.app.backend_setup import usable_cores
 from gpt2core.app.host_memory import needed_memory
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import PAGE
@@ -364,3 +366,8 @@ def test_an_unknown_zero_is_refused():
 def test_zero_3_on_one_rank_is_noted():
     _, notes = chosen(1, dict(dp="flat", zero=3))
     assert "note: --zero 3: no effect, because there is only one data-parallel rank" in notes
+
+
+@pytest.mark.parametrize("pp, zero, cores", [(1, 0, 8), (1, 1, 8), (2, 0, 1), (1, 2, 1), (1, 3, 1)])
+def test_the_default_number_of_threads_fits_the_way_a_step_is_divided(pp, zero, cores):
+    assert usable_cores(SimpleNamespace(pp=pp, zero=zero), 8) == cores

@@ -10,7 +10,10 @@ from gpt2core.parallel.config import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(TrainSettings):
-    """The settings of one training run, equal on all ranks, with their final values."""
+    """The settings of one training run, equal on all ranks, with their final values.
+
+    `threads`, `micro_batches`, `bucket_mb` and `graph` may be None: then the trainer or the device chooses.
+    """
 
     model: GPT2Config  # the sizes that are used; the size settings are None if they are not given
 
