@@ -26,7 +26,6 @@ from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import Optimizer, Schedule
 from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
-from gpt2core.parallel import parallel_trainer as trainer_module
 from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
