@@ -9,8 +9,7 @@ class Stage:
     """What the scripts of a stage declare. Whatever only a command reads is here, not in kernels and collectives.
 
     number: 0 to 3; odd stages have many ranks, 2 and 3 compute on GPUs. backend: the class of the Backend, called as
-    backend(precision, deterministic). world: the class of the Communicator, called as world(),
-    which gives that of all ranks.
+    backend(precision, deterministic). world: the class of the Communicator; world() gives that of all ranks.
     """
 
     number: int

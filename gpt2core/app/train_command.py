@@ -162,7 +162,8 @@ class Outputs:
             )
             with noted(f"{NAME} was not written"):
                 write_settings(self.config.out / NAME, self.settings_text)
-            write_continue_command(self.resume_command)
+            with noted("the launcher would start a failed job from its beginning"):
+                write_continue_command(self.resume_command)
 
     def sample(self, trainer):
         """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""

@@ -17,6 +17,7 @@ import pytest
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.output.run_log import read_log
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.launcher_env import CONTINUE_FILE
 from stage1_mpi import host_file, launch
 from stage1_mpi.host_file import check_hosts, check_names
 from stage1_mpi.launch import MPICH, OPEN_MPI, choose, launch_line
@@ -461,6 +462,14 @@ def test_a_job_whose_rank_is_killed_is_started_again_and_has_the_curve_of_an_und
     assert f"it is started again {where}" in done.stderr and "(1 of 1)" in done.stderr
     wanted, _ = rows("undisturbed", sys.executable, "-m", "stage0_serial.train_gpt2")
     assert found == wanted and len(found) == 12
+
+
+def test_a_run_that_cannot_tell_the_launcher_how_to_continue_it_is_no_failure(tmp_path):
+    environment = ENVIRONMENT | {CONTINUE_FILE: str(tmp_path / "missing" / "file")}
+    words = f"-m stage0_serial.train_gpt2 --preset nano --steps 2 --sample 0 --out {tmp_path / 'run'}".split()
+    done = subprocess.run([sys.executable, *words], cwd=STAGE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and load_checkpoint(tmp_path / "run").path.name == "step-00000002"
+    assert done.stderr.startswith("note: the launcher would start a failed job from its beginning: ")
 
 
 def test_a_mistake_is_not_repeated_and_the_last_failure_is_the_exit_code(mpi, tmp_path):
