@@ -237,6 +237,13 @@ STEP_CONSOLE = """
     fastest step, ms = {min:times 1e3 .4g} | tensors GiB = {allocated_bytes:GiB} | driver GiB = {driver_bytes:GiB}
     last loss = {last_loss:.4f}"""
 STEP_FILES = "gpt2", "recompute", "gpt2_h100", "gpt2_4096", "gpt2_8192", "paper", "paper_fp32"
+REAL_RUN = """
+    = {name}, {parameters:times 1e-6 .1f} M parameters
+    tokens = {tokens:times 1e-6 .1f} M | training loss, last {recipe[eval_every]} steps = {final_loss:.4f}
+    ours minus PyTorch = {difference?:+.4f} | validation loss = {final_val_loss:.4f}
+    ours minus PyTorch, validation = {val_difference?:+.4f}
+    largest distance of a validation = {largest_val_difference?:.4f}
+    ms per step = {seconds:ms} | seconds of the whole program = {wall_seconds:.0f}"""
 CHOICES = """
     = {preset}, without: {without} | ms per step = {seconds:ms}
     time of this row / time of the full step = {gain:ratio 3} | quartiles = {gain:quartiles}"""
@@ -327,6 +334,7 @@ PROFILE = "= {title} | {preset}, {precision}, {file[hardware][gpu]:gpu}, ms = {c
 PROFILE_FILES = "gpu/profile", "gpu/profile_h100", "gpu/profile_paper"
 TABLES = {
     "gpu-step": Table(tuple(f"gpu/step_{name}" for name in STEP_FILES), STEP, beside_ours, STEP_CONSOLE),
+    "gpu-real-run": Table("gpu/real_run", REAL_RUN),
     "gpu-choices": Table("gpu/choices", CHOICES),
     "gpu-profile": Table(PROFILE_FILES, PROFILE, kernel_groups, merged=True),
     "gpu-kernels": Table("gpu/profile", KERNELS, kernels),

@@ -1,0 +1,185 @@
+"""Do the losses of a run of thousands of steps follow PyTorch's, with the same data and the same initial weights?
+
+Both train the same model in bf16 with the same batches in the same order, the same learning rates and the same initial
+weights, and validate on the same tokens. data/README.md has the commands that prepare a text of 8.4 million tokens.
+"""
+
+import functools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.gpu.step import OURS, PEERS, TITLES
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main, run_to_end
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from gpt2core.app.output.loss_plot import Curve, write_plot
+from gpt2core.app.output.run_log import read_log
+from gpt2core.app.presets import BOOK, PRESETS, TOKENIZERS
+from gpt2core.architecture import parameter_count
+from gpt2core.data import Windows
+from gpt2core.optimizer import Schedule
+from gpt2core.text.token_file import split_validation
+from gpt2core.text.token_files import has_tokenizer, load_tokens
+from testing.jobs import ROOT
+
+BENCHMARK = "benchmarks.gpu.real_run"
+SEED = 0
+# {stage: (package, precision, device of PyTorch)}
+STAGES = {0: ("stage0_serial", "fp32", "cpu"), 2: ("stage2_cuda", "bf16", "cuda")}
+AVERAGED = 10  # training losses of this many steps are one point of the curve
+
+# -- in the process of PyTorch -----------------------------------------------------------------------------------------
+
+
+def prepare(module, recipe, device, **options):
+    """Called in the process of PyTorch. Return train(), which trains as `recipe` says, on `device`."""
+
+    def train():
+        tokens, tokenizer = load_tokens(recipe["data"], None if has_tokenizer(recipe["data"]) else TOKENIZERS["book"])
+        training, validation = split_validation(tokens, recipe["val_fraction"])
+        T, B = recipe["seq_len"], recipe["batch_size"]
+        config = model_config(recipe, tokenizer.vocab_size)
+        schedule = Schedule("cosine", recipe["lr"], recipe["min_lr"], recipe["warmup"], recipe["steps"])
+        run = module.RealRun(config, B, T, SEED, device, **options)
+        windows = Windows(training, T, "shuffled", SEED)
+        curves = run(windows, Windows(validation, T), schedule, recipe["steps"], recipe["eval_every"])
+        return curves | {"parameters": parameter_count(config)}
+
+    return train
+
+
+def model_config(recipe, vocab_size):
+    sizes = {name: recipe[name] for name in ("n_layer", "n_head", "n_embd")}
+    return replace(PRESETS["book"], vocab_size=vocab_size, block_size=recipe["seq_len"], **sizes)
+
+
+# -- in the parent process --------------------------------------------------------------------------------------------
+
+
+def train_ours(recipe, stage, timeout):
+    """Run train_gpt2.py of a stage; return its curves, as RealRun does."""
+    package, precision, _ = STAGES[stage]
+    flags = {"preset": "book", "block_size": recipe["seq_len"], "precision": precision, "seed": SEED, "sample": 0}
+    flags |= {"schedule": "cosine", "clip": 1.0, "weight_decay": 0.1, "beta2": 0.95, **recipe}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        flags["log"] = log
+        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        command = [sys.executable, "-m", f"{package}.train_gpt2", *words, "--shuffle", "--no-save"]
+        run_to_end(OURS, command, blas_threads=1, timeout=timeout)
+        rows = read_log(log)
+    ends = [row["step"] for row in rows if "val_loss" in row]
+    parts = [rows[first + 1 : last + 1] for first, last in pairwise([-1, *ends])]
+    return {
+        "losses": [row["loss"] for row in rows],
+        "val_losses": [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row],
+        "seconds": [statistics.fmean(row["seconds"] for row in part) for part in parts],
+    }
+
+
+def train_torch(recipe, peer, stage, timeout):
+    """Train PyTorch's program `peer` in a process of its own; return its curves, and "parameters"."""
+    _, precision, device = STAGES[stage]
+    options = {"recipe": recipe, "device": device, "precision": precision, **PEERS[peer]}
+    spec = ProcessSpec(TITLES[peer], "benchmarks.peers.torch_real_run", 4, options)
+    with BenchmarkProcess(spec, BENCHMARK, timeout) as process:
+        return process.run_round()
+
+
+def result(name, recipe, train):
+    """The row of one program in the results file; train(): returns its curves."""
+    progress(name)
+    started = time.perf_counter()
+    curves = train()
+    wall_seconds = time.perf_counter() - started
+    progress("")
+    losses, every = curves["losses"], recipe["eval_every"]
+    points = [losses[first : first + AVERAGED] for first in range(0, len(losses), AVERAGED)]
+    return {
+        "name": name,
+        "recipe": recipe,
+        "parameters": curves.get("parameters"),
+        "tokens": recipe["steps"] * recipe["batch_size"] * recipe["seq_len"],
+        "seconds": [curves["seconds"]],  # per step, of the steps between two validations
+        "wall_seconds": wall_seconds,  # of the whole program, with its start, compilation and validation
+        "first_loss": losses[0],
+        "losses": [round(statistics.fmean(point), 5) for point in points],
+        "final_loss": statistics.fmean(losses[-every:]),
+        "val_losses": curves["val_losses"],
+        "final_val_loss": curves["val_losses"][-1][1],
+    }
+
+
+def compare(results):
+    """Add to each result of PyTorch how far the losses of this project are from its losses."""
+    ours, *peers = results
+    for peer in peers:
+        ours["parameters"] = peer["parameters"]
+        pairs = list(zip(ours["val_losses"], peer["val_losses"], strict=True))
+        peer["val_difference"] = ours["final_val_loss"] - peer["final_val_loss"]
+        peer["largest_val_difference"] = max(abs(mine - theirs) for (_, mine), (_, theirs) in pairs)
+        peer["difference"] = ours["final_loss"] - peer["final_loss"]
+
+
+def curves_of(results):
+    """The Curves of the picture: training and validation of each result."""
+    curves = []
+    for number, row in enumerate(results):
+        style = {"color": f"C{number}", "linestyle": "-" if row["name"] == OURS else "--"}
+        steps = [AVERAGED * point + AVERAGED / 2 for point in range(len(row["losses"]))]
+        curves.append(Curve(f"{row['name']}, training", steps, row["losses"], style | {"linewidth": 0.6}))
+        steps, losses = zip(*row["val_losses"], strict=True)
+        curves.append(Curve(f"{row['name']}, validation", steps, losses, style | {"marker": "."}))
+    return curves
+
+
+def main():
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("--data out/english", "29 million parameters, 49 million tokens, on one GPU"),
+        ("--stage 0 --peers eager --steps 20 --n-layer 2 --n-embd 64 --batch-size 8 --seq-len 32", "a trial on a CPU"),
+    )
+    parser.MAY_BE_0 += ("stage",)
+    add = parser.add_argument
+    text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
+    add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
+    text = "2: bf16 on a GPU. 0: fp32 on the CPU, for a trial (default 2)"
+    add("--stage", type=int, choices=STAGES, default=2, help=text)
+    choices = [peer for peer, options in PEERS.items() if options.get("graph") != "trees"]
+    text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
+    add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
+    add("--n-layer", type=int, default=8, help="layers (default 8)")
+    add("--n-head", type=int, default=8, help="heads (default 8)")
+    add("--n-embd", type=int, default=512, help="channels (default 512)")
+    add("--seq-len", type=int, default=256, help="tokens per sequence (default 256)")
+    add_flags(add, batch_size=64, steps=3000, timeout=300)
+    add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
+    add("--min-lr", type=float, default=1e-4, help="learning rate at the end of the cosine (default 1e-4)")
+    add("--warmup", type=int, default=200, help="steps of linear warm-up (default 200)")
+    add("--val-fraction", type=float, default=0.02, help="the last part of the corpus, for validation (default 0.02)")
+    add("--eval-every", type=int, default=100, help="steps between validations (default 100)")
+    add_save_flags(add, "real_run")
+    args = parser.parse_args()
+    names = "data n_layer n_head n_embd seq_len batch_size steps lr min_lr warmup val_fraction eval_every"
+    recipe = {name: getattr(args, name) for name in names.split()}
+
+    results = [result(OURS, recipe, functools.partial(train_ours, recipe, args.stage, args.timeout))]
+    for peer in args.peers:
+        train = functools.partial(train_torch, recipe, peer, args.stage, args.timeout)
+        results.append(result(TITLES[peer], recipe, train))
+        compare(results)
+        path = save(BENCHMARK, results, args, args.save_as)  # after each program: an interrupted run keeps its results
+    TABLES["gpu-real-run"].print(results)
+    title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {results[0]['tokens'] / 1e6:.1f} M tokens"
+    write_plot(curves_of(results), title, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    run_main(main)
