@@ -289,7 +289,7 @@ SCALING = """
 SCALING_CONSOLE = """
     MB sent per rank = {bytes_sent:MB ,.1f} | optimizer MB per rank = {optimizer_bytes:MB ,.1f}
     last loss = {last_loss:.4f}"""
-SCALING_FILES = "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
+SCALING_FILES = "gpus/scaling_64", "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
 PAPER = """
     50 steps of `paper`, bf16, 2 GPUs = {name} | seconds = {totals:s 3} | quartiles = {totals:quartiles s 3}"""
 STRATEGIES = """
@@ -358,6 +358,7 @@ TABLES = {
     "gpus-sharding": Table("gpus/sharding", SHARDED_GPUS, sharded_programs),
     "gpus-layouts": Table("gpus/layouts", LAYOUTS),
     "gpus-pipeline": Table("gpus/pipeline", BUBBLES),
+    "gpus-pipeline-4": Table("gpus/pipeline_4", BUBBLES),
     "gpus-collectives": Table("gpus/collectives", ALL_REDUCES, gpu_all_reduces),
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),
     "gpus-timeline": Table("gpus/timeline", TIMELINE, overlaps),

@@ -81,7 +81,7 @@ HEADLINE = (  # (title, section of docs/RESULTS.md, file, function that returns 
     ),
     (
         "training speed, GPT-2 124M, bf16, 4 {hardware[gpu]:gpu}s",
-        "several-gpus", "gpus/scaling", four_gpus, "{tokens_per_second:times 1e-6 .2f} M tokens/s", "DDP, compiled",
+        "several-gpus", "gpus/scaling_64", four_gpus, "{tokens_per_second:times 1e-6 .2f} M tokens/s", "DDP, compiled",
     ),
 )  # fmt: skip
 
