@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from gpt2core.errors import ConfigError, counted, require_size
-from gpt2core.parallel.data_parallel import BUCKET_MB
-from gpt2core.parallel.part import RECOMPUTE
-from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
+BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
 ZERO = 0, 1, 2, 3
+RECOMPUTE = "none", "block"  # what backward computes again
+PP_SCHEDULES = "gpipe", "1f1b", "interleaved", "zero-bubble"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParallelConfig:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
         for name in ("tp", "pp", "chunks"):
             require_size(name, getattr(self, name))
-        for name, values in (("pp_schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", ZERO)):
+        for name, values in (("pp_schedule", PP_SCHEDULES), ("recompute", RECOMPUTE), ("zero", ZERO)):
             if getattr(self, name) not in values:
                 raise ConfigError(
                     f"`{name}={getattr(self, name)}` is unknown: choose from {', '.join(map(str, values))}"

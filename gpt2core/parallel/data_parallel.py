@@ -10,6 +10,7 @@ same order. In every strategy the update waits for the last message, because it 
 
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.compression import Compressed
+from gpt2core.parallel.config import BUCKET_MB
 
 STRATEGIES = {  # name: (packed: several parameters in a message, eager: messages are sent during backward)
     "naive": (False, False),
@@ -17,7 +18,6 @@ STRATEGIES = {  # name: (packed: several parameters in a message, eager: message
     "overlap": (False, True),
     "bucket": (True, True),
 }
-BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
 
 
 class DataParallel:

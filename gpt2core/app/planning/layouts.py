@@ -10,10 +10,9 @@ from gpt2core.app.planning.layout import FP32, Layout, Place
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, MARGIN
 from gpt2core.parallel.merged_micro_batches import most_merged
-from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.pipeline.pipeline_micro_batches import check_pipeline
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.sharded.sharded_micro_batches import check_sharded
