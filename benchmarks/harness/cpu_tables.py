@@ -72,6 +72,17 @@ def idle_speeds(record):
         yield row | {"others": found["ranks"] - 1, "share": found["share_of_speed"][row["name"]], **found}
 
 
+def validations(record):
+    """The runs of ranks/convergence.py: the validation losses at some steps, and the difference from --shuffle."""
+    for result in record["results"]:
+        losses = {f"loss after {step + 1} steps": f"{loss:.3f}" for step, loss in result["val_losses"]}
+        differences = {
+            "difference, mean of the seeds": fill("{difference?:+.4f}", result),
+            "largest difference": fill("{largest_difference?:+.4f}", result),
+        }
+        yield {"": f"`{result['name']}`" if "--" in result["name"] else result["name"], **losses, **differences}
+
+
 def parity_runs(record):
     """The runs of ranks/parity.py, one row for each preset and number of ranks."""
     for preset, found in record["results"].items():
@@ -109,6 +120,9 @@ DECODE = """
     first token, ms = {first:ms 3} | all tokens, s = {total:s 3}
     times as fast as torch = {times_as_fast_as_torch:ratio}
     times as fast as recomputing = {times_as_fast_as_recomputing?:.1f} | peak MiB = {peak_bytes:memory}"""
+DEPLOYMENT = """
+    = {program}, {version} | modules of this repository = {modules} | their import, ms = {ms:s 3}
+    seconds of the command = {seconds:s 3} | quartiles = {seconds:quartiles s 3} | peak MiB = {peak_bytes:memory}"""
 DECODE_BATCH = """
     = {case}, {name} | threads | tokens = {batch} x ({prompt} + {new})
     tokens/s = {tokens_per_second:number} | quartiles = {tokens_per_second:quartiles}
@@ -151,6 +165,7 @@ TABLES = {
     ),
     **Table("cpu/decode", DECODE, prompts, CORES).kinds("cpu-decode", "zen3", "zen5", "intel"),
     **Table("cpu/decode", DECODE_BATCH, batches, CORES).kinds("cpu-decode-batch", "zen3", "zen5", "intel"),
+    "cpu-deployment": Table("cpu/deployment_intel", DEPLOYMENT),
     "cpu-curve": Table("cpu/curve", rows=curves),
     **Table("ranks/ranks", RANKS, beside_one_process, f"{FASTEST} | last loss = {{losses:last .9g}}").kinds(
         "ranks-step", "intel"
@@ -166,6 +181,7 @@ TABLES = {
         order=lambda cells: float(cells[""].split()[0]),
     ),
     "ranks-fit": Table(COLLECTIVES, FITS, fits, merged=True),
+    "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
     "ranks-idle": Table("ranks/collectives_idle", IDLE, idle_speeds),
     **Table("ranks/parity", PARITY, parity_runs).kinds("ranks-parity", "intel"),
     "ranks-kill": Table("ranks/kill", rows=kill_results),
