@@ -52,21 +52,18 @@ def unembed(operation, x, w):
     require(x.shape[-1] == w.shape[1], operation, x, w)
 
 
-def unembed_cross_entropy(x, w, targets, scale, vocabulary):
-    """Returns the scale: see scale_of_loss()."""
+def unembed_cross_entropy(x, w, targets, vocabulary):
     unembed("unembed_cross_entropy", x, w)
-    scale = scale_of_loss("unembed_cross_entropy", x, targets, scale, vocabulary)
+    cross_entropy("unembed_cross_entropy", x, targets, vocabulary)
     if x.ndim > 3:
         axes("unembed_cross_entropy", x.backend, x.shape, 3)
-    return scale
 
 
-def scale_of_loss(operation, x, targets, scale, vocabulary):
-    """Check the targets of the rows of x (..., K); return the scale of the loss, by default 1/N."""
+def cross_entropy(operation, x, targets, vocabulary):
+    """`targets` has a token for each row of x (..., K)."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     x.backend.check_tokens(operation, targets, vocabulary)
-    return 1 / targets.size if scale is None else scale
 
 
 def require(condition, operation, *tensors):
@@ -93,11 +90,19 @@ def axes(operation, backend, shape, ndim):
         raise ShapeError(f"{operation}: an array of shape {shape}, but it must have {ndim} axes")
 
 
-def sizes(config, **given):
-    """The sizes of a batch, whole numbers from 1 on, of which seq_len fits into the block of the model."""
-    for name, size in given.items():
+def sizes(config, batch_size, seq_len, micro_batches):
+    """The sizes of a batch: whole numbers from 1 on that fit together, and seq_len fits into the block of the model."""
+    for name, size in dict(batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches).items():
         require_size(name, size)
-    if given["seq_len"] > (longest := config.block_size):
+    if seq_len > (longest := config.block_size):
+        raise ConfigError(f"`seq_len={seq_len}` exceeds the model's block of {longest} tokens: use `seq_len={longest}`")
+    if micro_batches > batch_size:
         raise ConfigError(
-            f"`seq_len={given['seq_len']}` exceeds the model's block of {longest} tokens: use `seq_len={longest}`"
+            f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
         )
+
+
+def whole_precision(backend):
+    """Kernels read the parameters themselves, not a rounded copy."""
+    if backend.compute_dtype != backend.dtype:
+        raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")

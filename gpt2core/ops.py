@@ -148,7 +148,8 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
-    scale = checks.scale_of_loss("cross_entropy", logits, targets, scale, logits.shape[-1] * group.size)
+    checks.cross_entropy("cross_entropy", logits, targets, logits.shape[-1] * group.size)
+    scale = 1 / targets.size if scale is None else scale
     backend, first, shape = logits.backend, group.rank * logits.shape[-1], logits.shape
     targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
     *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
@@ -168,7 +169,8 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     array of shape () with which backward() will be called, if it is given: fp16 scales the loss with it.
     """
     V = w.shape[0] * group.size
-    scale = checks.unembed_cross_entropy(x, w, targets, scale, V)
+    checks.unembed_cross_entropy(x, w, targets, V)
+    scale = 1 / targets.size if scale is None else scale
     backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
     *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
     loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)

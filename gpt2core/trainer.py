@@ -13,7 +13,7 @@ from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.data import even_slices
-from gpt2core.errors import ConfigError, diverged, require_known
+from gpt2core.errors import diverged, require_known
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import AdamW, Optimizer
 from gpt2core.tensor import ShapeError, Tensor
@@ -44,7 +44,7 @@ class BaseTrainer(ABC):
     rows: slice  # of the global batch: those that this process reads
 
     def __init__(self, config, batch_size, seq_len, micro_batches):
-        checks.sizes(config, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
+        checks.sizes(config, batch_size, seq_len, micro_batches)
         self.config, self.batch_size, self.seq_len, self.micro_batches = config, batch_size, seq_len, micro_batches
         self.scale = 1 / (batch_size * seq_len)  # the loss is the mean over all tokens: their sum, times scale
         self.steps, self.position = 0, 0  # updates made; windows read so far
@@ -112,12 +112,7 @@ class Trainer(BaseTrainer):
 
     def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
         super().__init__(config, batch_size, seq_len, micro_batches)
-        if micro_batches > batch_size:
-            raise ConfigError(
-                f"`micro_batches={micro_batches}`: a micro-batch needs at least 1 sequence of `batch_size={batch_size}`"
-            )
-        if backend.compute_dtype != backend.dtype:
-            raise ConfigError(f"`precision={backend.precision}` needs a copy of the parameters: use ParallelTrainer")
+        checks.whole_precision(backend)
         backend.check_model(config)
         options = optimizer or {}
         require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, FP32, MARGIN, generation_memory, training_memory
-from gpt2core.parallel.sharded.sharded_micro_batches import check_sharded
 
 
 def largest_batch(fits, batch_size, step):
@@ -46,9 +45,9 @@ def explain_training_oom(
         options.append(f"--micro-batches {more_micro_batches}")
     if parallel.recompute == "none" and fits(batch_size, parallel=replace(parallel, recompute="block")):
         options.append("--recompute block")
-    zeros = [zero for zero in (1, 2, 3) if zero > parallel.zero and can_divide(replace(parallel, zero=zero))]
-    if zero := next((zero for zero in zeros if fits(batch_size, parallel=replace(parallel, zero=zero))), None):
-        options.append(f"--zero {zero}")
+    divided = (with_zero(parallel, zero) for zero in (1, 2, 3) if zero > parallel.zero)
+    if more := next((other for other in divided if other and fits(batch_size, parallel=other)), None):
+        options.append(f"--zero {more.zero}")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
         options.append("--compress none")
     given = {name: getattr(parallel, name) for name in ("tp", "pp", "zero", "compress", "recompute")}
@@ -61,13 +60,12 @@ def explain_training_oom(
     )
 
 
-def can_divide(parallel):
-    """Whether `zero` fits together with the other options of a ParallelConfig."""
+def with_zero(parallel, zero):
+    """The ParallelConfig with another `zero`, or None if its other options exclude that."""
     try:
-        check_sharded(parallel, threads=1)
+        return replace(parallel, zero=zero)
     except ConfigError:
-        return False
-    return True
+        return None
 
 
 def join_options(options):

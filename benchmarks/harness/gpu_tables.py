@@ -300,6 +300,9 @@ STRATEGIES = """
 BUBBLES = """
     = {schedule} | ms per step = {median:times 1e3 .1f} | measured bubble = {measured:.1f} %
     simulated bubble = {simulated:.1f} %"""
+LAYOUTS = """
+    = {precision} | tied = {tied} | clip = {clip} | --tp = {tp} | ranks = {ranks:joined} | runs = {runs}
+    with the same bits = {equal} | digest = {digest}"""
 SHARDED_GPUS = """
     = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms} | tokens/s = {tokens_per_second:,.0f}
     times as fast as fully_shard = {times_as_fast:ratio} | GPU memory, GiB = {driver_bytes:GiB}
@@ -353,6 +356,7 @@ TABLES = {
     "gpus-paper": Table("gpus/scaling", PAPER, lambda record: record["results"]["paper"]),
     "gpus-strategies": Table("gpus/strategies", STRATEGIES, added_by_communication, "last loss = {last_loss:.4f}"),
     "gpus-sharding": Table("gpus/sharding", SHARDED_GPUS, sharded_programs),
+    "gpus-layouts": Table("gpus/layouts", LAYOUTS),
     "gpus-pipeline": Table("gpus/pipeline", BUBBLES),
     "gpus-collectives": Table("gpus/collectives", ALL_REDUCES, gpu_all_reduces),
     "gpus-fit": Table("gpus/collectives", FITS, gpu_fits),

@@ -47,7 +47,7 @@ def train_one(world, parallel, model, batch_size, steps):
         sent = step.bytes_sent or 0
     bubble = measured(trainer.accumulator, trainer.mesh.pipeline)[0].bubble if parallel.pp > 1 else 0.0
     layout = layout_of(trainer)
-    place = layout.place_of(world.rank)
+    place = layout.places()[world.rank]
     expected = traffic(layout, place)
     predicted = sum(call.times for call in expected), bytes_sent(layout, place, expected, world.sent)
     found = {"memory": memory, "calls": calls, "bytes": sent, "bubble": bubble, "seconds": seconds, "cpu": min(cpu)}

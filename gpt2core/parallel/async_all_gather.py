@@ -14,19 +14,9 @@ contain elements of several owners, so each owner broadcasts its share of the pi
 import contextlib
 import threading
 
-from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import buckets_of
 
-GATHERS = "end", "forward"  # gather at the end of a step, or during the forward pass of the next step
 PIECE_MB = 5.0  # minimum size of a piece in 10^6 bytes; with a larger first piece, the forward pass would begin later
-
-
-def check_gather(when, zero):
-    """Raise ConfigError for an unknown time `when` of the gather, or for "forward" without ZeRO-1."""
-    if when not in GATHERS:
-        raise ConfigError(f"`zero_gather={when}` is unknown: choose from {', '.join(GATHERS)}")
-    if when == "forward" and not zero:
-        raise ConfigError(f"`zero_gather=forward` needs `zero=1`, and this is `zero={zero}`: add `zero=1`, or use end")
 
 
 class NoGather(contextlib.nullcontext):

@@ -1,28 +1,38 @@
-"""How one training step is divided over ranks, threads and time: ParallelConfig, and the number of micro-batches."""
+"""ParallelConfig: how a training step is divided over ranks and time, and which options fit together."""
 
 from dataclasses import dataclass
 
 from gpt2core.errors import ConfigError, counted, require_size
 
+STRATEGIES = {  # name: (packed: several parameters in a message, eager: messages are sent during backward)
+    "naive": (False, False),
+    "flat": (True, False),
+    "overlap": (False, True),
+    "bucket": (True, True),
+}
 BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
 ZERO = 0, 1, 2, 3
 RECOMPUTE = "none", "block"  # what backward computes again
 PP_SCHEDULES = "gpipe", "1f1b", "interleaved", "zero-bubble"
+GATHERS = "end", "forward"
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a step is divided. The defaults are valid for any number of ranks, including one."""
+    """How a step is divided. The defaults are valid for any number of ranks, including one.
+
+    Raises ConfigError for unknown values, and for options that exclude each other.
+    """
 
     tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / (tp pp) model replicas
-    dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
+    dp: str = "flat"  # how gradients are summed over the replicas: see STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # a rank stores only its share of: 1: the moments of AdamW, 2: gradients too, 3: parameters too
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
     pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline
-    pp_schedule: str = "1f1b"  # the order in which a rank computes: see schedules.SCHEDULES
+    pp_schedule: str = "1f1b"  # the order in which a rank computes: see PP_SCHEDULES
     chunks: int | None = (
         None  # of the layers of each of these ranks; None: 2 for pp_schedule "interleaved", otherwise 1
     )
@@ -32,72 +42,61 @@ class ParallelConfig:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
         for name in ("tp", "pp", "chunks"):
             require_size(name, getattr(self, name))
-        for name, values in (("pp_schedule", PP_SCHEDULES), ("recompute", RECOMPUTE), ("zero", ZERO)):
+        known = dict(dp=STRATEGIES, zero=ZERO, zero_gather=GATHERS, recompute=RECOMPUTE, pp_schedule=PP_SCHEDULES)
+        for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ConfigError(
                     f"`{name}={getattr(self, name)}` is unknown: choose from {', '.join(map(str, values))}"
                 )
+        self.check_pairs()
 
+    def check_pairs(self):
+        """Raise ConfigError for two options that exclude each other."""
+        if self.zero_gather == "forward" and not self.zero:
+            raise ConfigError("`zero_gather=forward` needs `zero=1`, and this is `zero=0`: add `zero=1`, or use end")
+        if self.pp > 1:
+            if self.chunks > 1 and self.pp_schedule != "interleaved":
+                raise ConfigError(
+                    f"`chunks={self.chunks}` and `pp_schedule={self.pp_schedule}`: use `chunks=1`, or "
+                    f"`pp_schedule=interleaved`"
+                )
+            self.refuse("pp", "pp=1", zero_gather="end", compress="none")
+        if self.zero > 1:
+            self.refuse("zero", "zero=1", tp=1, pp=1, dp="flat", zero_gather="end", compress="none")
 
-def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """Return (number of micro-batches of the global batch, threads per rank: `threads` or fewer).
+    def refuse(self, option, otherwise, **only):
+        """Raise ConfigError if an option has another value than the only one that fits together with `option`."""
+        for name, value in only.items():
+            if (given := getattr(self, name)) != value:
+                raise exclude_each_other(
+                    f"{option}={getattr(self, option)}", f"{name}={given}", f"{name}={value}", otherwise
+                )
 
-    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two and
-    divisible by `ranks`; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
-    default is one micro-batch per thread. Raises ConfigError, with advice, for numbers that are not possible.
-    """
-    if batch_size < 1:
-        raise ConfigError(f"`batch_size={batch_size}` must be at least 1")
-    if batch_size % ranks:
-        nearest = max(ranks, round(batch_size / ranks) * ranks)
-        flag = " and `deterministic=False`" if deterministic and ranks & (ranks - 1) else ""
-        raise ConfigError(
-            f"`batch_size={batch_size}` is not divisible by {ranks} ranks: use `batch_size={nearest}`{flag}"
-        )
-    if threads < 1:
-        raise ConfigError(f"`threads={threads}` must be at least 1")
-    plan = plan_deterministic if deterministic else plan_not_deterministic
-    return plan(batch_size, micro_batches, threads, ranks)
+    def check_run(self, config, threads, count, replicas):
+        """Raise ConfigError if a run does not fit: the layers of `config`, the threads of a rank, or the micro-batches.
 
-
-def plan_not_deterministic(batch_size, micro_batches, threads, ranks):
-    """plan_micro_batches() without `deterministic`."""
-    if micro_batches is None:
-        threads = min(threads, batch_size // ranks)
-        return threads * ranks, threads
-    if not 0 < micro_batches <= batch_size or micro_batches % ranks:
-        nearest = ranks * max(1, min(micro_batches, batch_size) // ranks)
-        raise ConfigError(
-            f"`micro_batches={micro_batches}` must be from 1 to `batch_size={batch_size}` "
-            f"and divisible by {counted(ranks, 'rank')}: use `micro_batches={nearest}`"
-        )
-    return micro_batches, max(n for n in range(1, threads + 1) if micro_batches // ranks % n == 0)
-
-
-def plan_deterministic(batch_size, micro_batches, threads, ranks):
-    """plan_micro_batches() with `deterministic`."""
-    if micro_batches is None:
-        micro_batches = min(8, batch_size & -batch_size)
-        if micro_batches % ranks:
-            advice = f"`micro_batches={ranks}`" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
+        count: the number of micro-batches of each of the `replicas`.
+        """
+        pp = self.pp
+        if threads > 1 and (pp > 1 or self.zero > 1):
+            option, otherwise = (f"pp={pp}", "pp=1") if pp > 1 else (f"zero={self.zero}", "zero=1")
+            raise exclude_each_other(option, f"threads={threads}", "threads=1", otherwise)
+        if pp > 1 and config.n_layer < pp * self.chunks:
             raise ConfigError(
-                f"`batch_size={batch_size}` makes {counted(micro_batches, 'micro-batch')}, not a multiple of {ranks} "
-                f"ranks: use {advice}, or `deterministic=False`"
+                f"`n_layer={config.n_layer}` is less than {pp * self.chunks}, the number of chunks on `pp={pp}` ranks "
+                f"with {counted(self.chunks, 'chunk')} each: use fewer ranks or chunks"
             )
-    if micro_batches < 1 or micro_batches & (micro_batches - 1):
-        below = 1 << max(0, micro_batches.bit_length() - 1)
-        raise ConfigError(
-            f"`micro_batches={micro_batches}` is not a power of two: use {max(1, below)} or {2 * below}, "
-            f"or `deterministic=False`"
-        )
-    if batch_size % micro_batches:
-        raise ConfigError(
-            f"`batch_size={batch_size}` is not divisible by `micro_batches={micro_batches}`: "
-            f"use `micro_batches={min(micro_batches, batch_size & -batch_size)}` or "
-            f"`batch_size={max(1, round(batch_size / micro_batches)) * micro_batches}`"
-        )
-    if micro_batches % ranks:
-        advice = f"`micro_batches={ranks}`" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
-        raise ConfigError(f"`micro_batches={micro_batches}` is not divisible by {ranks} ranks: use {advice}")
-    threads = min(threads, micro_batches // ranks)
-    return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
+        if count < pp:
+            raise ConfigError(
+                f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
+                f"`micro_batches={pp * replicas}` or more"
+            )
+        if pp > 1 and self.pp_schedule == "interleaved" and count % pp:
+            raise ConfigError(
+                f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by "
+                f"`pp={pp}` ranks: use `micro_batches={count // pp * pp * replicas}`"
+            )
+
+
+def exclude_each_other(option, other, use, otherwise):
+    return ConfigError(f"`{option}` and `{other}` exclude each other: use `{use}` or `{otherwise}`")

@@ -1,9 +1,24 @@
 """The grid of process groups: dp data-parallel x tp tensor-parallel x pp pipeline-parallel ranks."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from gpt2core.errors import ConfigError
 from gpt2core.tree_sum import tree_sum
+
+
+class Place(NamedTuple):
+    """The ranks of one rank in its groups: see Mesh."""
+
+    data: int = 0
+    tensor: int = 0
+    pipeline: int = 0
+
+
+def place_of(rank, dp, tp):
+    """The Place of a rank of the world."""
+    return Place(rank // tp % dp, rank % tp, rank // (tp * dp))
 
 
 class Mesh:
@@ -27,7 +42,7 @@ class Mesh:
         if min(dp, tp, pp) < 1 or dp * tp * pp != world.size:
             sizes = f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp}"
             raise ConfigError(f"a mesh of {sizes} ranks does not fit a world of {world.size}: choose sizes that do")
-        tensor, data, pipeline = world.rank % tp, world.rank // tp % dp, world.rank // (tp * dp)
+        data, tensor, pipeline = place_of(world.rank, dp, tp)
         self.world = world
         self.tensor = world.split(data + dp * pipeline, key=tensor)
         self.data = world.split(tensor + tp * pipeline, key=data)

@@ -11,7 +11,7 @@ from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
-from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather, check_gather
+from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather
 from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import make_data_parallel
@@ -20,9 +20,9 @@ from gpt2core.parallel.divided_optimizer import DividedOptimizer, check_rounding
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.model_pages import ModelPages
-from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches, check_pipeline
+from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
-from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches, check_sharded
+from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
@@ -63,8 +63,7 @@ class ParallelTrainer(BaseTrainer):
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
-        check_pipeline(config, parallel, backends, count, mesh.data.size)
-        check_sharded(parallel, len(backends))
+        parallel.check_run(config, len(backends), count, mesh.data.size)
 
         owners = mesh.gradients if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
@@ -81,7 +80,6 @@ class ParallelTrainer(BaseTrainer):
             self.compute_parameters = copy = backend.zeros((layout.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
-        check_gather(parallel.zero_gather, parallel.zero)
         optimizer = optimizer or {}
         require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)

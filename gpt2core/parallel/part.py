@@ -8,7 +8,7 @@ array of the residual stream, and its gradient.
 import functools
 
 from gpt2core.forward_arguments import FIRST_TOKENS
-from gpt2core.model import Embedding, Head
+from gpt2core.model import Embedding
 from gpt2core.parallel.parameter import call, deliver
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
@@ -108,15 +108,29 @@ class RecomputedGraph:
 def parts_of(units, backend, recompute="none", separate=False, **hooks):
     """The parts of these consecutive units of a model. hooks: the last three arguments of Part.
 
-    recompute: "none": one part. "block": each block is a RecomputedPart, except the one before the head. Its
-    activations are needed right after its forward pass, so it is one part with the head. separate: whether each unit is
-    a part of its own in any case.
+    recompute: "none": one part. "block": each of the recomputed_units() is a RecomputedPart. separate: whether each
+    unit is a part of its own in any case.
     """
-    recomputed = [] if recompute == "none" else units[: len(units) - 2 * isinstance(units[-1], Head)]
-    kinds = [(Part if isinstance(unit, Embedding) else RecomputedPart, [unit]) for unit in recomputed]
-    rest = units[len(recomputed) :]
-    kinds += [(Part, group) for group in ([[unit] for unit in rest] if separate else [rest]) if group]
-    return [kind(group, backend, **hooks) for kind, group in kinds]
+    again, parts, rest = recomputed_units([unit.name for unit in units], recompute), [], []
+    for unit in units:
+        if unit.name in again:
+            parts.append(RecomputedPart([unit], backend, **hooks))
+        elif separate or (recompute == "block" and isinstance(unit, Embedding)):
+            parts.append(Part([unit], backend, **hooks))
+        else:
+            rest.append(unit)
+    return [*parts, Part(rest, backend, **hooks)] if rest else parts
+
+
+def recomputed_units(names, recompute):
+    """Those of the names of consecutive units that backward computes again: the blocks, except the one before the head.
+
+    The activations of that block are needed right after its forward pass, so it is one part with the head.
+    """
+    if recompute == "none":
+        return []
+    kept = names[:-2] if names[-1] == "head" else names
+    return [name for name in kept if name != "embedding"]
 
 
 def forward_pass(parts, x, arguments):

@@ -70,7 +70,7 @@ def record(hooks, group, calls):
 
 def assert_predicted(ranks, parallel, **options):
     for rank, (sent, calls, layout) in enumerate(run_ranks(ranks, counted_step, parallel, options)):
-        place = layout.place_of(rank)
+        place = layout.places()[rank]
         assert layout.rank_of(place)["world"] == rank
         predicted = traffic(layout, place)
         assert bytes_sent(layout, place, predicted, Communicator().sent) == sent

@@ -368,13 +368,13 @@ def test_local_windows_resume_anywhere():
 
 
 @pytest.mark.parametrize(
-    "parallel, words",
+    "options, words",
     [
-        (ParallelConfig(dp="ring"), "`dp=ring` is unknown: choose from naive, flat, overlap, bucket"),
-        (ParallelConfig(bucket_mb=0), "`bucket_mb=0` must be above 0"),
-        (ParallelConfig(compress="zip"), "`compress=zip` is unknown: choose from none, fp16, bf16, int8"),
+        (dict(dp="ring"), "`dp=ring` is unknown: choose from naive, flat, overlap, bucket"),
+        (dict(bucket_mb=0), "`bucket_mb=0` must be above 0"),
+        (dict(compress="zip"), "`compress=zip` is unknown: choose from none, fp16, bf16, int8"),
     ],
 )
-def test_unknown_choices_name_those_that_exist(parallel, words):
+def test_unknown_choices_name_those_that_exist(options, words):
     with pytest.raises(ConfigError, match=words):
-        make_trainer(Solo(), parallel)
+        make_trainer(Solo(), ParallelConfig(**options))

@@ -28,11 +28,12 @@ from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
-from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.divided_optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards

@@ -219,18 +219,18 @@ def test_after_a_failure_no_piece_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    "parallel, words",
+    "options, words",
     [
-        (ParallelConfig(zero=1, zero_gather="later"), "`zero_gather=later` is unknown: choose from end, forward"),
+        (dict(zero=1, zero_gather="later"), "`zero_gather=later` is unknown: choose from end, forward"),
         (
-            ParallelConfig(zero_gather="forward"),
+            dict(zero_gather="forward"),
             "`zero_gather=forward` needs `zero=1`, and this is `zero=0`: add `zero=1`",
         ),
     ],
 )
-def test_an_invalid_zero_gather_is_refused(parallel, words):
+def test_an_invalid_zero_gather_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        make_trainer(Solo(), parallel)
+        ParallelConfig(**options)
 
 
 # -- the default of --zero --------------------------------------------------------------------------------------------

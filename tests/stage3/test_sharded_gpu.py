@@ -6,12 +6,12 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.app.planning.dry_run import layout_of
-from gpt2core.app.planning.layout import Place
 from gpt2core.app.planning.traffic import bytes_sent, traffic
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.mesh import Place
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import current_model, parameter_hash, verify
 from gpt2core.training_loop import read_batch

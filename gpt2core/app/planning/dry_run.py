@@ -90,7 +90,7 @@ def plan_lines(config, trainer):
     yield "dry run: nothing is trained or written"
     yield f"parameters: {parameter_count(layout.config):,}"
     yield f"FLOPs of a step, over all ranks: {needed:.4g}{again}"
-    places = [layout.place_of(rank) for rank in range(layout.ranks)]
+    places = layout.places()
     if backend.on_host:
         memory = [host_terms(layout, place) for place in places]
     else:

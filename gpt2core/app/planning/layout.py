@@ -1,22 +1,15 @@
 """A Layout: one way to divide a training step over ranks, threads and micro-batches, as data."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import even_slices
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.mesh import place_of
+from gpt2core.parallel.part import recomputed_units
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 
 FP32 = 4  # bytes
-
-
-class Place(NamedTuple):
-    """The ranks of one rank in its groups: see Mesh."""
-
-    data: int = 0
-    tensor: int = 0
-    pipeline: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,10 +58,9 @@ class Layout:
             "world": world, "data": data, "tensor": tensor, "pipeline": pipeline, "replica": tensor + tp * pipeline
         }  # fmt: skip
 
-    def place_of(self, rank):
-        """The Place of a rank of the world."""
-        tp = self.parallel.tp
-        return Place(rank // tp % self.replicas, rank % tp, rank // (tp * self.replicas))
+    def places(self):
+        """The Place of each rank of the world."""
+        return [place_of(rank, self.replicas, self.parallel.tp) for rank in range(self.ranks)]
 
 
 def own_chunks(layout, pipeline):
@@ -78,8 +70,5 @@ def own_chunks(layout, pipeline):
 
 
 def recomputed(layout, units):
-    """The blocks of a chunk that backward computes again: see parts_of()."""
-    if layout.parallel.recompute == "none":
-        return []
-    kept = units[:-2] if units[-1] == "head" else units
-    return [unit for unit in kept if unit != "embedding"]
+    """The blocks of a chunk that backward computes again."""
+    return recomputed_units(units, layout.parallel.recompute)

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from gpt2core.app.planning.layout import FP32, Layout, Place
+from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, MARGIN
 from gpt2core.parallel.merged_micro_batches import most_merged
-from gpt2core.parallel.pipeline.pipeline_micro_batches import check_pipeline
+from gpt2core.parallel.mesh import Place
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.sharded.sharded_micro_batches import check_sharded
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 
 MOST_PASSES = 64  # micro-batches of a replica
@@ -99,8 +98,7 @@ def divided(config, parallel, devices, batch_size, seq_len):
         if rows % count:
             continue
         try:
-            check_pipeline(config, parallel, [devices.backend], count, replicas)
-            check_sharded(parallel, threads=1)
+            parallel.check_run(config, 1, count, replicas)
         except ConfigError:
             continue
         merged = 1

@@ -3,9 +3,10 @@
 import math
 
 from gpt2core.app.planning.flops import forward_flops
-from gpt2core.app.planning.layout import FP32, Place, own_chunks, recomputed
+from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
 from gpt2core.communicator import textbook_bytes
+from gpt2core.parallel.mesh import Place
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 

@@ -4,7 +4,6 @@ PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch e
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-from gpt2core.errors import ConfigError, counted
 from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
@@ -93,35 +92,3 @@ def make_schedule(parallel, count, tied):
     """The schedule of a ParallelConfig for `count` micro-batches."""
     schedule = SCHEDULES[parallel.pp_schedule](parallel.pp, count, parallel.chunks)
     return with_tied_embedding(schedule) if tied else schedule
-
-
-def check_pipeline(config, parallel, backends, count, replicas):
-    """Raise ConfigError if these options do not fit together in a pipeline; without one, do nothing.
-
-    count: the number of micro-batches of each of the `replicas`. backends: those of this rank, one per thread.
-    """
-    pp, name, chunks = parallel.pp, parallel.pp_schedule, parallel.chunks
-    if pp == 1:
-        return
-    if chunks > 1 and name != "interleaved":
-        raise ConfigError(f"`chunks={chunks}` and `pp_schedule={name}`: use `chunks=1`, or `pp_schedule=interleaved`")
-    for option, only in (("zero_gather", "end"), ("compress", "none")):
-        if (value := getattr(parallel, option)) != only:
-            raise ConfigError(f"`pp={pp}` and `{option}={value}` exclude each other: use `{option}={only}` or `pp=1`")
-    if len(backends) > 1:
-        raise ConfigError(f"`pp={pp}` and `threads={len(backends)}` exclude each other: use `threads=1` or `pp=1`")
-    if config.n_layer < pp * chunks:
-        raise ConfigError(
-            f"`n_layer={config.n_layer}` is less than {pp * chunks}, the number of chunks on `pp={pp}` ranks with "
-            f"{counted(chunks, 'chunk')} each: use fewer ranks or chunks"
-        )
-    if count < pp:
-        raise ConfigError(
-            f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
-            f"`micro_batches={pp * replicas}` or more"
-        )
-    if name == "interleaved" and count % pp:
-        raise ConfigError(
-            f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by `pp={pp}` "
-            f"ranks: use `micro_batches={count // pp * pp * replicas}`"
-        )

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import SOLO
-from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
@@ -82,18 +81,3 @@ class ShardedMicroBatches(Accumulator):
                     for x, (_, targets) in zip(streams, passes, strict=True)
                 ]
         return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, passes, strict=True)]
-
-
-def check_sharded(parallel, threads):
-    """Raise ConfigError if ZeRO-2 or ZeRO-3 and the other options do not fit together; otherwise do nothing.
-
-    threads: of each rank.
-    """
-    zero = parallel.zero
-    if zero < 2:
-        return
-    names = ("tp", 1), ("pp", 1), ("dp", "flat"), ("zero_gather", "end"), ("compress", "none")
-    options = [(name, getattr(parallel, name), only) for name, only in names] + [("threads", threads, 1)]
-    for name, value, only in options:
-        if value != only:
-            raise ConfigError(f"`zero={zero}` and `{name}={value}` exclude each other: use `{name}={only}` or `zero=1`")

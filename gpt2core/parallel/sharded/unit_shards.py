@@ -14,16 +14,16 @@ import numpy as np
 
 from gpt2core.arena import PAGE, round_up
 from gpt2core.parallel.divided_arena import gaps
+from gpt2core.parallel.flat_layout import FlatLayout
 from gpt2core.parallel.sharded.units import shard_lengths
 
 
-class UnitShards:
-    """The layout of a flat array of `size` elements: this rank's shard of each unit.
+class UnitShards(FlatLayout):
+    """The layout of flat arrays with this rank's shard of each unit; the rank updates all that it stores.
 
-    arena: the DividedArena of the whole model on one rank. group: the ranks that divide it. A shard has whole pages, so
-    a unit may have padding at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this
-    rank has elements {name: (slice of the flat array, slice of the elements)}. owner: this rank; no other rank has the
-    same elements. own: the slice of a flat array that this rank updates, all of it.
+    group: the ranks that divide the arena. A shard has whole pages, so a unit may have padding at its end. parts:
+    {unit: the slice of its shard}. pieces: of each parameter of which this rank has elements {name: (slice of the flat
+    array, slice of the elements)}.
     """
 
     def __init__(self, arena, group, backend):
@@ -32,7 +32,7 @@ class UnitShards:
         for unit, length in shard_lengths(arena, group.size).items():
             self.parts[unit] = slice(self.size, self.size + length)
             self.size += length
-        self.own, self.pieces, self.pages = slice(0, self.size), dict(self.own_pieces()), arena.pages
+        self.own, self.pieces = slice(0, self.size), dict(self.own_pieces())
         self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
 
     def length(self, unit):
@@ -62,22 +62,21 @@ class UnitShards:
         rank, page = np.divmod(np.arange(self.length(unit) // PAGE), part.stop - part.start)
         return rank * (self.size // PAGE) + part.start + page
 
-    # -- what DividedOptimizer reads: see ArenaLayout ------------------------------------------------------------------
+    # -- the methods of FlatLayout -------------------------------------------------------------------------------------
 
     def shares(self, workers):
-        return [self.own]  # one worker, see check_sharded()
+        return [self.own]  # one worker, see ParallelConfig.check_run()
 
     def runs(self, share):
         return [(part, self.first(unit)) for unit, part in self.parts.items()]
 
     def gather(self, flat):
-        """Do nothing: each rank updates all that it stores."""
+        pass  # no other rank updates what this rank stores
 
     def gather_own(self, own):
         return own
 
     def decays(self):
-        """See Arena.decays."""
         decays, pages = self.arena.decays(), self.arena.pages
         own = np.zeros(self.size // PAGE, np.int32)
         for unit, part in self.parts.items():
@@ -87,16 +86,25 @@ class UnitShards:
         return own
 
     def padding(self):
-        """See DividedArena.padding."""
         return gaps([own for own, _ in self.pieces.values()], self.size)
 
     def join(self, sums):
-        """The page sums of the model as on one rank, from those of this rank's shards. All ranks call this method."""
         joined = self.backend.zeros((self.arena.norm_pages,), sums.dtype)
         joined[: len(self.order)] = self.group.all_gather(sums)[self.order]
         return joined
 
-    # -- units and parameters in one piece -----------------------------------------------------------------------------
+    def put(self, flat, name, array):
+        if name in self.pieces:
+            own, elements = self.pieces[name]
+            flat[own] = self.backend.asarray(array.reshape(-1)[elements])
+
+    def whole(self, flat):
+        result = self.backend.zeros((self.arena.size,), flat.dtype)
+        for unit, part in self.parts.items():
+            result[self.arena.unit_slice(unit)] = self.group.all_gather(flat[part])[: self.length(unit)]
+        return result
+
+    # -- whole units ---------------------------------------------------------------------------------------------------
 
     def whole_size(self, unit):
         """The elements of the shards of all ranks of a unit."""
@@ -141,16 +149,3 @@ class UnitShards:
         """{name: view in the shape of this parameter} of the array of a whole unit."""
         slices, shapes = self.parameter_slices(unit), self.arena.shapes
         return {name: array[part].reshape(shapes[name]) for name, part in slices.items()}
-
-    def put(self, flat, name, array):
-        """Copy this rank's elements of a parameter into `flat`. array: the whole parameter, on the host."""
-        if name in self.pieces:
-            own, elements = self.pieces[name]
-            flat[own] = self.backend.asarray(array.reshape(-1)[elements])
-
-    def whole(self, flat):
-        """The arena with the shards `flat` of all ranks. All ranks must call this method."""
-        result = self.backend.zeros((self.arena.size,), flat.dtype)
-        for unit, part in self.parts.items():
-            result[self.arena.unit_slice(unit)] = self.group.all_gather(flat[part])[: self.length(unit)]
-        return result

@@ -1,0 +1,151 @@
+"""Have random layouts of ranks one loss curve: equal losses, gradient norms and parameters, bit by bit?
+
+A layout is data, tensor and pipeline parallelism with a schedule, ZeRO 0 to 3, recomputation, and a strategy of data
+parallelism. Layouts are drawn at random for each number of ranks, and train the same model on the same batches with
+--deterministic. Layouts with the same --tp must have the same bits; with another --tp sums have another order.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
+from benchmarks.harness.gpu_tables import TABLES
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from gpt2core.app.presets import PRESETS
+from gpt2core.errors import ConfigError
+from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
+from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.parallel.tensor_parallel import check_tensor_parallel
+from testing.jobs import run_mpi
+
+BENCHMARK = "benchmarks.gpus.layouts"
+MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
+BUCKETS = 0.1, 1.0, 25.0  # 10^6 bytes
+
+
+def layouts(rng, ranks, count, config, stage):
+    """`count` different pairs (threads, options of ParallelConfig) of `ranks` ranks; the first one is the default."""
+    found = [(1, {})]
+    while len(found) < count:
+        tp, pp = (int(rng.choice(divisors(ranks))) for _ in range(2))
+        threads = int(rng.choice((1, 2))) if stage == 1 else 1
+        options = dict(
+            tp=tp, pp=pp, zero=choice(rng, ZERO), dp=choice(rng, STRATEGIES), bucket_mb=choice(rng, BUCKETS),
+            recompute=choice(rng, RECOMPUTE), pp_schedule=choice(rng, SCHEDULES) if pp > 1 else "1f1b",
+            zero_gather=choice(rng, ("end", "forward")),
+        )  # fmt: skip
+        if (threads, options) not in found and fits(ranks, threads, options, config):
+            found.append((threads, options))
+        elif ranks == 1 and len(found) > 1:
+            break  # one rank has few layouts
+    return found
+
+
+def choice(rng, values):
+    values = list(values)
+    return values[rng.integers(len(values))]
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def fits(ranks, threads, options, config):
+    """Whether training accepts these options."""
+    replicas, rest = divmod(ranks, options["tp"] * options["pp"])
+    if rest:
+        return False
+    try:
+        check_tensor_parallel(config, options["tp"])
+        ParallelConfig(**options).check_run(config, threads, MICRO_BATCHES // replicas, replicas)
+    except ConfigError:
+        return False
+    return MICRO_BATCHES // replicas % threads == 0
+
+
+def name_of(ranks, threads, options):
+    """Text such as "4 ranks: tp=2 zero=1"."""
+    default = asdict(ParallelConfig())
+    words = [f"{name}={value}" for name, value in options.items() if value != default[name]]
+    return " ".join([f"{ranks} ranks:", *words, *([f"threads={threads}"] if threads > 1 else [])])
+
+
+def results_of(runs):
+    """One row for each precision, model and --tp. runs: [(precision, tied, clip, tp, ranks, name, digest, equal)]."""
+    rows = []
+    for key, group in itertools.groupby(sorted(runs, key=lambda run: run[:4]), key=lambda run: run[:4]):
+        group = list(group)
+        digest = Counter(run[6] for run in group).most_common(1)[0][0]
+        rows.append(
+            dict(zip(("precision", "tied", "clip", "tp"), key, strict=True))
+            | {
+                "ranks": sorted({run[4] for run in group}),
+                "layouts": [run[5] for run in group],
+                "runs": len(group),
+                "equal": sum(run[6] == digest and run[7] for run in group),
+                "digest": digest[:16],
+                "different": [run[5] for run in group if run[6] != digest or not run[7]],
+            }
+        )
+    return rows
+
+
+def parser():
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "1, 2 and 4 GPUs"),
+        ("--ranks 1 2 --layouts 4", "a quick trial on two GPUs"),
+        ("--stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64 --batch-size 16", "on CPUs"),
+    )
+    add = parser.add_argument
+    add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
+    add("--preset", choices=PRESETS, default="small", help="model (default small)")
+    add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
+    add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default 1 2 4)")
+    add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
+    add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
+    add("--seq-len", type=int, default=256, help="tokens per sequence (default 256)")
+    add("--seed", type=int, default=0, help="seed of the random layouts (default 0)")
+    add_flags(add, steps=20, timeout=500)
+    add_save_flags(add, "layouts")
+    return parser
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
+    config = replace(config, n_layer=args.n_layer or config.n_layer)
+    for ranks in args.ranks:
+        cases, names = [], []
+        for precision, (tied, clip) in itertools.product(args.precision or precisions(args.stage), MODELS):
+            for threads, options in layouts(rng, ranks, args.layouts, config, args.stage):
+                cases.append((precision, tied, clip, threads, options))
+                names.append(name_of(ranks, threads, options))
+        progress(f"{ranks} ranks: {len(cases)} runs")
+        sizes = config, args.batch_size, args.seq_len, args.steps
+        found = run_mpi(ranks, train_all, args.stage, cases, sizes, timeout=args.timeout)[0]
+        for case, name, result in zip(cases, names, found, strict=True):
+            runs.append((*case[:3], case[4].get("tp", 1), ranks, name, *result))
+    progress("")
+    results = results_of(runs)
+    TABLES["gpus-layouts"].print(results)
+    different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
+    print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
+    save(BENCHMARK, results, args, args.save_as)
+    return 1 if different else 0
+
+
+def precisions(stage):
+    return ("fp32",) if stage == 1 else ("fp32", "bf16")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
