@@ -52,7 +52,18 @@ def beside_one_process(record):
 
 def all_reduces(record):
     """The all-reduces, those of the MPI library first."""
-    results = sorted(record["results"]["all_reduce"], key=lambda result: result["algorithm"])
+    return beside_the_library(record["results"]["all_reduce"])
+
+
+def other_collectives(record):
+    """The other operations of ranks/collectives.py, each with that of the MPI library first."""
+    for operation in ("reduce_scatter", "all_to_all"):
+        for row in beside_the_library(record["results"].get(operation, [])):
+            yield row | {"operation": operation}
+
+
+def beside_the_library(results):
+    results = sorted(results, key=lambda result: result["algorithm"])
     for result in sorted(results, key=lambda result: result["algorithm"] != "mpi"):
         native = result["algorithm"] == "mpi"
         cell = "{seconds:ms 3} ms" if native else "{ratio_to_native:ratio}"
@@ -145,6 +156,8 @@ IDLE = """
     relative to the row "asleep" = {share:percent 0}"""
 ALL_REDUCES = """
     = {bytes:MB g} MB, {title} | {ranks} ranks, {file[hardware][cores]} cores = {cell}"""
+OTHERS = """
+    = {bytes:MB g} MB, `{operation}`, {title} | {ranks} ranks, {file[hardware][cores]} cores = {cell}"""
 FITS = """
     alpha in us; beta in ns per byte = {title}
     {ranks} ranks, {file[hardware][cores]} cores = {value[0]:times 1e6 .0f}; {value[1]:times 1e9 .2f}"""
@@ -179,6 +192,13 @@ TABLES = {
         "GB/s = {rate:.3g} | bytes sent, most of any rank = {bytes_sent:largest ,}",
         merged=True,
         order=lambda cells: float(cells[""].split()[0]),
+    ),
+    "ranks-collectives-others": Table(
+        "ranks/collectives_others_intel",
+        OTHERS,
+        other_collectives,
+        merged=True,
+        order=lambda cells: (cells[""].split(", ")[1], float(cells[""].split()[0])),
     ),
     "ranks-fit": Table(COLLECTIVES, FITS, fits, merged=True),
     "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
