@@ -1,10 +1,11 @@
 """Make the weights in data/: train a preset, store its parameters, test them.
 
 The parameters are stored in fp16. Preset `paper` is trained until the model
-reproduces data/dummy.txt, preset `book` is trained on data/moby_dick.txt. A
-training run that was interrupted resumes from --out. The test of preset
+reproduces data/dummy.txt. Preset `nano`, which is small enough for Triton's
+interpreter, is trained on the same text, preset `book` on data/moby_dick.txt.
+A training run that was interrupted resumes from --out. The test of preset
 `paper` takes random prompts from the corpus and counts those whose greedy
-continuation is equal to the corpus. The test of preset `book` prints a sample.
+continuation is equal to the corpus. The test of the others prints a sample.
 The tokenizer of `book` is a byte-pair encoding that is trained on its corpus,
 unless its tokenizer.json exists.
 """
