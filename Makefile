@@ -111,11 +111,11 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
     endif
     why := $(if $(cuda),TRITON_INTERPRET is set,no GPU was found)
     ifeq ($(interpreted),1)
+      ifeq ($(origin PRESET) $(MAKECMDGOALS),file generate)
+        PRESET := nano
+      endif
       ifneq ($(PRESET),nano)
         $(error $(why), and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
-      endif
-      ifeq ($(filter train,$(MAKECMDGOALS))$(trained)$(findstring --weights,$(ARGS)),)
-        $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
       $(info $(why): TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
       ifeq ($(findstring --steps,$(ARGS))$(findstring --resume,$(ARGS)),)

@@ -1,10 +1,11 @@
 """Make the weights in data/: train a preset, store its parameters, test them.
 
 The parameters are stored in fp16. Preset `paper` is trained until the model
-reproduces data/dummy.txt, preset `book` is trained on data/moby_dick.txt. A
-training run that was interrupted resumes from --out. The test of preset
+reproduces data/dummy.txt. Preset `nano`, which is small enough for Triton's
+interpreter, is trained on the same text, preset `book` on data/moby_dick.txt.
+A training run that was interrupted resumes from --out. The test of preset
 `paper` takes random prompts from the corpus and counts those whose greedy
-continuation is equal to the corpus. The test of preset `book` prints a sample.
+continuation is equal to the corpus. The test of the others prints a sample.
 The tokenizer of `book` is a byte-pair encoding that is trained on its corpus,
 unless its tokenizer.json exists.
 """
@@ -32,9 +33,7 @@ from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.app.stage import Stage
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.next_logits import last_logits
-from gpt2core.parallel.tensor_parallel import load_model
-from gpt2core.tensor import no_grad
+from gpt2core.parallel.tensor_parallel import load_inference_model
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.threads import WorkerPool
@@ -42,7 +41,10 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 STAGE = Stage(0, NumpyBackend, Solo)
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
-SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
+SAMPLES = {  # {preset: the flags of the sample that is printed at the end}
+    "book": ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10"),
+    "nano": ("--prompt", "In the spring of", "--max-new-tokens", "40"),
+}
 COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 # {preset: the flags of each training phase}. Without --shuffle all windows start at multiples of 8. A `paper` model
 # trained only on these windows continues half of all prompts correctly. With --shuffle each epoch starts at another
@@ -51,6 +53,7 @@ COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 PHASES = {
     "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
     "book": ("--val-fraction 0.02 --eval-every 100",),
+    "nano": ("--steps 6000 --batch-size 64 --shuffle --log-every 100 --lr 3e-3 --min-lr 1e-4 --schedule cosine",),
 }
 
 
@@ -61,15 +64,14 @@ def continues_correctly(model, tokens, start):
     of the corpus. Therefore one forward pass of a batch of NEW windows is enough.
     """
     windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
-    with no_grad():
-        most_likely = last_logits(model, windows).numpy()[:, 0].argmax(-1)
+    most_likely = model.logits(windows, last_only=True)[:, 0].argmax(-1)
     return bool((most_likely == tokens[start + PROMPT : start + PROMPT + NEW]).all())
 
 
 def models_for(threads, checkpoint):
     """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
-        yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
+        yield load_inference_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
 def byte_pairs(text, vocab_size):
@@ -136,9 +138,9 @@ def count_correct(args, corpus):
     return 0
 
 
-def sample(weights):
-    """Print a continuation of the prompt in SAMPLE; return the exit code."""
-    flags = ["--weights", str(weights), *SAMPLE]
+def sample(args):
+    """Print a continuation of the prompt in SAMPLES; return the exit code."""
+    flags = ["--weights", str(args.weights), *SAMPLES[args.preset]]
     return inference_command(STAGE, Solo(), *parse(inference_parser(), Solo(), flags))
 
 
@@ -147,6 +149,7 @@ def main():
         ("--check", "test the existing weights"),
         ("", "write data/gpt2-paper"),
         ("--preset book", "write data/gpt2-book"),
+        ("--preset nano", "write data/gpt2-nano"),
     )
     parser = Parser(__doc__, examples)
     parser.add_argument("--preset", choices=PHASES, default="paper", help="the model to train or test (default paper)")
@@ -163,7 +166,7 @@ def main():
     args.weights, corpus = args.weights or shipped, SHIPPED[shipped]
     if not args.check and (code := train(args, corpus)):
         return code
-    return count_correct(args, corpus) if args.preset == "paper" else sample(args.weights)
+    return count_correct(args, corpus) if args.preset == "paper" else sample(args)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class Plan(NamedTuple):
 
 
 def forward_plan(config, parameters, operations, decoder):
-    """The Plan with the arrays of `parameters`, {Hugging Face's name: Tensor}, for a decoder.
+    """The Plan with the arrays of `parameters`, {Hugging Face's name: array}, for a decoder.
 
     operations: the names of the operations that the decoder implements. Raises ConfigError if a sublayer has another
     one; `decoder` is a name for the message.
@@ -131,18 +131,18 @@ def forward_plan(config, parameters, operations, decoder):
             )
 
     def module(name):
-        return [parameters[f"{name}.{kind}"].data for kind in ("weight", "bias")]
+        return [parameters[f"{name}.{kind}"] for kind in ("weight", "bias")]
 
     def sublayer(names, prefix):
         norm, linear_in, linear_out = (module(f"{prefix}.{name}") for name in names.modules)
         return PlannedSublayer(norm, linear_in, names.operation, linear_out)
 
     return Plan(
-        parameters["transformer.wte.weight"].data,
-        parameters["transformer.wpe.weight"].data if config.positions == "learned" else None,
+        parameters["transformer.wte.weight"],
+        parameters["transformer.wpe.weight"] if config.positions == "learned" else None,
         [[sublayer(names, f"transformer.h.{layer}") for names in SUBLAYERS] for layer in range(config.n_layer)],
         module("transformer.ln_f"),
-        parameters[config.head].data,
+        parameters[config.head],
     )
 
 

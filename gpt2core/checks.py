@@ -6,8 +6,7 @@ The arguments are those of the operation of the same name. Arrays (B, T, ...) of
 
 import numpy as np
 
-from gpt2core.errors import ConfigError, require_size
-from gpt2core.tensor import ShapeError
+from gpt2core.errors import ConfigError, ShapeError, require_size
 
 
 def linear(x, w, b):
@@ -40,13 +39,13 @@ def rotary(qkv, n_head):
         raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
 
 
-def embedding(ids, wte, wpe, position, group):
-    axes("embedding", wte.backend, ids.shape, 2)
+def embedding(backend, ids, wte, wpe, position, group):
+    axes("embedding", backend, ids.shape, 2)
     if wpe is not None:
         require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
         if not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
             raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    wte.backend.check_tokens("embedding", ids, wte.shape[0] * group.size)
+    backend.check_tokens("embedding", ids, wte.shape[0] * group.size)
 
 
 def unembed(operation, x, w):

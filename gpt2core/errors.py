@@ -18,6 +18,10 @@ class DataError(UserError):
     """A corpus, a token file, a prompt or a tokenizer that cannot be used."""
 
 
+class ShapeError(ValueError):
+    """Shapes that do not fit together; the message names them."""
+
+
 class DeviceMemoryError(MemoryError):
     """The device has too little memory; the message says which sizes would fit. It may be raised on only one rank."""
 

@@ -10,7 +10,7 @@ from gpt2core import ops
 from gpt2core.architecture import parameter_shapes, unit_names
 from gpt2core.communicator import SOLO
 from gpt2core.forward_arguments import FIRST_TOKENS, ForwardArguments, after
-from gpt2core.next_logits import next_logits
+from gpt2core.inference_model import InferenceModel
 from gpt2core.stream import Branch, Stream
 
 
@@ -45,9 +45,14 @@ class GPT2:
         """ids (B, T) -> logits (B, T, V)."""
         return self.unembed(self.head.ln_f(self.stream(ids, cache)))
 
+    def without_autograd(self):
+        """The InferenceModel with the arrays of these parameters, which generates text."""
+        arrays = {name: tensor.data for name, tensor in self.parameters.items()}
+        return InferenceModel(self.config, arrays, self.backend, self.group)
+
     def next_logits(self, ids, cache):
-        """The logits (V) of the token after `ids`: see next_logits.py."""
-        return next_logits(self, ids, cache)
+        """The logits (V) of the token after `ids`: see InferenceModel.next_logits()."""
+        return self.without_autograd().next_logits(ids, cache)
 
     def unembed(self, y):
         """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""

@@ -121,8 +121,8 @@ def embedding(ids, wte, wpe=None, position=0, group=SOLO):
     wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    checks.embedding(ids, wte, wpe, position, group)
     backend, first = wte.backend, group.rank * wte.shape[0]
+    checks.embedding(backend, ids, wte, wpe, position, group)
     added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)

@@ -6,20 +6,13 @@ gradient is the sum of the results. Operations are visited in the reverse order 
 when it is used.
 """
 
-import contextlib
-import contextvars
 import itertools
 
-_recording = contextvars.ContextVar("recording", default=True)  # a context variable: each thread has its own value
+from gpt2core.errors import ShapeError
+from gpt2core.recording import AutogradError, is_recording, no_grad
+
+__all__ = ["AutogradError", "ShapeError", "Tensor", "check_shape", "is_recording", "no_grad"]
 _creation_order = itertools.count()
-
-
-class AutogradError(RuntimeError):
-    """The gradients cannot be computed, for example because the graph was freed or never recorded."""
-
-
-class ShapeError(ValueError):
-    """Shapes that do not fit together; the message names them."""
 
 
 class Tensor:
@@ -47,7 +40,7 @@ class Tensor:
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(Tensor(array, parents[0].backend) for array in outputs)
-        if _recording.get() and any(parent is not None and parent.requires_grad for parent in parents):
+        if is_recording() and any(parent is not None and parent.requires_grad for parent in parents):
             node = Node(parents, backward, len(tensors))
             for index, tensor in enumerate(tensors):
                 tensor.requires_grad, tensor.node, tensor.index = True, node, index
@@ -191,18 +184,3 @@ def reachable(root):
         found.add(node)
         stack.extend(parent.node for parent in node.parents if parent is not None and parent.node is not None)
     return sorted(found, key=lambda node: node.order)
-
-
-@contextlib.contextmanager
-def no_grad():
-    """Disable recording: `with no_grad(): ...`, or `@no_grad()` on a function."""
-    token = _recording.set(False)
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
-def is_recording():
-    """Whether operations are recorded in this thread. If not, kernels need not save data for backward."""
-    return _recording.get()

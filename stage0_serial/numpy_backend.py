@@ -10,7 +10,7 @@ from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.codecs import Codec
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
-from gpt2core.tensor import is_recording
+from gpt2core.recording import is_recording
 from gpt2core.tree_sum import tree_reduce, tree_sum
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.cpu_runtime import CpuRuntime

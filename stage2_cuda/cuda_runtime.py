@@ -7,9 +7,8 @@ import numpy as np
 
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel import gpu_memory
+from gpt2core.parallel.gpu_sizes import CONTEXT
 from gpt2core.runtime import Runtime
-from stage2_cuda import memory_advice
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
 from stage2_cuda.runtime import cupti, gpu_clock, nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
@@ -105,10 +104,12 @@ class CudaRuntime(SideStreamRuntime):
     def explain_oom(
         self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
+        from stage2_cuda import memory_advice  # here, because it imports the code of training
+
         if not memory_advice.is_out_of_memory(error):
             return None
         # the memory that would be free if this process held none
-        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + gpu_memory.CONTEXT
+        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + CONTEXT
         if batch_size is None:
             text = memory_advice.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
         else:

@@ -11,8 +11,7 @@ import numpy as np
 
 from gpt2core import checks
 from gpt2core.app.settings.definitions import NAMES
-from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
-from gpt2core.tensor import ShapeError, Tensor
+from gpt2core.errors import ConfigError, DeviceMemoryError, ShapeError, UserError
 
 
 @contextlib.contextmanager
@@ -76,6 +75,8 @@ def token_array(name, tokens, config):
     """
     if isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(each, str) for each in tokens)):
         raise ConfigError(f"`{name}={tokens!r:.60}` must be token ids (B, T): use [model.tokenizer.encode(text)]")
+    from gpt2core.tensor import Tensor  # here, because generate() does not import autograd
+
     if isinstance(tokens, Tensor):
         tokens = tokens.numpy()
     try:

@@ -1,10 +1,15 @@
-"""GPT2: a model with its tokenizer; load and save it, generate texts, compute logits, losses and gradients."""
+"""GPT2: a model with its tokenizer; load and save it, generate texts, compute logits, losses and gradients.
+
+Autograd is imported by the first call that needs it, not to load a model and generate text.
+"""
+
+from __future__ import annotations
 
 # B batch, T time, V vocabulary
-
+import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
@@ -20,25 +25,16 @@ from gpt2core.app.resume import edited_notes
 from gpt2core.app.settings.definitions import InferenceSettings
 from gpt2core.app.settings.setting_fields import complete
 from gpt2core.architecture import GPT2Config, parameter_count
-from gpt2core.errors import CheckpointError, ConfigError, DataError
+from gpt2core.errors import CheckpointError, ConfigError, DataError, ShapeError
 from gpt2core.parallel.launcher_env import read_launcher_env
-from gpt2core.parallel.tensor_parallel import load_model
-from gpt2core.tensor import ShapeError, Tensor, no_grad
+from gpt2core.parallel.tensor_parallel import load_inference_model
+from gpt2core.recording import no_grad
 from gpt2core.text.tokenizer import Tokenizer
 from staged_gpt2.arguments import checked, checked_path, python_errors, token_array, warn
 from staged_gpt2.stages import chosen_stage, own_cores, stage_of
 
-
-class Loss(Tensor):
-    """A loss whose backward() returns when a device has begun to compute all gradients, in order."""
-
-    def __init__(self, loss: Tensor):
-        super().__init__(loss.data, loss.backend, loss.requires_grad)
-        self.node, self.index = loss.node, loss.index
-
-    def backward(self, *arguments, **options) -> None:
-        super().backward(*arguments, **options)
-        self.backend.runtime.join()
+if TYPE_CHECKING:
+    from gpt2core.tensor import Tensor
 
 
 class GPT2:
@@ -52,26 +48,41 @@ class GPT2:
     stage: int
     config: GPT2Config
     tokenizer: Tokenizer
-    parameters: dict[str, Tensor]
 
     def __init__(self, stage, config, arrays, tokenizer, settings):
         """arrays: {name: fp32 array on the host} of all parameters. settings: InferenceSettings."""
         self.stage, self.config, self.tokenizer = stage, config, tokenizer
         self.backend = make_inference_backend(stage_of(stage).backend, settings, own_cores())
         with self._memory_errors():
-            self._model = load_model(config, arrays, self.backend)
-        self.parameters = self._model.parameters
-        for tensor in self.parameters.values():
-            tensor.requires_grad = True
+            self._inference_model = load_inference_model(config, arrays, self.backend)
         # the kernels of 16 bits read rounded copies: save_pretrained() writes what they were rounded from
         rounded = self.backend.compute_dtype != self.backend.dtype
-        self._unrounded = {name: (arrays[name], self._host(name)) for name in self.parameters} if rounded else {}
+        self._unrounded = {name: (arrays[name], self._host(name)) for name in arrays} if rounded else {}
+
+    @functools.cached_property
+    def _model(self):
+        """The model that computes gradients, over the same arrays."""
+        from gpt2core.model import GPT2 as Model
+        from gpt2core.tensor import Tensor
+
+        arrays = self._inference_model.arrays
+        tensors = {name: Tensor(array, self.backend, requires_grad=True) for name, array in arrays.items()}
+        return Model(self.config, tensors)
+
+    @property
+    def _generator(self):
+        """The model that generates text: `parameters` may have other arrays than those that were loaded."""
+        return self.__dict__.get("_model", self._inference_model)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return self._model.parameters
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, *, stage: int | str = "auto", precision: str = "fp32", tokenizer: str | None = None,
         threads: int | None = None, accept_edited: bool = False,
-    ) -> "GPT2":  # fmt: skip
+    ) -> GPT2:  # fmt: skip
         """The model in a directory: a checkpoint of this project, or a GPT-2 in Hugging Face's format.
 
         stage: 0 and 1 compute on CPUs, 2 and 3 on a GPU; "auto": on a GPU if CuPy finds one. precision: fp32, tf32,
@@ -107,7 +118,7 @@ class GPT2:
                 raise CheckpointError(
                     f"{path}: holds {describe_step(older)} of a training run: choose another directory"
                 )
-            arrays = {name: self._saved(name) for name in self.parameters}
+            arrays = {name: self._saved(name) for name in self._inference_model.arrays}
             save_checkpoint(path, 0, config=self.config, parameters=arrays, tokenizer=self.tokenizer, keep=1)
 
     def __call__(self, ids) -> Tensor:
@@ -124,6 +135,8 @@ class GPT2:
         loss.backward() adds the gradients to `grad` of the parameters. Raises the errors of a call of the model.
         """
         with python_errors(), self._memory_errors():
+            from staged_gpt2.loss import Loss
+
             return Loss(self._loss(ids, targets))
 
     def sum_of_losses(self, ids, targets) -> float:
@@ -179,7 +192,7 @@ class GPT2:
                 raise ConfigError(f"`stream=True` is for one prompt, but there is a list of {len(prompt)}: omit it")
             with no_grad(), self._memory_errors():
                 texts, _ = continue_share(
-                    self._model, self.tokenizer, list(map(self._encoded, prompt)), settings.max_new_tokens,
+                    self._generator, self.tokenizer, list(map(self._encoded, prompt)), settings.max_new_tokens,
                     lambda i: sampling_rule(settings, settings.seed + i), settings.stop, range(len(prompt)),
                 )  # fmt: skip
             return texts
@@ -190,7 +203,7 @@ class GPT2:
     def _pieces(self, prompt, settings):
         """Yield the text of each new token."""
         rule = sampling_rule(settings, settings.seed)
-        pieces = text_pieces(self._model, self.tokenizer, prompt, settings.max_new_tokens, rule, settings.stop)
+        pieces = text_pieces(self._generator, self.tokenizer, prompt, settings.max_new_tokens, rule, settings.stop)
         while True:
             with python_errors(), no_grad(), self._memory_errors():  # not while the caller uses the piece
                 piece = next(pieces, None)
@@ -216,7 +229,7 @@ class GPT2:
         return self.backend.prepare_tokens(ids, self.config.vocab_size)
 
     def _host(self, name):
-        return self.parameters[name].numpy().copy()
+        return self.backend.to_host(self._generator.without_autograd().arrays[name]).copy()
 
     def _saved(self, name):
         """The parameter `name` as it is saved, on the host: unrounded, if it has not changed since it was rounded."""

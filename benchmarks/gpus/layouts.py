@@ -18,9 +18,8 @@ from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.config import ZERO, ParallelConfig
+from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
-from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 from testing.jobs import run_mpi

@@ -19,7 +19,7 @@ from benchmarks.harness.table_format import percent
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.config import BUCKET_MB
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file

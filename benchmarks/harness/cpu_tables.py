@@ -52,7 +52,18 @@ def beside_one_process(record):
 
 def all_reduces(record):
     """The all-reduces, those of the MPI library first."""
-    results = sorted(record["results"]["all_reduce"], key=lambda result: result["algorithm"])
+    return beside_the_library(record["results"]["all_reduce"])
+
+
+def other_collectives(record):
+    """The other operations of ranks/collectives.py, each with that of the MPI library first."""
+    for operation in ("reduce_scatter", "all_to_all"):
+        for row in beside_the_library(record["results"].get(operation, [])):
+            yield row | {"operation": operation}
+
+
+def beside_the_library(results):
+    results = sorted(results, key=lambda result: result["algorithm"])
     for result in sorted(results, key=lambda result: result["algorithm"] != "mpi"):
         native = result["algorithm"] == "mpi"
         cell = "{seconds:ms 3} ms" if native else "{ratio_to_native:ratio}"
@@ -70,6 +81,17 @@ def idle_speeds(record):
     found = record["results"]
     for row in flat(found["gflops"], "name"):
         yield row | {"others": found["ranks"] - 1, "share": found["share_of_speed"][row["name"]], **found}
+
+
+def validations(record):
+    """The runs of ranks/convergence.py: the validation losses at some steps, and the difference from --shuffle."""
+    for result in record["results"]:
+        losses = {f"loss after {step + 1} steps": f"{loss:.3f}" for step, loss in result["val_losses"]}
+        differences = {
+            "difference, mean of the seeds": fill("{difference?:+.4f}", result),
+            "largest difference": fill("{largest_difference?:+.4f}", result),
+        }
+        yield {"": f"`{result['name']}`" if "--" in result["name"] else result["name"], **losses, **differences}
 
 
 def parity_runs(record):
@@ -109,6 +131,9 @@ DECODE = """
     first token, ms = {first:ms 3} | all tokens, s = {total:s 3}
     times as fast as torch = {times_as_fast_as_torch:ratio}
     times as fast as recomputing = {times_as_fast_as_recomputing?:.1f} | peak MiB = {peak_bytes:memory}"""
+DEPLOYMENT = """
+    = {program}, {version} | modules of this repository = {modules} | their import, ms = {ms:s 3}
+    seconds of the command = {seconds:s 3} | quartiles = {seconds:quartiles s 3} | peak MiB = {peak_bytes:memory}"""
 DECODE_BATCH = """
     = {case}, {name} | threads | tokens = {batch} x ({prompt} + {new})
     tokens/s = {tokens_per_second:number} | quartiles = {tokens_per_second:quartiles}
@@ -131,6 +156,8 @@ IDLE = """
     relative to the row "asleep" = {share:percent 0}"""
 ALL_REDUCES = """
     = {bytes:MB g} MB, {title} | {ranks} ranks, {file[hardware][cores]} cores = {cell}"""
+OTHERS = """
+    = {bytes:MB g} MB, `{operation}`, {title} | {ranks} ranks, {file[hardware][cores]} cores = {cell}"""
 FITS = """
     alpha in us; beta in ns per byte = {title}
     {ranks} ranks, {file[hardware][cores]} cores = {value[0]:times 1e6 .0f}; {value[1]:times 1e9 .2f}"""
@@ -151,6 +178,7 @@ TABLES = {
     ),
     **Table("cpu/decode", DECODE, prompts, CORES).kinds("cpu-decode", "zen3", "zen5", "intel"),
     **Table("cpu/decode", DECODE_BATCH, batches, CORES).kinds("cpu-decode-batch", "zen3", "zen5", "intel"),
+    "cpu-deployment": Table("cpu/deployment_intel", DEPLOYMENT),
     "cpu-curve": Table("cpu/curve", rows=curves),
     **Table("ranks/ranks", RANKS, beside_one_process, f"{FASTEST} | last loss = {{losses:last .9g}}").kinds(
         "ranks-step", "intel"
@@ -165,7 +193,15 @@ TABLES = {
         merged=True,
         order=lambda cells: float(cells[""].split()[0]),
     ),
+    "ranks-collectives-others": Table(
+        "ranks/collectives_others_intel",
+        OTHERS,
+        other_collectives,
+        merged=True,
+        order=lambda cells: (cells[""].split(", ")[1], float(cells[""].split()[0])),
+    ),
     "ranks-fit": Table(COLLECTIVES, FITS, fits, merged=True),
+    "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
     "ranks-idle": Table("ranks/collectives_idle", IDLE, idle_speeds),
     **Table("ranks/parity", PARITY, parity_runs).kinds("ranks-parity", "intel"),
     "ranks-kill": Table("ranks/kill", rows=kill_results),

@@ -19,8 +19,7 @@ from gpt2core.app.planning.machine import calibration_file, host_machine
 from gpt2core.app.planning.memory import host_terms
 from gpt2core.app.planning.step_time import pipeline_timeline, step_seconds
 from gpt2core.app.presets import PRESETS
-from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.part import RECOMPUTE
+from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from testing.jobs import run_mpi
 

@@ -6,7 +6,7 @@ from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields
 from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
-from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
+from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line

@@ -9,8 +9,9 @@ from gpt2core.errors import ConfigError
 INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
 DATA = INSTALLED if INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
+NANO_WEIGHTS = DATA / "gpt2-nano"
 BOOK, BOOK_WEIGHTS = DATA / "moby_dick.txt", DATA / "gpt2-book"
-SHIPPED = {WEIGHTS: CORPUS, BOOK_WEIGHTS: BOOK}  # {weights: the corpus that they were trained on}
+SHIPPED = {WEIGHTS: CORPUS, NANO_WEIGHTS: CORPUS, BOOK_WEIGHTS: BOOK}  # {weights: the corpus that they were trained on}
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # directories of OpenAI's weights; they are not shipped
 
 # Positional arguments: vocab_size, block_size, n_layer, n_head, n_embd. The default GPT2Config() is GPT-2 124M.
@@ -49,7 +50,7 @@ def shipped_weights(preset, stage):
 
     stage: the name of the stage, in which no run of this preset was found.
     """
-    shipped = {"paper": WEIGHTS, "book": BOOK_WEIGHTS}
+    shipped = {"paper": WEIGHTS, "book": BOOK_WEIGHTS, "nano": NANO_WEIGHTS}
     if (preset or "paper") not in shipped:
         raise ConfigError(
             f"{stage} has no run of preset {preset}, and its weights are not shipped: train this preset first, or "

@@ -9,7 +9,6 @@ from gpt2core.app.presets import SHIPPED
 from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.app.settings.setting_fields import SAVED, flag, has_type, names_of
 from gpt2core.errors import CheckpointError, ConfigError, DataError
-from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.token_files import data_files
 from gpt2core.text.tokenizer import Tokenizer
@@ -160,6 +159,8 @@ def restore(trainer, checkpoint, progress, retune):
     it; ranks other than the root pass None for `checkpoint`. Returns notes to print. Raises CheckpointError if the loss
     scale or the tuned choices are not valid.
     """
+    from gpt2core.parallel.whole_parameters import load  # here, because inference.py imports no code of training
+
     parameters = checkpoint and checkpoint.parameters
     if progress is None:
         load(trainer, parameters)

@@ -3,11 +3,17 @@
 from dataclasses import dataclass
 
 from gpt2core.errors import ConfigError, counted, require_size
-from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
-from gpt2core.parallel.part import RECOMPUTE
-from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
+STRATEGIES = {  # name: (packed: several parameters in a message, eager: messages are sent during backward)
+    "naive": (False, False),
+    "flat": (True, False),
+    "overlap": (False, True),
+    "bucket": (True, True),
+}
+BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
 ZERO = 0, 1, 2, 3
+RECOMPUTE = "none", "block"  # what backward computes again
+PP_SCHEDULES = "gpipe", "1f1b", "interleaved", "zero-bubble"
 GATHERS = "end", "forward"
 
 
@@ -19,14 +25,14 @@ class ParallelConfig:
     """
 
     tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / (tp pp) model replicas
-    dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
+    dp: str = "flat"  # how gradients are summed over the replicas: see STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # a rank stores only its share of: 1: the moments of AdamW, 2: gradients too, 3: parameters too
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
     pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline
-    pp_schedule: str = "1f1b"  # the order in which a rank computes: see schedules.SCHEDULES
+    pp_schedule: str = "1f1b"  # the order in which a rank computes: see PP_SCHEDULES
     chunks: int | None = (
         None  # of the layers of each of these ranks; None: 2 for pp_schedule "interleaved", otherwise 1
     )
@@ -36,7 +42,7 @@ class ParallelConfig:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
         for name in ("tp", "pp", "chunks"):
             require_size(name, getattr(self, name))
-        known = dict(dp=STRATEGIES, zero=ZERO, zero_gather=GATHERS, recompute=RECOMPUTE, pp_schedule=SCHEDULES)
+        known = dict(dp=STRATEGIES, zero=ZERO, zero_gather=GATHERS, recompute=RECOMPUTE, pp_schedule=PP_SCHEDULES)
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ConfigError(

@@ -10,14 +10,7 @@ same order. In every strategy the update waits for the last message, because it 
 
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.compression import Compressed
-
-STRATEGIES = {  # name: (packed: several parameters in a message, eager: messages are sent during backward)
-    "naive": (False, False),
-    "flat": (True, False),
-    "overlap": (False, True),
-    "bucket": (True, True),
-}
-BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
+from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 
 
 class DataParallel:

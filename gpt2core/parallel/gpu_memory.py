@@ -13,6 +13,7 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.gpu_sizes import CHUNK_LOGITS, CONTEXT, LOGITS_ALIGNMENT, MIN_FUSED_GELU, WORKSPACE
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
 from gpt2core.parallel.pipeline.simulator import simulate
@@ -21,11 +22,6 @@ from gpt2core.parallel.tensor_parallel import shard_shapes
 
 FP32 = 4  # bytes per element
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # per activation, and per parameter that the kernels read
-CHUNK_LOGITS = 1 << 29  # the most logits that are computed at a time
-LOGITS_ALIGNMENT = 64  # the rows of the logits are padded to a multiple of this many columns, so that rows are aligned
-WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
-MIN_FUSED_GELU = 1 << 25  # elements of GELU's input; from this size cublasLt's GELU epilogue is faster than a kernel
-CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
 MARGIN = 1.1  # a configuration is suggested only if 1.1 times its predicted memory is free
 # The bytes of the buffers for the codes of `compress`, sent and received, divided by the bytes of a message in fp32
 CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}

@@ -13,8 +13,6 @@ from gpt2core.parallel.parameter import call, deliver
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
 
-RECOMPUTE = ("none", "block")  # what backward computes again
-
 
 def nothing(name):
     """The default of the hooks of a Part."""

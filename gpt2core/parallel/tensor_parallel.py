@@ -23,8 +23,7 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2
-from gpt2core.tensor import Tensor
+from gpt2core.inference_model import InferenceModel
 
 # {end of a parameter's name: (axis that is split, number of blocks along this axis)}; each block is split separately
 SPLITS = {
@@ -83,8 +82,8 @@ def unshard(name, shards):
     return whole.reshape(*before, parts * n, *after)
 
 
-def load_model(config, arrays, backend, group=SOLO):
-    """A GPT2 for generation. arrays: {name: whole host array}; the model gets this rank's shards, copied to one arena.
+def load_inference_model(config, arrays, backend, group=SOLO):
+    """An InferenceModel. arrays: {name: whole host array}; it gets this rank's shards, copied to one arena.
 
     Kernels read weights faster from one large buffer than from many small buffers.
     """
@@ -93,6 +92,15 @@ def load_model(config, arrays, backend, group=SOLO):
     views = arena.views(backend.zeros((arena.size,), backend.compute_dtype))
     for name, view in views.items():
         view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
+    return InferenceModel(config, views, backend, group)
+
+
+def load_model(config, arrays, backend, group=SOLO):
+    """A GPT2 with the arrays of load_inference_model()."""
+    from gpt2core.model import GPT2  # here, because a program that only generates text does not import autograd
+    from gpt2core.tensor import Tensor
+
+    views = load_inference_model(config, arrays, backend, group).arrays
     return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
 

@@ -31,7 +31,7 @@ def token_step(model):
 
 
 class TokenStep:
-    """Called as step(ids, cache) -> logits (V), like GPT2.next_logits; it computes a token or a window itself.
+    """Called as step(ids, cache) -> logits (V), like model.next_logits; it computes a token or a window itself.
 
     backend: the model's backend, or one of a worker thread with the same precision.
     """
@@ -41,9 +41,10 @@ class TokenStep:
     def __init__(self, model, backend):
         config = model.config
         self.window = None  # made when a window is full
-        self.model, self.backend, self.eps, self.n_head = model, backend, config.layer_norm_epsilon, config.n_head
+        self.model = model.without_autograd()
+        self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
         self.block_size = config.block_size
-        plan = forward_plan(config, model.parameters, self.operations, "NumPy's decoder")
+        plan = forward_plan(config, self.model.arrays, self.operations, "NumPy's decoder")
         # wpe: None with rotary positions, whose cache slides instead of a window
         self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
         weights = [w for layer in self.layers for each in layer for w in (each.linear_in[0], each.linear_out[0])]

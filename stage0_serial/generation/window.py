@@ -21,7 +21,7 @@ import threading
 import numpy as np
 
 from gpt2core.data import even_slices
-from gpt2core.tensor import no_grad
+from gpt2core.recording import no_grad
 
 
 class Window:

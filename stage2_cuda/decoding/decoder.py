@@ -26,9 +26,8 @@ import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.arena import round_up
-from gpt2core.next_logits import last_position
+from gpt2core.recording import no_grad
 from gpt2core.sampler import Greedy, Sampling
-from gpt2core.tensor import no_grad
 from gpt2core.text.only_tokens import OnlyTokens
 from stage2_cuda.decoding import batched, cluster_step, gather, sampling
 from stage2_cuda.decoding.decode_step import OPERATIONS, BatchedStep, ClusterStep, SingleRowStep
@@ -43,14 +42,16 @@ UNIFORMS = 256  # uniform random numbers per sequence in one upload
 class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
-    The sequences may have different lengths. model: a GPT2 on CudaBackend that is not split over ranks. The decoder
-    reads the model's own parameter arrays; only with batch 1 it makes transposed copies of most weights, before the
-    first decode step of each generation. stream: a DecodeStream or EagerStream. tiling: a batched.DecodeTiling.
+    The sequences may have different lengths. model: a GPT2 or InferenceModel on CudaBackend that is not split over
+    ranks. The decoder reads the model's own parameter arrays; only with batch 1 it makes transposed copies of most
+    weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream. tiling: a
+    batched.DecodeTiling.
     """
 
     def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.backend
-        self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
+        self.model = model.without_autograd()
+        self.stream, self.backend, self.batch, self.tiling = stream, backend, batch, tiling
         self.captured = {}  # {(compute, arguments, sample): captured step; under the interpreter, a plain function}
         self.unread = deque()  # per unread step: (function that waits for the step, sequence lengths before the step)
         with stream:
@@ -58,7 +59,7 @@ class GpuDecoder:
 
     def allocate(self, config, empty):
         B, C, V, block = self.batch, config.n_embd, config.vocab_size, config.block_size
-        self.plan = forward_plan(config, self.model.parameters, OPERATIONS, "the decoder of the GPU")
+        self.plan = forward_plan(config, self.model.arrays, OPERATIONS, "the decoder of the GPU")
         wte = self.plan.wte
         readback, self.readback = self.stream.mapped_array((B, sampling.READBACK), "int32")
         self.sequences = sampling.Sequences(empty, B, C, block, wte, self.plan.wpe, readback)
@@ -270,12 +271,11 @@ class GpuDecoder:
 
     def trunk(self, ids, cache, last_only):
         """The final LayerNorm's output for ids (B, T): (B, T, C), or only that of the last position, (B, 1, C)."""
-        model = self.model
-        return last_position(model, ids, cache) if last_only else model.head.ln_f(model.stream(ids, cache))
+        return self.model.normed(ids, cache, last_only)
 
     def keep_last_rows(self, y):
-        """h = the row of each sequence's last position; y: a Tensor (B, T, C), or (B, 1, C) with only these rows."""
-        gather.gather_last_rows(self.h, y.data, self.sequences.lengths)
+        """h = the row of each sequence's last position; y: (B, T, C), or (B, 1, C) with only these rows."""
+        gather.gather_last_rows(self.h, y, self.sequences.lengths)
 
     def unembed(self):
         """Compute the logits from h. Returns (maxima, indices): the largest logits of parts of the vocabulary."""
@@ -289,7 +289,7 @@ class GpuDecoder:
 
 
 class PrefillCache:
-    """The KV cache that GPT2.stream uses in a prefill: attend() stores keys and values and computes causal attention.
+    """The KV cache of InferenceModel in a prefill: attend() stores keys and values and computes causal attention.
 
     cache: an array (B, block, 2C) for each layer. The attention kernel is that of training.
     """

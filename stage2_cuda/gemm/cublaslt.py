@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.errors import ConfigError
-from gpt2core.tensor import ShapeError
+from gpt2core.errors import ConfigError, ShapeError
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.tuning.tuner import capture_calls, time_usable, timing_stream
 

@@ -63,6 +63,14 @@ def test_generate_without_a_checkpoint_reads_the_shipped_weights_of_the_preset(t
     assert f'echo "weights: {weights}"\n' in done.stdout and f'--weights "{weights}"' in done.stdout
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_generate_in_the_interpreter_reads_the_shipped_weights_of_preset_nano(stage):
+    done = make("-n", "generate", f"STAGE={stage}", "TRITON_INTERPRET=1")
+    assert (done.returncode, done.stderr) == (0, "") and '--weights "data/gpt2-nano"' in done.stdout
+    refused = make("-n", "generate", f"STAGE={stage}", "TRITON_INTERPRET=1", "PRESET=paper")
+    assert refused.returncode == 2 and "too slow for PRESET=paper: use PRESET=nano" in refused.stderr
+
+
 @pytest.mark.parametrize("preset", ["tiny", "foo", "paper"])
 def test_generate_from_a_given_folder_without_a_checkpoint_is_an_error_that_says_what_to_do(preset):
     done = make("-n", "generate", f"PRESET={preset}", "OUT=out/none")

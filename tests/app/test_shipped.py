@@ -11,10 +11,13 @@ import pytest
 
 from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, NANO_WEIGHTS, PRESETS, WEIGHTS
 from gpt2core.app.settings.final_values import resolve_flags
+from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.sampler import generate
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer, byte_alphabet
+from stage0_serial.numpy_backend import NumpyBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "attention blocks carry every gradient; heads, layers and tokens keep their shapes until training ends".split()
@@ -65,8 +68,17 @@ def test_the_weights_of_the_book_are_those_of_its_preset_in_16_bits_and_nothing_
     assert json.loads((BOOK_WEIGHTS / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_the_weights_of_the_book_predict_its_text(make_weights):
-    model = next(make_weights.models_for(1, load_checkpoint(BOOK_WEIGHTS)))
+def test_the_weights_of_preset_nano_continue_the_corpus(make_weights):
+    checkpoint = load_checkpoint(NANO_WEIGHTS)
+    assert checkpoint.config == PRESETS["nano"]
+    assert sum(path.stat().st_size for path in NANO_WEIGHTS.iterdir()) < 100_000
+    model, tokens = next(make_weights.models_for(1, checkpoint)), Tokenizer.load(NANO_WEIGHTS).encode(read_text(CORPUS))
+    assert list(generate(model, tokens[:18], 5)) == tokens[18:23].tolist()
+
+
+def test_the_weights_of_the_book_predict_its_text():
+    checkpoint = load_checkpoint(BOOK_WEIGHTS)
+    model = load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
     text, tokenizer = read_text(BOOK), Tokenizer.load(BOOK_WEIGHTS)
     excerpts = [text[start : start + 2_000] for start in range(0, 1_000_000, 250_000)]
     rows = np.stack([tokenizer.encode(excerpt)[:257] for excerpt in excerpts])

@@ -43,7 +43,7 @@ def test_the_plan_computes_the_logits_of_the_model(rng, tied):
     """The formula of Plan's docstring, written with NumPy: another parameter or another order gives other logits."""
     model, ids = random_model(rng, tied), rng.integers(0, 17, 7)
     config = model.config
-    plan = forward_plan(config, model.parameters, OPERATIONS, "the test")
+    plan = forward_plan(config, model.without_autograd().arrays, OPERATIONS, "the test")
     operations = {"attention": lambda qkv: attention(qkv, config.n_head), "gelu": gelu}
 
     def norm(x, w, b):
@@ -61,7 +61,7 @@ def test_the_plan_computes_the_logits_of_the_model(rng, tied):
 
 def test_the_plan_reads_each_parameter_once(rng):
     model = random_model(rng, tied=False)
-    plan = forward_plan(model.config, model.parameters, OPERATIONS, "the test")
+    plan = forward_plan(model.config, model.without_autograd().arrays, OPERATIONS, "the test")
     sublayers = [each for layer in plan.layers for each in layer]
     modules = [array for each in sublayers for pair in (each.norm, each.linear_in, each.linear_out) for array in pair]
     arrays = [plan.wte, plan.wpe, *modules, *plan.norm, plan.head]

@@ -14,7 +14,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core import threads
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
-from gpt2core.next_logits import last_logits
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
@@ -183,7 +182,7 @@ def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
     step, cache, expected = token_step(model), KVCache(model.config, model.backend), []
     logits = [step(ids[:7], cache), *(step([token], cache) for token in ids[7:])]
     for end in range(7, 41):
-        expected.append(last_logits(model, np.array(ids[:end])[None]).data[0, -1])
+        expected.append(model.without_autograd().logits(np.array(ids[:end])[None], last_only=True)[0, -1])
     assert cache.length == 40
     assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # float64; products of one row add in another order
 
@@ -195,7 +194,7 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.backend)
         logits = token_step(model)(ids, cache)
         assert cache.length == block  # the next token begins a new cache
-        expected = last_logits(model, np.array(ids)[None]).data[0, -1]
+        expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
@@ -212,7 +211,7 @@ def test_workers_compute_the_window_of_the_model(rng, models, workers):
             window = window_of(model, workers)
             for _ in range(2):
                 ids = rng.integers(0, 37, model.config.block_size).tolist()
-                expected = last_logits(model, np.array(ids)[None]).data[0, -1]
+                expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
                 assert_allclose(window.logits(ids), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -225,7 +224,7 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
     config = GPT2Config(vocab_size=vocabulary, block_size=block, n_layer=layers, n_head=heads, n_embd=16)
     model = load_model(config, dict(initial_parameters(config, 1)), NumpyBackend("fp64"))
     ids = rng.integers(0, vocabulary, block).tolist()
-    expected = last_logits(model, np.array(ids)[None]).data[0, -1]
+    expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
     for workers in {1, block // 2}:  # a worker has at least two rows
         assert_allclose(window_of(model, workers).logits(ids), expected, rtol=1e-9, atol=1e-9)
 

@@ -16,7 +16,6 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
-from gpt2core.next_logits import last_logits
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import AutogradError, ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
@@ -88,8 +87,10 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     want_loss.backward()
     with no_grad():
         assert relative(ours.logits(ids).numpy(), want.detach()) <= MODEL
-        assert_array_equal(last_logits(ours, ids).shape, (B, 1, config.vocab_size))
-        assert relative(last_logits(ours, ids).numpy(), want[:, -1:].detach()) <= MODEL
+    without_autograd = ours.without_autograd()
+    assert relative(without_autograd.logits(ids), want.detach()) <= MODEL
+    last = without_autograd.logits(ids, last_only=True)
+    assert last.shape == (B, 1, config.vocab_size) and relative(last, want[:, -1:].detach()) <= MODEL
     loss = ours.loss(ids, targets)
     assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
@@ -113,16 +114,20 @@ def test_cross_entropy_of_the_logits_equals_the_fused_loss(rng):
         assert_allclose(one.parameters[name].grad, other.parameters[name].grad, rtol=0, atol=1e-12)
 
 
-def test_last_only_gives_the_logits_and_gradients_of_the_last_of_all_positions(rng):
-    config = GPT2Config(29, 12, 2, 2, 8)
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_the_forward_pass_without_autograd_has_the_bits_of_the_model(rng, positions):
+    """The same kernels in the same order: also with a cache, and for the last position of a batch."""
+    config = GPT2Config(29, 12, 2, 2, 8, positions=positions)
     parameters, ids = random_parameters(config, rng, np.float64), batch(rng, config, 3, 12)[0]
-    last, whole = (model_of(config, parameters, NumpyBackend("fp64")) for _ in range(2))
-    y, want = last_logits(last, ids), whole.logits(ids)[:, -1:]
-    assert relative(y.numpy(), want.numpy()) <= 1e-12
-    dy = rng.standard_normal(y.shape)
-    y.backward(dy), want.backward(dy)
-    for name in parameters:
-        assert_allclose(last.parameters[name].grad, whole.parameters[name].grad, rtol=0, atol=1e-12)
+    model = model_of(config, parameters, NumpyBackend("fp64"))
+    other, caches = model.without_autograd(), [KVCache(config, model.backend, 3) for _ in range(2)]
+    with no_grad():
+        assert_array_equal(other.logits(ids), model.logits(ids).numpy())
+        for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:]):
+            assert_array_equal(other.logits(part, caches[0]), model.logits(part, caches[1]).numpy())
+            for cache in caches:
+                cache.length += part.shape[1]
+    assert relative(other.logits(ids, last_only=True), other.logits(ids)[:, -1:]) <= 1e-12
 
 
 def test_the_scale_of_the_loss_scales_loss_and_gradients(rng):

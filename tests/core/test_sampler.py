@@ -101,8 +101,8 @@ def test_generate_yields_a_token_before_it_computes_the_next(rng):
 
 def test_one_position_is_computed_per_token_until_the_block_is_full_then_the_window(rng):
     model, lengths = random_model(rng), []
-    embedding = model.embedding
-    model.units[0] = lambda ids, *rest: lengths.append(ids.shape[1]) or embedding(ids, *rest)
+    embedding = model.backend.embedding_forward
+    model.backend.embedding_forward = lambda ids, *rest: lengths.append(ids.shape[1]) or embedding(ids, *rest)
     list(generate(model, [5] * 4, 14, decoders={1: [Decoder(model)]}))  # not NumPy's, which computes a token elsewhere
     # 4 prompt positions, then one per step for positions 5 to 12; after that the window slides: 12 positions per step
     assert lengths == [4] + [1] * 8 + [BLOCK] * 5

@@ -18,7 +18,6 @@ from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.next_logits import last_logits
 from gpt2core.parallel.tensor_parallel import (
     check_tensor_parallel,
     gather,
@@ -218,7 +217,7 @@ def logits_equal_serial(comm, config, seed):
     serial, model = model_of(config, parameters), load_model(config, parameters, backend, comm)
     with no_grad():
         near(model.logits(ids).numpy(), want := serial.logits(ids).numpy())
-        near(last_logits(model, ids).numpy(), want[:, -1:])
+        near(model.without_autograd().logits(ids, last_only=True), want[:, -1:])
     cache = KVCache(config, backend, 2, comm)
     H, D = config.n_head // comm.size, config.n_embd // config.n_head
     assert {keys.shape for keys in cache.keys} == {(2, H, D, config.block_size)}

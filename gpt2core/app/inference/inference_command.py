@@ -22,7 +22,7 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_model
+from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_inference_model
 from gpt2core.sampler import chooser
 from gpt2core.threads import limit_blas
 
@@ -58,12 +58,14 @@ def inference_command(stage, world, args, cores):
     checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
     emit = print if world.is_root else print_nothing
     with memory_errors(backend, config, parallel=ParallelConfig(tp=group.size)):
-        model = load_model(config, arrays, backend, group)
         if args.mode == "evaluate":
-            from gpt2core.app.inference.evaluation import evaluate_file  # here: generation starts faster without it
+            # here: generation starts faster without them
+            from gpt2core.app.inference.evaluation import evaluate_file
+            from gpt2core.parallel.tensor_parallel import load_model
 
-            evaluate_file(world, model, tokenizer, args.data, emit)
+            evaluate_file(world, load_model(config, arrays, backend, group), tokenizer, args.data, emit)
             return 0
+        model = load_inference_model(config, arrays, backend, group)
         if args.mode == "batch":
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),

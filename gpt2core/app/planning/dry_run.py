@@ -22,7 +22,7 @@ from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
-from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.config import BUCKET_MB
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 

@@ -10,11 +10,10 @@ from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, MARGIN
 from gpt2core.parallel.merged_micro_batches import most_merged
 from gpt2core.parallel.mesh import Place
-from gpt2core.parallel.part import RECOMPUTE
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 

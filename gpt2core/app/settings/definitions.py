@@ -17,10 +17,7 @@ from gpt2core.app.settings.setting_fields import AGAIN, SAVED, Settings, default
 from gpt2core.architecture import POSITIONS
 from gpt2core.codecs import CODECS
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.config import ZERO, ParallelConfig
-from gpt2core.parallel.data_parallel import BUCKET_MB
-from gpt2core.parallel.part import RECOMPUTE
-from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.parallel.config import BUCKET_MB, PP_SCHEDULES, RECOMPUTE, ZERO, ParallelConfig
 
 # Groups: (title, description) for --help and docs/USAGE.md
 MODEL = ("model", None)
@@ -346,7 +343,7 @@ class TrainSettings(Settings):
         "rank; zero-bubble: gradients of weights are computed where a rank would wait",
         ParallelConfig.pp_schedule,
         AGAIN,
-        choices=tuple(SCHEDULES),
+        choices=tuple(PP_SCHEDULES),
         metavar="HOW",
     )
     chunks: int = setting(

@@ -13,7 +13,7 @@ from gpt2core.app.settings.definitions import MODEL, TrainSettings, recipe
 from gpt2core.app.settings.setting_fields import defaults_of, flag, names_of
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.config import BUCKET_MB
 
 DEFAULTS = defaults_of(TrainSettings)
 MODEL_FIELDS = [name for name in names_of(TrainSettings, group=MODEL) if name != "preset"]  # of GPT2Config

@@ -14,6 +14,7 @@ the canonical order (tree_sum.py), with few partial sums in memory.
 # P ranks, M micro-batches, V chunks on each rank
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.config import PP_SCHEDULES
 from gpt2core.parallel.pipeline.simulator import simulate
 
 
@@ -84,4 +85,4 @@ def with_tied_embedding(schedule):
     return [*schedule[:-1], actions + [("E", m, last) for _, m in due]]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero-bubble": zero_bubble}
+SCHEDULES = dict(zip(PP_SCHEDULES, (gpipe, one_f_one_b, interleaved, zero_bubble), strict=True))

@@ -1,0 +1,88 @@
+"""What do the order of the sequences and compressed gradients change in the validation loss of a training?
+
+Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, from the same initial weights. The last
+2 % of the book are for validation.
+"""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.processes import progress, run_main, run_to_end
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from gpt2core.app.output.loss_plot import Curve, write_plot
+from gpt2core.app.output.run_log import read_log
+from gpt2core.app.presets import BOOK, TOKENIZERS
+from stage1_mpi.launch import choose, launch_line
+
+BENCHMARK = "benchmarks.ranks.convergence"
+BASE = "--shuffle"  # the run with which the others are compared
+ORDERS = {"in order": ("--no-shuffle",), BASE: ("--shuffle",), "--local-shuffle": ("--local-shuffle",)}
+CODES = {f"--shuffle --compress {code}": ("--shuffle", "--compress", code) for code in ("fp16", "bf16", "int8")}
+RUNS = ORDERS | CODES  # {name: flags}
+RECIPE = "--preset tiny --threads 1 --schedule cosine --warmup 20 --clip 1 --val-fraction 0.02 --sample 0 --no-save"
+
+
+def train(name, args, seed):
+    """The log of one run, a list with one dictionary for each step."""
+    progress(f"{name}, seed {seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        flags = {"data": BOOK, "tokenizer": TOKENIZERS["book"], "seed": seed, "steps": args.steps, "log": log}
+        flags["eval-every"] = args.eval_every
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", "stage1_mpi.train_gpt2"]
+        run_to_end(name, [*line, *RECIPE.split(), *words, *RUNS[name]], blas_threads=1, timeout=args.timeout)
+        return read_log(log)
+
+
+def result(name, logs):
+    """The row of one run in the results file; logs: one for each seed. "val_losses" are means over the seeds."""
+    curves = [[row["val_loss"] for row in log if "val_loss" in row] for log in logs]
+    steps = [row["step"] for row in logs[0] if "val_loss" in row]
+    means = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
+    return {
+        "name": name,
+        "val_losses": [list(pair) for pair in zip(steps, means, strict=True)],
+        "final_val_losses": [curve[-1] for curve in curves],  # of each seed
+        "final_val_loss": means[-1],
+    }
+
+
+def compare(results):
+    """Add to each result its mean difference from BASE with the same seed, and the largest one of a seed."""
+    base = next(row["final_val_losses"] for row in results if row["name"] == BASE)
+    for row in results:
+        if row["name"] != BASE:
+            differences = [own - other for own, other in zip(row["final_val_losses"], base, strict=True)]
+            row["difference"], row["largest_difference"] = statistics.fmean(differences), max(differences, key=abs)
+
+
+def curves_of(results):
+    return [Curve(row["name"], *zip(*row["val_losses"], strict=True), {"marker": "."}) for row in results]
+
+
+def main():
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "all runs with two seeds"), ("--steps 20 --eval-every 10 --seeds 0", "a quick trial")
+    )
+    add = parser.add_argument
+    parser.MAY_BE_0 += ("seeds",)
+    add("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)")
+    add("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    add("--eval-every", type=int, default=100, help="steps between validations (default 100)")
+    add_flags(add, steps=400, timeout=600)
+    add_save_flags(add)
+    args = parser.parse_args()
+    results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]
+    progress("")
+    compare(results)
+    TABLES["ranks-convergence"].print(results)
+    path = save(BENCHMARK, results, args)
+    write_plot(curves_of(results), f"validation loss, {args.ranks} ranks, mean of the seeds", path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    run_main(main)
