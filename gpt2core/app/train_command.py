@@ -1,6 +1,7 @@
 """The training command: open_run(), make_training() and open_outputs(), then the loop, a report and a sample text."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -113,6 +114,7 @@ def run_steps(outputs, signals):
                 on_step=outputs.report,
                 save=outputs.save if config.out else None,
                 save_every=config.checkpoint_every,
+                save_seconds=config.checkpoint_seconds or math.inf,
                 verify_every=config.verify_every,
                 sample=outputs.sample,
                 sample_every=config.sample_every if config.sample else 0,
