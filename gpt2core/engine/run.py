@@ -31,11 +31,12 @@ def run(
 
     schedule(i) is the learning rate of step number i (from 0). After each step, run() calls on_step(step,
     validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it is
-    the last step. save(trainer), if given, writes a checkpoint every `save_every` steps, after the first step that ends
-    `save_seconds` or more after the last save or the start, by the clock of rank 0, and at the end; if a parameter is
-    not finite, Diverged is raised instead of saving. The `validation` windows are evaluated every `eval_every` steps
-    and at the end. The replicas of the parameters are compared every `verify_every` steps and at the end. An interval
-    of 0 means only at the end. sample(trainer) is called every `sample_every` steps, but not at the end; 0: never.
+    the last step. save(trainer, last), if given, writes a checkpoint every `save_every` steps, after the first step
+    that ends `save_seconds` or more after the last save or the start, by the clock of rank 0, and at the end, where
+    `last` is true. If a parameter is not finite, Diverged is raised instead of saving. The `validation` windows are
+    evaluated every `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every`
+    steps and at the end. An interval of 0 means only at the end. sample(trainer) is called every `sample_every` steps,
+    but not at the end; 0: never.
 
     received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
     OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
@@ -94,7 +95,7 @@ class Loop:
             verify(trainer)
         self.report(step, evaluate(trainer, self.validation) if self.due("evaluate", last) else None, last)
         if self.due("save", last) and not last:
-            self.save_checkpoint()
+            self.save_checkpoint(last=False)
         if self.due("sample", last) and not last:
             self.sample(self.trainer)
 
@@ -121,15 +122,15 @@ class Loop:
         except (ConfigError, OSError) as error:
             self.log_error = self.log_error or error
 
-    def save_checkpoint(self):
+    def save_checkpoint(self, last):
         check_finite(self.trainer)
-        self.save(self.trainer)
+        self.save(self.trainer, last)
         self.last_save, self.save_is_due = time.monotonic(), False
 
     def finish(self):
         """Save, and raise the error of a log that was lost; return the number of a signal, or None."""
         if self.save is not None:
-            self.save_checkpoint()
+            self.save_checkpoint(last=True)
         if isinstance(self.log_error, BrokenPipeError):  # the program that reads the output has closed the pipe
             raise self.log_error
         if self.log_error or self.stopping == LOG_LOST:

@@ -100,7 +100,7 @@ def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
         if step.step == interrupt:
             signal.raise_signal(signal.SIGINT)
 
-    def save(trainer):
+    def save(trainer, last):
         assert trainer.in_flight == []
         seen.append((trainer.steps, trainer.position, parameter_hash(trainer)))
 

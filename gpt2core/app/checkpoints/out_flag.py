@@ -50,9 +50,10 @@ def checkpoint_of_older_run(settings):
 
 def check_out_directory(args):
     """Raise an error if --out has the checkpoints of another run and --overwrite is not given, or if it is needed."""
-    for name in ("checkpoint_every", "checkpoint_seconds") if args.save is False else ():
+    for name in ("checkpoint_every", "checkpoint_seconds", "async_checkpoints") if args.save is False else ():
         if value := getattr(args, name):
-            raise ConfigError(f"{flag(name)} {value:g} and --no-save exclude each other: omit one")
+            given = flag(name) if value is True else f"{flag(name)} {value:g}"
+            raise ConfigError(f"{given} and --no-save exclude each other: omit one")
     if not args.overwrite and (older := checkpoint_of_older_run(args)):
         raise CheckpointError(of_another_run(f"--out {args.out}", describe_step(older), f" {args.out}", "directory"))
 

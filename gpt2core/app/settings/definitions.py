@@ -184,6 +184,13 @@ class TrainSettings(Settings):
         metavar="S",
         above=0,
     )
+    async_checkpoints: bool = setting(
+        OUTPUTS,
+        "save checkpoints, except the last one, in another process while training continues; rank 0 then needs 12 more "
+        "bytes of memory for each parameter, and an error of a save does not end the run (default: training waits)",
+        False,
+        AGAIN,
+    )
     keep: int = setting(
         OUTPUTS, "how many of the newest checkpoints to keep; 0: all", 2, SAVED, metavar="K", at_least=0
     )
