@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.backend_setup import memory_errors, step_sizes
-from gpt2core.app.checkpoints.background_writer import BackgroundWriter
+from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.inference.continuations import write_continuation, write_text
 from gpt2core.app.output.failed_output import noted
@@ -23,6 +23,8 @@ from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
+from gpt2core.parallel.config import possible_ranks
+from gpt2core.parallel.launcher_env import tell_launcher
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 
@@ -61,7 +63,17 @@ def open_outputs(world, args, opened, training, make_log, on_step):
         notes.append(f"note: --async-checkpoints: {text}, because only the last checkpoint is saved")
     settings_text = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     again = resume_command(replace(args, out=config.out))
+    if world.is_root:
+        with noted("the launcher would start a failed job only with the same number of ranks"):
+            tell_launcher(ranks=possible_worlds(config, trainer))
     return Outputs(training, log, settings_text, notes, on_step, again)
+
+
+def possible_worlds(config, trainer):
+    """The numbers of ranks with which a run can be continued with the same flags."""
+    is_fixed = config.deterministic or config.micro_batches
+    replicas = possible_ranks(config.batch_size, trainer.micro_batches if is_fixed else None, config.deterministic)
+    return [config.tp * config.pp * number for number in replicas]
 
 
 def train_command(stage, world, args, cores):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app.checkpoints.background_writer import BackgroundWriter
+from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.directory import HIDDEN, load_checkpoint
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.text.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def test_a_full_disk_and_a_killed_writer_are_one_message_each_and_the_next_check
 
 KILLED = """
 import os, pathlib, signal, sys
-from gpt2core.app.checkpoints.background_writer import BackgroundWriter
+from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.architecture import GPT2Config
 from test_async_checkpoints import save
 

@@ -28,7 +28,7 @@ from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel import micro_batches as micro_batches_module
 from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
-from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
+from gpt2core.parallel.config import ParallelConfig, plan_micro_batches, possible_ranks
 from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.divided_optimizer import DividedOptimizer
@@ -955,3 +955,19 @@ def test_schedules_without_warmup_or_decay():
 def test_an_invalid_schedule_is_refused_by_name(options, words):
     with pytest.raises(ConfigError, match=words):
         Schedule(**options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("given", [None, 2, 4, 12])
+@pytest.mark.parametrize("batch", [1, 12, 16])
+def test_the_possible_numbers_of_ranks_are_those_for_which_a_step_can_be_planned(batch, given, deterministic):
+    def plan(ranks):
+        try:
+            return plan_micro_batches(batch, given, 1, ranks, deterministic)[0]
+        except ConfigError:
+            return None
+
+    possible = [ranks for ranks in range(1, batch + 1) if plan(ranks)]
+    micro_batches = plan(1) if deterministic else given
+    if possible:
+        assert possible_ranks(batch, micro_batches, deterministic) == possible

@@ -23,9 +23,9 @@ from gpt2core.app.checkpoints.directory import save_checkpoint
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.settings.config_file import NAME, write_settings
 from gpt2core.errors import UserError
-from gpt2core.parallel.launcher_env import VARIABLES, write_continue_command
+from gpt2core.parallel.launcher_env import environment_of_no_rank, tell_launcher
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 ALIGNMENT = 64  # bytes; each array begins at a multiple of it
 
 
@@ -80,12 +80,10 @@ class BackgroundWriter(AbstractContextManager):
     def start(self):
         """Start the process, unless it runs. Its signals are those of a session of its own: Ctrl-C does not end it."""
         if self.process is None or self.process.poll() is not None:
-            launcher = {name for names in VARIABLES for name in names}  # the process is not a rank
-            environment = {name: value for name, value in os.environ.items() if name not in launcher}
-            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+            program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import main; main(sys.argv[1])"
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self.descriptor)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=[self.descriptor],
+                [sys.executable, "-c", program, str(self.descriptor)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_of_no_rank(), pass_fds=[self.descriptor],
                 start_new_session=True,
             )  # fmt: skip
 
@@ -142,7 +140,7 @@ def after_save(directory, settings_text, command):
     with noted(f"{NAME} was not written"):
         write_settings(directory / NAME, settings_text)
     with noted("the launcher would start a failed job from its beginning"):
-        write_continue_command(command)
+        tell_launcher(command=command)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -186,7 +184,3 @@ def main(descriptor):
         except EOFError:
             os._exit(0)
         threading.Thread(target=answer, args=(request,), daemon=True).start()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
