@@ -79,7 +79,9 @@ class BackgroundWriter(AbstractContextManager):
 
     def start(self):
         """Start the process, unless it runs. Its signals are those of a session of its own: Ctrl-C does not end it."""
-        if self.process is None or self.process.poll() is not None:
+        if self.process and self.process.poll() is not None:  # it was killed
+            self.end()
+        if self.process is None:
             program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import main; main(sys.argv[1])"
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, str(self.descriptor)],
