@@ -223,6 +223,7 @@ bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write resul
 	"$(python)" -m benchmarks.ranks.collectives --save --idle
 	"$(python)" -m benchmarks.ranks.parity --save
 	"$(python)" -m benchmarks.ranks.kill --save
+	"$(python)" -m benchmarks.ranks.survive --save
 
 bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU, stage 3 on four
 	"$(python)" -m benchmarks.gpu.step --save $(ARGS)

@@ -21,6 +21,7 @@ LONGEST_LINE = 1000  # characters; MPICH's mpiexec reads parts of 65,535 bytes o
 HOST = r"(\w[\w.-]*@)?[a-z0-9_][\w.-]*"  # host or user@host
 RANKS = "0*[1-9][0-9]{0,5}"  # a larger number makes MPICH's mpiexec hang
 NAME = r"\w[\w.-]*"
+SPACED_EQUALS = re.compile(r"\s*=\s*")
 CPUS = r"\d{1,4}(-\d{1,4})?(\+\d{1,4}(-\d{1,4})?)*(x[1-9]\d{0,3})?"
 BINDING = rf"none|rr|user:{CPUS}(,{CPUS})*|(machine|package|socket|numa|core|hwthread|l[1-5]cache)(:[1-9]\d{{0,3}})?"
 OPTIONS = {  # name of an option in `name=value` after a host: its meaning
@@ -112,7 +113,7 @@ def read_lines(path):
 def check_host(where, line, grammar):
     """The host in one line of a host file. Raises ConfigError for an invalid line; the message starts with `where`."""
     if grammar.relaxed:
-        line = re.sub(r"\s*=\s*", "=", line)
+        line = SPACED_EQUALS.sub("=", line)
     word, *options = line.split()
     host, colon, count = (word, "", "") if is_ipv6(word) else word.partition(":")
     brackets = re.match(r"\[(.*)\]", word)  # as in the address of a web page: [::1]:4

@@ -6,6 +6,7 @@ python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 import argparse
 import contextlib
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import CONTINUE_FILE, STARTED_AGAIN
 from stage1_mpi import host_file
+from stage1_mpi.restarts import Job, run_again
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ IMPLEMENTATIONS = (OPEN_MPI, MPICH)
 STARTING = 1.0  # seconds; a signal that mpiexec gets before it has started the ranks has no effect on them
 RANKS_PER_CORE, RANKS_PER_HOST = 100, 10_000  # more ranks are a typing error that would use up the memory
 KILL_AFTER = 10  # seconds from the second signal until mpiexec is killed
-# Exit codes after which a job is not started again: success, a user's mistake, and a signal to this launcher.
-FINAL = 0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+RANK = [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec"]  # the program that mpiexec starts
 
 # Prints the name of the MPI library. Runs in a child process and without MPI_Init, because the launcher is not a rank.
 PRINT_VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -320,8 +322,8 @@ def parser():
     text = "only print the MPI library and the path of its mpiexec (default: run the program)"
     add("--show", action="store_true", help=text)
     text = (
-        "how many times the job is started again if a rank was killed or failed, from its last checkpoint; not after "
-        "a user's mistake or a signal (default 0)"
+        "how many times the job is started again if a rank was killed or failed, from its last checkpoint; with "
+        "--hostfile, without hosts that cannot be reached; not after a user's mistake or a signal (default 0)"
     )
     add("--max-restarts", type=int, default=0, metavar="N", help=text)
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
@@ -396,34 +398,15 @@ def launch(args):
         raise ConfigError(f"-n {args.n}: too many ranks for {place}: use -n {limit} or less")
     if args.hostfile:
         host_file.check_names(args.hostfile, hosts)
-    ranks = launch_line(mpiexec, implementation, args.n, args.hostfile, flags)
-    ranks += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec"]
+    line = functools.partial(launch_line, mpiexec, implementation, extra=flags)
     sys.stdout.flush()
     if not args.max_restarts:
-        return supervise([*ranks, "--", *command], implementation)
+        return supervise([*line(args.n, args.hostfile), *RANK, "--", *command], implementation)
     with tempfile.TemporaryDirectory(dir="." if args.hostfile else None, prefix=".job-") as directory:
-        file = Path(directory).resolve() / "continue"
-        ranks += ["--continue-file", str(file)]
-        return run_again(ranks, command, implementation, file, args.max_restarts)
-
-
-def run_again(ranks, command, implementation, file, restarts):
-    """supervise() a job, up to `restarts` times again after it failed; returns the last exit code.
-
-    ranks: the command line without the program, `command`. file: when the program has saved a checkpoint, its content
-    is the command line that continues from there (launcher_env.py).
-    """
-    signals, again = forwarded_signals(implementation), [*ranks, "--started-again", "--"]
-    code = supervise([*ranks, "--", *command], implementation, signals)
-    for number in range(1, restarts + 1):
-        if code in FINAL:
-            break
-        command = shlex.split(file.read_text())[1:] if file.exists() else command  # without the path of Python
-        where = "from the last checkpoint" if file.exists() else "from its beginning, because nothing is saved"
-        text = f"note: the job ended with exit code {code}: it is started again {where} ({number} of {restarts})"
-        print(text, file=sys.stderr, flush=True)
-        code = supervise([*again, *command], implementation, signals)
-    return code
+        signals, file = forwarded_signals(implementation), Path(directory).resolve() / "continue"
+        rank = [*RANK, "--continue-file", str(file)]
+        job = Job(line, rank, lambda words: supervise(words, implementation, signals), implementation.host_format)
+        return run_again(job, command, args.n, args.hostfile, args.max_restarts, file, signals)
 
 
 def main():

@@ -74,12 +74,13 @@ class Done:
 class Job:
     """A running mpiexec. Use it as a context manager: leaving the block ends the job.
 
-    words: the arguments of mpiexec, such as "-n", 4, script; the word ":" separates groups of ranks. environment:
-    additional environment variables. The attribute `mark` is an environment variable, NAME=VALUE, that all processes of
-    the job have, and no other processes. pids() finds the processes by this variable, but only on Linux.
+    words: the arguments of mpiexec, such as "-n", 4, script; the word ":" separates groups of ranks. start: a command
+    line instead of that of mpiexec. environment: additional environment variables. The attribute `mark` is an
+    environment variable, NAME=VALUE, that all processes of the job have, and no other processes. pids() finds the
+    processes by this variable, but only on Linux.
     """
 
-    def __init__(self, *words, cwd=ROOT, **environment):
+    def __init__(self, *words, cwd=ROOT, start=None, **environment):
         self.mark = f"JOB_OF_TEST={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         defaults = {"PYTHONPATH": str(ROOT), name: value, **dict.fromkeys(THREAD_VARIABLES, "1")}
@@ -87,7 +88,7 @@ class Job:
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # standard output, standard error
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*launcher(), *map(str, words)],
+            [*(start or launcher()), *map(str, words)],
             cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=self.files[0], stderr=self.files[1],
             start_new_session=True,
         )  # fmt: skip

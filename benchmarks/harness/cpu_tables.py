@@ -116,6 +116,20 @@ def kill_results(record):
         yield {"": title, "result": summary["equal"]}
 
 
+def survived_kills(record):
+    found, summary = record["results"], record["results"]["summary"]
+    yield {"": "kills of a rank in one run", "result": summary["kills"]}
+    for moment, count in summary["moments"].items():
+        yield {"": f"of these, {moment}", "result": count}
+    yield {"": "kills that left an incomplete checkpoint, which no run reads", "result": summary["incomplete"]}
+    yield {"": "most steps that were repeated after a kill", "result": summary["most_repeated"]}
+    yield {"": "steps between checkpoints", "result": found["checkpoint_every"]}
+    seconds = fill("{median_seconds:.2f} s, {longest_seconds:.2f} s", summary)
+    yield {"": "median and longest time from the kill to the next step", "result": seconds}
+    title = "whether losses, gradient norms and final parameters are those of an undisturbed run, bit for bit"
+    yield {"": title, "result": "yes" if summary["equal"] else "NO"}
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 STEP = """
@@ -205,4 +219,5 @@ TABLES = {
     "ranks-idle": Table("ranks/collectives_idle", IDLE, idle_speeds),
     **Table("ranks/parity", PARITY, parity_runs).kinds("ranks-parity", "intel"),
     "ranks-kill": Table("ranks/kill", rows=kill_results),
+    "ranks-survive": Table("ranks/survive_intel", rows=survived_kills),
 }

@@ -248,7 +248,7 @@ FLAGS = {  # {name: help text} of flags of several benchmarks, whose values are 
     "threads": "CPU threads of each process",
     "timeout": "seconds that one round of a program, or one run, may take",
     "batch_size": "sequences per step over all ranks",
-    "times": "number of runs; one rank of each run is killed",
+    "times": "number of kills of a rank",
     "steps": "steps of each run",
     "checkpoint_every": "steps between checkpoints",
     "seed": "seed of the choice of ranks and of times",

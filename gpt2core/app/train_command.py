@@ -1,6 +1,7 @@
 """The training command: open_run(), make_training() and open_outputs(), then the loop, a report and a sample text."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.backend_setup import memory_errors, step_sizes
-from gpt2core.app.checkpoints.directory import save_checkpoint
+from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.inference.continuations import write_continuation, write_text
 from gpt2core.app.output.failed_output import noted
@@ -16,13 +17,14 @@ from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
 from gpt2core.app.output.terminal import training_width, wrapped
 from gpt2core.app.resume import run_state
-from gpt2core.app.settings.config_file import NAME, earlier_settings, text_of, write_settings
+from gpt2core.app.settings.config_file import earlier_settings, text_of
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
-from gpt2core.parallel.launcher_env import write_continue_command
+from gpt2core.parallel.launcher_env import tell_launcher
+from gpt2core.parallel.micro_batch_count import possible_ranks
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 
@@ -56,9 +58,22 @@ def open_outputs(world, args, opened, training, make_log, on_step):
     notes = [*trainer.backend.runtime.notes(trainer.config), *notes]
     if config.sample_every and not config.sample:
         notes.append(f"note: --sample-every {config.sample_every}: no effect, because --sample is 0")
+    if config.async_checkpoints and not (config.checkpoint_every or config.checkpoint_seconds):
+        text = "no effect without --checkpoint-every or --checkpoint-seconds"
+        notes.append(f"note: --async-checkpoints: {text}, because only the last checkpoint is saved")
     settings_text = on_root(world, lambda: text_of(args, config, earlier_settings(args)))
     again = resume_command(replace(args, out=config.out))
+    if world.is_root:
+        with noted("the launcher would start a failed job only with the same number of ranks"):
+            tell_launcher(ranks=possible_worlds(config, trainer))
     return Outputs(training, log, settings_text, notes, on_step, again)
+
+
+def possible_worlds(config, trainer):
+    """The numbers of ranks with which a run can be continued with the same flags."""
+    is_fixed = config.deterministic or config.micro_batches
+    replicas = possible_ranks(config.batch_size, trainer.micro_batches if is_fixed else None, config.deterministic)
+    return [config.tp * config.pp * number for number in replicas]
 
 
 def train_command(stage, world, args, cores):
@@ -100,7 +115,7 @@ def run_steps(outputs, signals):
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     first_step, start = trainer.steps, time.perf_counter()
     try:
-        with signals as stop, memory_errors(trainer.backend, trainer.config, *sizes):
+        with signals as stop, memory_errors(trainer.backend, trainer.config, *sizes), outputs.writer:
             if training.trace:
                 training.trace.begin()
             signal = run(
@@ -113,6 +128,7 @@ def run_steps(outputs, signals):
                 on_step=outputs.report,
                 save=outputs.save if config.out else None,
                 save_every=config.checkpoint_every,
+                save_seconds=config.checkpoint_seconds or math.inf,
                 verify_every=config.verify_every,
                 sample=outputs.sample,
                 sample_every=config.sample_every if config.sample else 0,
@@ -146,24 +162,26 @@ class Outputs:
     def __post_init__(self):
         self.config, self.corpus, self.trainer = self.training.config, self.training.corpus, self.training.trainer
         self.first_step = self.trainer.steps
+        self.writer = BackgroundWriter(on_error=lambda text: self.log.print_error(text))
 
-    def save(self, trainer):
+    def save(self, trainer, last):
         parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
-        if trainer.world.is_root:
-            save_checkpoint(
-                self.config.out,
-                trainer.steps,
-                config=trainer.config,
-                parameters=parameters,
-                moments=moments,
-                tokenizer=self.corpus.tokenizer,
-                state=run_state(trainer, self.config, self.corpus.fingerprint, self.log.last_log_row),
-                keep=self.config.keep,
-            )
-            with noted(f"{NAME} was not written"):
-                write_settings(self.config.out / NAME, self.settings_text)
-            with noted("the launcher would start a failed job from its beginning"):
-                write_continue_command(self.resume_command)
+        if not trainer.world.is_root:
+            return
+        waits = last or not self.config.async_checkpoints
+        save = self.writer.save_now if waits else self.writer.save
+        save(
+            self.config.out,
+            trainer.steps,
+            config=trainer.config,
+            parameters=parameters,
+            moments=moments,
+            tokenizer=self.corpus.tokenizer,
+            state=run_state(trainer, self.config, self.corpus.fingerprint, self.log.last_log_row),
+            keep=self.config.keep,
+            settings_text=self.settings_text,
+            command=self.resume_command,
+        )
 
     def sample(self, trainer):
         """Print a sample text during training. One thread generates it, so that training keeps its matrix products."""
@@ -179,6 +197,7 @@ class Outputs:
 
     def report(self, step, validation_loss, last):
         trainer, log = self.trainer, self.log
+        self.writer.poll()
         # first what all ranks do together: an error of the log on one rank must not leave the others waiting
         fields, note, lines = final_fields(trainer) if last else None, None, []
         try:

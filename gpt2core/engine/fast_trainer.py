@@ -78,8 +78,8 @@ class FastTrainer(ParallelTrainer):
             self.tuned = self.world.broadcast_object(self.backend.runtime.tuned)
             self.load_tuned(self.tuned, final=True)
 
-    def finish_step(self, step, signal=0):
-        """Wait for the oldest PendingStep, count it and return its Step. signal: see PendingStep.result().
+    def finish_step(self, step, request=0):
+        """Wait for the oldest PendingStep, count it and return its Step. request: see PendingStep.result().
 
         If a gradient overflows in fp16, the step is repeated with the same batch and half the loss scale, so no batch
         is lost. Raises Diverged if the loss or the norm is not finite; in fp16, for the norm only if the loss scale is
@@ -88,12 +88,12 @@ class FastTrainer(ParallelTrainer):
         """
         if not self.in_flight or self.in_flight[0] is not step:
             raise ValueError("read the result() of each step once, and that of the earlier step first")
-        loss, norm = self.read(step, signal)
+        loss, norm = self.read(step, request)
         while self.loss_scale.skips(loss, norm):
             step.repeats += 1
             self.check_scale(step.lr)
             self.launch(step)
-            loss, norm = self.read(step, signal)
+            loss, norm = self.read(step, request)
         self.in_flight.pop(0)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.stop_all()
@@ -112,11 +112,11 @@ class FastTrainer(ParallelTrainer):
             return None
         return tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
-    def read(self, step, signal):
-        """Wait for a PendingStep; return (loss, gradient norm), which are equal on all ranks, and so is stopped_by."""
+    def read(self, step, request):
+        """Wait for a PendingStep; return (loss, gradient norm). Both are equal on all ranks, and so is step.request."""
         *losses, norm = (array.item() for array in step.results.wait())
         sent_before = self.bytes_sent()
-        loss, step.stopped_by = self.mesh.total_loss(losses, signal)
+        loss, step.request = self.mesh.total_loss(losses, request)
         step.sent += self.bytes_sent() - sent_before + self.sent_by_update
         return loss, norm
 

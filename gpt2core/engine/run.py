@@ -1,5 +1,8 @@
 """The training loop of the command line: steps in flight, evaluation and checkpoints between steps, and signals."""
 
+import math
+import time
+
 from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
@@ -7,6 +10,9 @@ from gpt2core.parallel.whole_parameters import check_finite, verify
 from gpt2core.training_loop import read_batch
 
 LOG_LOST = 255  # a rank that cannot write its log sends this to the other ranks instead of a signal number
+
+# With its losses a rank sends 2 * (the number of a signal, LOG_LOST or 0) + (1 if a checkpoint is due by the clock of
+# the root, else 0). All ranks get the largest of these numbers, so they stop and save after the same steps.
 
 
 class LogLost(UserError):
@@ -20,17 +26,18 @@ class LogLost(UserError):
 
 def run(
     trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
-    verify_every=0, sample=None, sample_every=0, received_signal=lambda: 0,
+    save_seconds=math.inf, verify_every=0, sample=None, sample_every=0, received_signal=lambda: 0,
 ):  # fmt: skip
     """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
     schedule(i) is the learning rate of step number i (from 0). After each step, run() calls on_step(step,
-    validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it
-    is the last step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end; if a
-    parameter is not finite, Diverged is raised instead of saving. The `validation` windows are evaluated every
-    `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every` steps and at the
-    end. An interval of 0 means only at the end. sample(trainer) is called every `sample_every` steps, but not at the
-    end; 0: never.
+    validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it is
+    the last step. save(trainer, last), if given, writes a checkpoint every `save_every` steps, after the first step
+    that ends `save_seconds` or more after the last save or the start, by the clock of rank 0, and at the end, where
+    `last` is true. If a parameter is not finite, Diverged is raised instead of saving. The `validation` windows are
+    evaluated every `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every`
+    steps and at the end. An interval of 0 means only at the end. sample(trainer) is called every `sample_every` steps,
+    but not at the end; 0: never.
 
     received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
     OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
@@ -42,7 +49,9 @@ def run(
         intervals["save"] = save_every
     if sample_every:
         intervals["sample"] = sample_every
-    loop = Loop(trainer, windows, schedule, steps, intervals, on_step, validation, save, sample, received_signal)
+    loop = Loop(
+        trainer, windows, schedule, steps, intervals, save_seconds, on_step, validation, save, sample, received_signal
+    )
     while loop.goes_on():
         loop.step()
     return loop.finish()
@@ -52,11 +61,15 @@ class Loop:
     """The state of run(): the next batch, and what ends training."""
 
     def __init__(
-        self, trainer, windows, schedule, steps, intervals, on_step, validation, save, sample, received_signal
+        self, trainer, windows, schedule, steps, intervals, save_seconds, on_step, validation, save, sample,
+        received_signal,
     ):  # fmt: skip
         self.trainer, self.windows, self.schedule, self.steps = trainer, windows, schedule, steps
         self.intervals, self.on_step, self.validation, self.save = intervals, on_step, validation, save
         self.sample, self.received_signal = sample, received_signal
+        self.save_seconds = save_seconds if save is not None and trainer.world.is_root else math.inf
+        self.last_save = time.monotonic()
+        self.save_is_due = False  # by the clock of the root; equal on all ranks
         self.batch = None  # the batch that was read last; it may be that of the newest step in flight
         self.stopping = 0  # the number of a signal, LOG_LOST, or 0; equal on all ranks
         self.log_error = None  # the first error of on_step on this rank
@@ -74,14 +87,16 @@ class Loop:
         if trainer.overlaps and not self.pauses_after_next():
             self.begin(self.batch)
         oldest = trainer.in_flight[0]
-        step = oldest.result(LOG_LOST if self.log_error else self.received_signal())
-        self.stopping = oldest.stopped_by or self.stopping
+        late = time.monotonic() - self.last_save >= self.save_seconds
+        step = oldest.result(2 * (LOG_LOST if self.log_error else self.received_signal()) + late)
+        stopping, save_is_due = divmod(oldest.request, 2)
+        self.stopping, self.save_is_due = stopping or self.stopping, self.save_is_due or bool(save_is_due)
         last = not self.goes_on()
         if self.due("verify", last):
             verify(trainer)
         self.report(step, evaluate(trainer, self.validation) if self.due("evaluate", last) else None, last)
         if self.due("save", last) and not last:
-            self.save_checkpoint()
+            self.save_checkpoint(last=False)
         if self.due("sample", last) and not last:
             self.sample(self.trainer)
 
@@ -92,10 +107,14 @@ class Loop:
     def pauses_after_next(self):
         """Whether training ends after the next result, or the parameters are compared, evaluated or saved then."""
         steps = self.trainer.steps + 1
-        return self.stopping or steps >= self.steps or any(n and steps % n == 0 for n in self.intervals.values())
+        if self.stopping or self.save_is_due:
+            return True
+        return steps >= self.steps or any(n and steps % n == 0 for n in self.intervals.values())
 
     def due(self, kind, last):
         every = self.intervals.get(kind)
+        if kind == "save" and self.save_is_due and not self.trainer.in_flight:
+            return True
         return every is not None and (last or (every > 0 and self.trainer.steps % every == 0))
 
     def report(self, *arguments):
@@ -104,14 +123,15 @@ class Loop:
         except (ConfigError, OSError) as error:
             self.log_error = self.log_error or error
 
-    def save_checkpoint(self):
+    def save_checkpoint(self, last):
         check_finite(self.trainer)
-        self.save(self.trainer)
+        self.save(self.trainer, last)
+        self.last_save, self.save_is_due = time.monotonic(), False
 
     def finish(self):
         """Save, and raise the error of a log that was lost; return the number of a signal, or None."""
         if self.save is not None:
-            self.save_checkpoint()
+            self.save_checkpoint(last=True)
         if isinstance(self.log_error, BrokenPipeError):  # the program that reads the output has closed the pipe
             raise self.log_error
         if self.log_error or self.stopping == LOG_LOST:

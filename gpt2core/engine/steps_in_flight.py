@@ -15,20 +15,20 @@ class PendingStep:
 
     trainer: its FastTrainer. batch: from prepare(). lr: learning rate. number: the number of the update, from 1.
     results: the runtime.Results of its last launch. sent: the bytes that this rank has sent for it. repeats: how often
-    it was launched again (fp16). stopped_by: after result(), the largest signal number of all ranks, or 0.
+    it was launched again (fp16). request: after result(), the largest request of all ranks, or 0.
     """
 
     def __init__(self, trainer, batch, lr, number):
         self.trainer, self.batch, self.lr, self.number = trainer, batch, lr, number
         self.began, self.results = time.perf_counter(), None
-        self.sent, self.repeats, self.stopped_by = 0, 0, 0
+        self.sent, self.repeats, self.request = 0, 0, 0
 
-    def result(self, signal=0):
+    def result(self, request=0):
         """Return the Step, or raise Diverged: see FastTrainer.finish_step().
 
-        signal: the number of a signal that this rank has received, or 0.
+        request: a whole number that this rank sends with its losses: what the loop shall do after the step, or 0.
         """
-        return self.trainer.finish_step(self, signal)
+        return self.trainer.finish_step(self, request)
 
 
 def read_ahead(trainer, windows, ahead=1):

@@ -1,5 +1,7 @@
 """The environment variables by which a launcher tells a process its rank, and how the process answers it."""
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +12,7 @@ VARIABLES = (  # (number of processes, rank of this process)
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 
-CONTINUE_FILE = "STAGED_GPT2_CONTINUE_FILE"  # the file of write_continue_command(), if the launcher reads it
+CONTINUE_FILE = "STAGED_GPT2_CONTINUE_FILE"  # the file of tell_launcher(), if the launcher reads it
 STARTED_AGAIN = "STAGED_GPT2_STARTED_AGAIN"  # set if the launcher has started this job before
 
 
@@ -34,14 +36,30 @@ def read_launcher_env():
     return LauncherEnv()
 
 
+def environment_of_no_rank():
+    """The environment variables of this process without those of VARIABLES, for a process that is not a rank."""
+    launcher = {name for names in VARIABLES for name in names}
+    return {name: value for name, value in os.environ.items() if name not in launcher}
+
+
 def started_again():
     """Whether the launcher has started this job before, and it failed."""
     return STARTED_AGAIN in os.environ
 
 
-def write_continue_command(command):
-    """Tell the launcher the command line that continues this run: it uses it if a rank fails (--max-restarts)."""
+def tell_launcher(**facts):
+    """Tell the launcher facts that it uses if a rank fails (--max-restarts); those of earlier calls remain.
+
+    command: the command line that continues this run. ranks: a list of the numbers of ranks that it can have.
+    """
     if path := os.environ.get(CONTINUE_FILE):
         new = Path(f"{path}.new")
-        new.write_text(command, encoding="utf-8")
-        new.replace(path)  # the launcher reads the old command or the new one, never a part
+        new.write_text(json.dumps(read_facts(path) | facts), encoding="utf-8")
+        new.replace(path)  # the launcher reads the old facts or the new ones, never a part
+
+
+def read_facts(path):
+    """The facts that tell_launcher() has written to the file `path`; {} if there are none."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    return {}

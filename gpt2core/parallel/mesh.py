@@ -65,13 +65,15 @@ class Mesh:
         first = {id(group): title for title, group in reversed(named.items()) if group}
         return {title: group for title, group in named.items() if group and first[id(group)] == title}
 
-    def total_loss(self, losses, signal=0):
-        """(the sum of all ranks' losses in the canonical order, the largest signal number), as Python numbers.
+    def total_loss(self, losses, request=0):
+        """(the sum of all ranks' losses in the canonical order, the largest request), as Python numbers.
+
+        request: a whole number, for example of a signal; it needs no message of its own.
 
         The ranks of a tensor-parallel group have equal losses, so only the losses of its first rank are added. In a
         pipeline, only the last rank has losses.
         """
-        own = np.array([signal, *losses], np.float64)
+        own = np.array([request, *losses], np.float64)
         shape = self.pipeline.size, self.data.size, self.tensor.size, len(own)
         gathered = self.world.all_gather(own).reshape(shape)
         return tree_sum([float(loss) for loss in gathered[-1, :, 0, 1:].ravel()]), int(gathered[..., 0].max())

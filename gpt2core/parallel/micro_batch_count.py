@@ -24,6 +24,17 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
     return plan(batch_size, micro_batches, threads, ranks)
 
 
+def possible_ranks(batch_size, micro_batches, deterministic):
+    """The list of all numbers of data-parallel ranks for which plan_micro_batches() raises no error.
+
+    micro_batches: the number that it has returned, or None: not deterministic, and no number was given.
+    """
+    numbers = range(1, batch_size + 1)
+    if micro_batches is not None:
+        numbers = [ranks for ranks in numbers if micro_batches % ranks == 0]
+    return [ranks for ranks in numbers if batch_size % ranks == 0 and not (deterministic and ranks & (ranks - 1))]
+
+
 def plan_not_deterministic(batch_size, micro_batches, threads, ranks):
     """plan_micro_batches() without `deterministic`."""
     if micro_batches is None:

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from gpt2core.app.stop_signals import StopSignals
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine import fast_trainer, steps_in_flight
+from gpt2core.engine import run as engine_run
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.engine.run import run
 from gpt2core.engine.steps_in_flight import read_ahead
@@ -100,7 +102,7 @@ def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
         if step.step == interrupt:
             signal.raise_signal(signal.SIGINT)
 
-    def save(trainer):
+    def save(trainer, last):
         assert trainer.in_flight == []
         seen.append((trainer.steps, trainer.position, parameter_hash(trainer)))
 
@@ -127,6 +129,40 @@ def test_the_curve_is_the_same(rng, ranks, intervals):
     for *ahead, most_ahead, received in run_ranks(ranks, lambda comm: train(ReplayingBackend, seed, comm, **intervals)):
         assert ahead == plain and received is None
         assert (most, most_ahead) == (1, 1 if intervals.get("eval_every") == 1 else 2)
+
+
+class OwnClock(threading.local):
+    """A clock of each thread: each call of monotonic() is one second later, and those of other threads do not count."""
+
+    now = -1
+
+    def monotonic(self):
+        self.now += 1
+        return self.now
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_by_the_clock_of_the_root_is_after_the_same_step_on_all_ranks(rng, ranks, monkeypatch):
+    """The clock counts the start, each step and each save; with save_every, a save restarts the seconds."""
+    seed = int(rng.integers(1 << 30))
+
+    def saved(backend, **intervals):
+        monkeypatch.setattr(engine_run, "time", OwnClock())
+        found = run_ranks(ranks, lambda comm: train(backend, seed, comm, **intervals))
+        assert all(each[:2] == found[0][:2] for each in found) and found[0][1] == plain
+        return [line[0] for line in found[0][0] if len(line) == 3]
+
+    plain = run_ranks(ranks, lambda comm: train(NumpyBackend, seed, comm))[0][1]
+    assert saved(NumpyBackend, save_seconds=3) == [3, 6, 9, 12]
+    assert saved(NumpyBackend, save_seconds=3, save_every=4) == [3, 4, 7, 8, 11, 12]
+    assert saved(NumpyBackend, save_seconds=50) == [12]
+    assert saved(ReplayingBackend, save_seconds=3) == [4, 8, 12]  # one step was in flight
+
+
+def test_a_signal_and_a_save_that_is_due_are_sent_together(rng, monkeypatch):
+    monkeypatch.setattr(engine_run, "time", OwnClock())
+    seen, _, _, received = train(NumpyBackend, 1, interrupt=5, save_seconds=1)
+    assert received == signal.SIGINT and [line[0] for line in seen if len(line) == 3] == list(range(1, 8))
 
 
 def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):

@@ -339,7 +339,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
             received = 15 * (comm.rank == 1 and trainer.steps == 2)
             step = trainer.begin(read_batch(trainer, Windows(tokens, 16)), 1e-3)
             step.result(received)
-            stopped.append(step.stopped_by)
+            stopped.append(step.request)
         return stopped
 
     assert run_ranks(2, main) == [[0, 0, 15, 0]] * 2

@@ -33,7 +33,7 @@ from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.divided_optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batch_count import plan_micro_batches, possible_ranks
 from gpt2core.parallel.micro_batches import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards
@@ -956,3 +956,19 @@ def test_schedules_without_warmup_or_decay():
 def test_an_invalid_schedule_is_refused_by_name(options, words):
     with pytest.raises(ConfigError, match=words):
         Schedule(**options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("given", [None, 2, 4, 12])
+@pytest.mark.parametrize("batch", [1, 12, 16])
+def test_the_possible_numbers_of_ranks_are_those_for_which_a_step_can_be_planned(batch, given, deterministic):
+    def plan(ranks):
+        try:
+            return plan_micro_batches(batch, given, 1, ranks, deterministic)[0]
+        except ConfigError:
+            return None
+
+    possible = [ranks for ranks in range(1, batch + 1) if plan(ranks)]
+    micro_batches = plan(1) if deterministic else given
+    if possible:
+        assert possible_ranks(batch, micro_batches, deterministic) == possible

@@ -18,7 +18,7 @@ from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.output.run_log import read_log
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import CONTINUE_FILE
-from stage1_mpi import host_file, launch
+from stage1_mpi import host_file, launch, restarts
 from stage1_mpi.host_file import check_hosts, check_names
 from stage1_mpi.launch import MPICH, OPEN_MPI, choose, launch_line
 from tests.support.mpi import mpiexec
@@ -464,12 +464,73 @@ def test_a_job_whose_rank_is_killed_is_started_again_and_has_the_curve_of_an_und
     assert found == wanted and len(found) == 12
 
 
+FAKE_SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+if [ -e DOWN ]; then echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255; fi
+shift
+exec sh -c "$*"
+"""
+FAKE_HOST = "192.0.2.1"  # no computer has this address: it is for documentation
+
+
+def test_a_host_that_cannot_be_reached_is_left_out_of_the_job_that_is_started_again(mpi, tmp_path):
+    """Three slots remain, and of 1, 2 and 4 ranks, which four micro-batches allow, 2 is the largest that fits."""
+    if choose()[1] is not MPICH:
+        pytest.skip("the flags are those of MPICH's mpiexec")
+    down, hosts = tmp_path / "down", write(tmp_path / "hosts", f"# two hosts\nlocalhost:3\n{FAKE_HOST}:1\n")
+    agent = write(tmp_path / "ssh", FAKE_SSH.replace("DOWN", str(down)))
+    agent.chmod(0o755)
+    code = KILLS_ITSELF.replace("os.kill(", f"open({str(down)!r}, 'w').close(); os.kill(")
+    flags = f"--flags=-launcher ssh -launcher-exec {agent} -localhost 127.0.0.1"
+    words = "--preset nano --micro-batches 4 --steps 9 --sample 0 --threads 1 --checkpoint-every 3".split()
+    words = [write(tmp_path / "job.py", code), *words, "--log", tmp_path / "log", "--out", tmp_path / "run"]
+    done = run(*launcher("-n", 4, "--max-restarts", 1, "--hostfile", hosts, flags, *words), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert notes[0].endswith("it is started again from the last checkpoint (1 of 1)")
+    reason = f"ssh: connect to host {FAKE_HOST} port 22: No route to host"
+    assert notes[1] == f"note: {hosts}, line 3: {FAKE_HOST} cannot be reached ({reason}): it is left out"
+    assert notes[2] == "note: the job has 2 ranks instead of 4, on 3 slots"
+    serial = run(sys.executable, "-m", "stage0_serial.train_gpt2", *map(str, words[1:-4]), "--log", tmp_path / "serial",
+                 "--out", tmp_path / "serial-run")  # fmt: skip
+    assert serial.returncode == 0, serial.stderr
+    found, wanted = ([(row["step"], row["loss"]) for row in read_log(tmp_path / name)] for name in ("log", "serial"))
+    assert found == wanted and len(found) == 9 and not list(tmp_path.glob(".job-*"))
+
+
+@pytest.mark.parametrize(
+    "count, possible, wanted",
+    [(6, None, 4), (6, [1, 2, 3, 6], 3), (12, [2, 4, 8], 8), (3, [1, 3], 3), (6, [6, 12], None)],
+)
+def test_the_ranks_of_the_hosts_that_are_left_are_a_number_that_the_program_can_have(
+    tmp_path, monkeypatch, count, possible, wanted
+):
+    """The slots are 4 of 6; if there were more ranks than slots, the hosts that are left keep their share of them."""
+    hosts = write(tmp_path / "hosts", "a slots = 3\nb\nc slots=2\n")
+    monkeypatch.setattr(restarts, "problem_of", lambda command: "gone" if command[0][0] == "c" else None)
+    start_one = lambda path: [path.read_text()]  # noqa: E731
+    arguments = count, hosts, possible, OPEN_MPI.host_format, start_one, tmp_path
+    if wanted is None:
+        with pytest.raises(ConfigError, match="(?s)c cannot be.*left have 4 slots, and the program needs 6 or more"):
+            restarts.without_unreachable(*arguments)
+    else:
+        found, file, notes = restarts.without_unreachable(*arguments)
+        assert found == wanted and file.read_text() == "a slots = 3\nb\n" and len(notes) == 2
+
+
+def test_a_host_that_does_not_answer_is_unreachable(monkeypatch):
+    monkeypatch.setattr(restarts, "ANSWER", 0.2)
+    assert restarts.problem_of(["sleep", "60"]) == "no answer in 0.2 s"
+
+
 def test_a_run_that_cannot_tell_the_launcher_how_to_continue_it_is_no_failure(tmp_path):
     environment = ENVIRONMENT | {CONTINUE_FILE: str(tmp_path / "missing" / "file")}
     words = f"-m stage0_serial.train_gpt2 --preset nano --steps 2 --sample 0 --out {tmp_path / 'run'}".split()
     done = subprocess.run([sys.executable, *words], cwd=STAGE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and load_checkpoint(tmp_path / "run").path.name == "step-00000002"
-    assert done.stderr.startswith("note: the launcher would start a failed job from its beginning: ")
+    notes = [line.partition(": No such")[0] for line in done.stderr.splitlines()]
+    started = "note: the launcher would start a failed job"
+    assert notes == [f"{started} only with the same number of ranks", f"{started} from its beginning"]
 
 
 def test_a_mistake_is_not_repeated_and_the_last_failure_is_the_exit_code(mpi, tmp_path):
@@ -699,11 +760,3 @@ def test_make_sees_paths_from_the_root(mpi, stage):
 def test_make_names_the_mistake(mpi, goal, words, message):
     done = make(goal, *words.split())
     assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
-# -- Slurm -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_slurm_script_is_bash():
-    done = run("bash", "-n", STAGE / "slurm.sh")
-    assert (done.returncode, done.stderr) == (0, "")

@@ -50,8 +50,10 @@ def checkpoint_of_older_run(settings):
 
 def check_out_directory(args):
     """Raise an error if --out has the checkpoints of another run and --overwrite is not given, or if it is needed."""
-    if args.checkpoint_every and args.save is False:
-        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} and --no-save exclude each other: omit one")
+    for name in ("checkpoint_every", "checkpoint_seconds", "async_checkpoints") if args.save is False else ():
+        if value := getattr(args, name):
+            given = flag(name) if value is True else f"{flag(name)} {value:g}"
+            raise ConfigError(f"{given} and --no-save exclude each other: omit one")
     if not args.overwrite and (older := checkpoint_of_older_run(args)):
         raise CheckpointError(of_another_run(f"--out {args.out}", describe_step(older), f" {args.out}", "directory"))
 

@@ -172,6 +172,22 @@ class TrainSettings(Settings):
     checkpoint_every: int = setting(
         OUTPUTS, "steps between checkpoints; 0: only at the end", 0, SAVED, metavar="N", at_least=0
     )
+    checkpoint_seconds: float = setting(
+        OUTPUTS,
+        "also save a checkpoint after the first step that ends S seconds or more after the last checkpoint, or after "
+        "the start (default: only --checkpoint-every counts)",
+        None,
+        SAVED,
+        metavar="S",
+        above=0,
+    )
+    async_checkpoints: bool = setting(
+        OUTPUTS,
+        "save checkpoints, except the last one, in another process while training continues; rank 0 then needs 12 more "
+        "bytes of memory for each parameter, and an error of a save does not end the run (default: training waits)",
+        False,
+        AGAIN,
+    )
     keep: int = setting(
         OUTPUTS, "how many of the newest checkpoints to keep; 0: all", 2, SAVED, metavar="K", at_least=0
     )

@@ -25,7 +25,8 @@ def setting(group, help, default=None, kept=None, **options):
 
     group: (title, description). help: a text, in which a default that is not a value is described. default: the value
     that replaces None if no checkpoint and no preset has one. kept: SAVED, AGAIN or None. Options:
-      choices: the possible values. at_least, at_most: the range of a whole number. metavar: the value's name in --help.
+      choices: the possible values. at_least, at_most: the range of a whole number. above: a limit below all values.
+      metavar: the value's name in --help.
       parse: a function of the text of the flag, instead of the type. former: an earlier name, which is still accepted.
       switch: for a bool, whether --no-NAME exists too. compared: whether all ranks must have the same file.
       written: whether the run writes this file. one_call: whether it cannot be in the file of `config`.
@@ -60,6 +61,8 @@ def check_value(setting, value):
         raise ConfigError(f"`{name}={value}` must {f'be at least {low}' if low else 'not be negative'}")
     if setting.type is int and value > high:
         raise ConfigError(f"`{name}={value}` is too large: the largest value is {high}")
+    if "above" in options and not options["above"] < value <= high:
+        raise ConfigError(f"`{name}={value:g}` must be more than {options['above']} and at most {high}, or omitted")
 
 
 def has_type(kind, value):

@@ -1,0 +1,191 @@
+"""Does a run survive 20 random kills of its ranks with the bits of an undisturbed run, and how soon does it go on?
+
+One job is started with --max-restarts, and again and again a random rank is killed with SIGKILL: before the first
+checkpoint, while a checkpoint is written, and at random moments, which may be during start-up.
+"""
+
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.table_format import Table
+from benchmarks.ranks.kill import curve
+from gpt2core.app.checkpoints.directory import HIDDEN
+from testing.jobs import Job
+
+BENCHMARK = "benchmarks.ranks.survive"
+BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
+LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
+STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
+AGAIN = "it is started again"
+COLUMNS = """
+    kill = {number} | moment = {moment} | killed = rank {rank} | incomplete checkpoint = {left}
+    last step before = {last} | first step after = {after} | steps repeated = {repeated}
+    seconds until it = {seconds:.2f}
+"""
+
+
+def start(args, name, folder, restarts):
+    """Start the run with checkpoints in folder/name and its log beside them; return its Job."""
+    launcher = [sys.executable, "-m", "stage1_mpi.launch"]
+    flags = ["--preset", args.preset, "--steps", args.steps, "--checkpoint-every", args.checkpoint_every]
+    flags += ["--threads", 1, "--sample", 0, "--out", folder / name, "--log", folder / f"{name}.jsonl"]
+    if args.async_checkpoints:
+        flags.append("--async-checkpoints")
+    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", "stage1_mpi.train_gpt2", *flags]
+    return Job(*words, start=launcher)
+
+
+def moments(times, rng):
+    """The moments of the kills: one or more before the first checkpoint, the others in a random order."""
+    first, writing = max(1, times // 10), times * 3 // 10
+    later = [WRITING] * writing + [RANDOM] * (times - first - writing)
+    return [BEFORE] * first + rng.sample(later, len(later))
+
+
+def wait_until(job, condition, limit=120):
+    """Wait until condition() is true and return it; exits if the job ends, or after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not (result := condition()):
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"the job ended, or did nothing, between two kills: {job.texts()[1].strip()[-2000:]}")
+        time.sleep(0.001)
+    return result
+
+
+def steps_of(text):
+    """The numbers of the steps that a job has printed."""
+    return [int(number) for number in STEP.findall(text)]
+
+
+def incomplete_in(out):
+    """The names of the checkpoints in the directory `out` that are written now, or that a killed rank has not ended."""
+    names = os.listdir(out) if out.is_dir() else []
+    return {name for name in names if HIDDEN.fullmatch(name) and name.startswith(".step")}
+
+
+def kill(job, moment, out, old, seen, rng):
+    """Kill a random rank at a moment of the present start; return (rank, time).
+
+    old, seen: incomplete_in(out), and the number of characters that the job had printed, before this start.
+    """
+    begun = lambda: steps_of(job.out()[seen:])  # noqa: E731
+    if moment != RANDOM or rng.random() < 0.5:
+        wait_until(job, begun)
+    ranks = wait_until(job, job.ranks)
+    if moment == WRITING:
+        wait_until(job, lambda: incomplete_in(out) - old)
+    elif moment == RANDOM:
+        time.sleep(rng.uniform(0, LONGEST))
+        ranks = wait_until(job, job.ranks)
+    while True:
+        rank = rng.choice(sorted(ranks))
+        try:
+            os.kill(ranks[rank], signal.SIGKILL)
+            return rank, time.monotonic()
+        except ProcessLookupError:  # the rank has just ended
+            ranks = wait_until(job, job.ranks)
+
+
+def one_kill(job, number, moment, out, seen, rng):
+    """Kill a rank and wait for the next step; return (a row of the result, the characters printed before the start)."""
+    starts, old = job.texts()[1].count(AGAIN), incomplete_in(out)
+    rank, killed = kill(job, moment, out, old, seen, rng)
+    wait_until(job, lambda: job.texts()[1].count(AGAIN) > starts)
+    printed, incomplete = len(job.out()), bool(incomplete_in(out) - old)
+    before = steps_of(job.out())
+    after = wait_until(job, lambda: steps_of(job.out()[printed:]))[0]
+    seconds = time.monotonic() - killed
+    last = before[-1] if before else None
+    repeated = 0 if last is None else max(0, last - after + 1)
+    row = dict(number=number, moment=moment, rank=rank, incomplete=incomplete, before=last, after=after)
+    row |= dict(repeated=repeated, seconds=seconds)
+    return row, printed
+
+
+def survive(args, folder):
+    """Run the job with its kills; return the rows of the result. Exits if the job fails."""
+    rng, rows, seen = random.Random(args.seed), [], 0
+    with start(args, "killed", folder, args.times) as job:
+        for number, moment in enumerate(moments(args.times, rng), 1):
+            progress(f"kill {number}/{args.times}")
+            row, seen = one_kill(job, number, moment, folder / "killed", seen, rng)
+            rows.append(row)
+        progress("the steps that are left")
+        done = job.done()
+    if done.code:
+        sys.exit(f"the job ended with status {done.code} after its last kill: {done.err.strip()[-2000:]}")
+    return rows
+
+
+def undisturbed(args, folder):
+    """Run the same training without a kill; return its curve()."""
+    with start(args, "whole", folder, 0) as job:
+        done = job.done()
+    if done.code:
+        sys.exit(f"the run without kills ended with status {done.code}: {done.err.strip()[-2000:]}")
+    return curve(folder / "whole.jsonl")
+
+
+def summary_of(rows, found, wanted):
+    """The summary of the rows; found, wanted: the curve() of the run with and without kills."""
+    seconds = [row["seconds"] for row in rows]
+    return {
+        "kills": len(rows),
+        "moments": {moment: sum(row["moment"] == moment for row in rows) for moment in (BEFORE, WRITING, RANDOM)},
+        "incomplete": sum(row["incomplete"] for row in rows),
+        "equal": found == wanted,
+        "most_repeated": max(row["repeated"] for row in rows),
+        "median_seconds": statistics.median(seconds),
+        "longest_seconds": max(seconds),
+    }
+
+
+def parser():
+    parser = benchmark_parser(
+        BENCHMARK,
+        __doc__,
+        ("", "20 kills of one run on four ranks"),
+        ("--times 2 --ranks 2 --steps 60", "a quick trial"),
+    )
+    add = parser.add_argument
+    add_flags(add, times=20, steps=600, checkpoint_every=10, seed=0)
+    add("--ranks", type=int, default=4, help="ranks of the run (default 4)")
+    add("--preset", default="tiny", help="model (default tiny)")
+    add("--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)")
+    add_save_flags(add, "survive")
+    return parser
+
+
+def main():
+    args = parser().parse_args()
+    if not Path("/proc/self/environ").exists():
+        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = survive(args, folder)
+        found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
+    progress("")
+    texts = [{"last": str(row["before"]), "left": "yes" if row["incomplete"] else "no"} for row in rows]
+    Table("", COLUMNS).print([row | each for row, each in zip(rows, texts, strict=True)])
+    summary = summary_of(rows, found, wanted)
+    same = "the losses and parameters of an undisturbed run" if summary["equal"] else "OTHER losses or parameters"
+    print(
+        f"one run with {summary['kills']} kills has {same}; a kill repeated at most {summary['most_repeated']} steps "
+        f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
+        f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
+    )
+    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args, args.save_as)
+    return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
