@@ -50,6 +50,11 @@ class Exercise:
         return f"exercises.checks.{self.slug.replace('-', '_')}"
 
     @property
+    def hint(self):
+        """Where to look if a check knows nothing better."""
+        return f"Look at {', '.join(name.rpartition('.')[2] for _, name in self.functions)}."
+
+    @property
     def files(self):
         """The files that contain the functions, without repetition."""
         return list(dict.fromkeys(file for file, _ in self.functions))
