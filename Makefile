@@ -1,7 +1,7 @@
 # The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
-targets = help train generate notebook doctor report exercise detective grade packages parity test test-fast test-long \
-  test-gpu assignment sanitize bench bench-gpu lint clean
+targets = help train generate notebook doctor report exercise detective predict grade packages parity test test-fast \
+  test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 # The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
 variables = STAGE N HOSTFILE PRESET ARGS OUT CASE DIR SUITE PYTHON PYTHONPATH TRITON_INTERPRET
@@ -96,7 +96,7 @@ ifneq ($(not_targets),)
   $(error $(firstword $(not_targets)): there is no such target: make help lists the targets)
 endif
 
-ifneq ($(filter train generate exercise grade notebook,$(MAKECMDGOALS)),)
+ifneq ($(filter train generate exercise predict grade notebook,$(MAKECMDGOALS)),)
   ifneq ($(words $(STAGE)) $(filter $(STAGE),0 1 2 3),1 $(STAGE))
     $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
@@ -195,6 +195,9 @@ exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions to writ
 
 detective: $(mpi_ready)  ## copy a stage with a fault to DIR: find and mend it (CASE=1)
 	@"$(python)" -m exercises.detective --case "$(case)" $(folder)
+
+predict: $(exercise_ready)  ## predict numbers of the lesson of STAGE, then measure them
+	@"$(python)" -m exercises.predict --stage $(STAGE) $(ARGS)
 
 grade: $(exercise_ready)  ## grade the functions in DIR: score, first mistakes, hints
 	@"$(python)" -m exercises.grade $(if $(case),--case "$(case)",--stage $(STAGE)) $(folder) $(ARGS)

@@ -178,7 +178,7 @@ def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
     assert "-n 2  -- -m stage1_mpi" in make("-n", "train", "N=2", **environment).stdout
 
 
-@pytest.mark.parametrize("goal", ["exercise", "grade"])
+@pytest.mark.parametrize("goal", ["exercise", "predict", "grade"])
 @pytest.mark.parametrize("stage, packages", [(0, "."), (1, "."), (2, ".[interpreter]"), (3, ".[interpreter]")])
 def test_a_command_of_the_exercises_installs_what_their_stage_needs(tmp_path, goal, stage, packages):
     for name in ("Makefile", "pyproject.toml"):  # a clone without .venv
