@@ -194,6 +194,52 @@ EXERCISES = (
         },
     ),
     Exercise(
+        "1.6",
+        "one-f-one-b",
+        "the pipeline schedule 1F1B",
+        functions(PARALLEL + "pipeline/schedules.py", "one_f_one_b", "alternate"),
+        {
+            "schedule_order": "the actions of each rank, in order, for several numbers of ranks and micro-batches",
+            "alternate_other_lists": "alternate() with other lists, which it does not change",
+            "bubble_and_activations": "no rank waits forever; the bubble and the live activations are the least",
+            "pipeline_training": "training with --pp 2, compared with 1 rank bit for bit",
+        },
+    ),
+    Exercise(
+        "1.7",
+        "zero3-gather",
+        "gather and free the parameters of ZeRO-3",
+        functions(
+            PARALLEL + "sharded/unit_parameters.py",
+            "UnitParameters.need",
+            "UnitParameters.start",
+            "UnitParameters.free",
+        ),
+        {
+            "gather_before_use": "a unit is whole before it is read, and the next one is on its way",
+            "free_after_use": "only the units that are read now or next are in memory",
+            "tied_and_kept_units": "a head that reads the embedding too; ZeRO-2, which frees nothing",
+            "sharded_training": "training with --zero 3 and --zero 2 on 2 ranks, compared with 1 rank bit for bit",
+        },
+    ),
+    Exercise(
+        "1.8",
+        "tied-pipeline",
+        "a tied embedding on two ranks of a pipeline",
+        functions(
+            PARALLEL + "pipeline/tied_table.py",
+            "TiedTable.refresh",
+            "TiedTable.set_destination",
+            "TiedTable.add_embedding",
+        ),
+        {
+            "refresh_copies_the_table": "the first rank has the table of the last one, in every step",
+            "two_gradients": "the gradient of each micro-batch is that of the head plus that of the embedding",
+            "destinations_are_separate": "the gradients of several micro-batches wait at the same time",
+            "tied_training": "training of a tied model with --pp 2, compared with 1 rank bit for bit",
+        },
+    ),
+    Exercise(
         "2.1",
         "split-sum",
         "a sum that is split over programs",
