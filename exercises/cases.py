@@ -21,15 +21,16 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Case:
-    """One detective. changes: tuples (file, old text, new text); functions: pairs (file, qualified name) for the mend.
+    """One detective. effort: see Exercise. changes: tuples (file, old text, new text).
 
-    checks: {name of a function in `module`: what it checks}. symptom: shell commands that show it; words: what they
-    print.
+    functions: pairs (file, qualified name) that a mend may change. checks: {name of a function in `module`: what it
+    checks}. symptom: shell commands that show it; words: what they print.
     """
 
     number: int
     slug: str
     title: str
+    effort: list
     stage: int
     symptom: str
     words: list
