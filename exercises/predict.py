@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import tomllib
 
 from exercises.commands import KINDS, main_of
@@ -26,6 +27,7 @@ UNITS = {  # kind of a question: (the units that an answer may have, lower case,
 }
 NUMBER = re.compile(r"\s*([0-9][0-9,_ ]*\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%/]*)\s*", re.I)
 LARGEST = 1e30
+WIDTH = 80  # of a line, as of a usual terminal
 
 
 def parsed(text, kind):
@@ -53,9 +55,14 @@ def error_of(value, measured):
     return f"{100 * (value - measured) / measured:+.1f} %" if measured else "-"
 
 
+def lines_of(text):
+    """`text` in lines of WIDTH; the lines after the first one are indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="   ", break_on_hyphens=False)
+
+
 def asked(question, number, read=None):
     """The answer that the user types; a text that is no number is refused in one line, and the question asked again."""
-    print(f"{number}. {question.text}")
+    print(lines_of(f"{number}. {question.text}"))
     while True:
         try:
             text = (read or input)("   your prediction: ")
@@ -94,13 +101,19 @@ def report(question, number, answer):
     """Yield the lines of one question: prediction, formula and measurement, with the errors of the first two."""
     text, value = question.formula()
     measured = question.measure()
-    yield f"{number}. {question.text}"
-    rows = [("predicted", answer, ""), ("formula", value, text), ("measured", measured, "")]
+    yield lines_of(f"{number}. {question.text}")
+    rows = [
+        ("predicted", answer, f"{error_of(answer, value)} to the formula"),
+        ("formula", value, text),
+        ("measured", measured, ""),
+    ]
     for name, each, words in rows:
         error = "" if name == "measured" else error_of(each, measured)
-        yield f"   {name:10} {shown(each, question.unit):>24} {error:>10}  {words}".rstrip()
+        yield f"   {name:10} {shown(each, question.unit):>24} {error:>10}".rstrip()
+        if words:
+            yield lines_of(f"     {words}")
     if question.note:
-        yield f"   The formula differs from the measurement: {question.note}."
+        yield lines_of(f"   The formula differs from the measurement: {question.note}.")
 
 
 def command(arguments):

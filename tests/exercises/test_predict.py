@@ -75,9 +75,9 @@ def test_the_questions_are_asked_before_anything_is_measured(monkeypatch, capsys
     assert predict.command(["--stage", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["1. first", "2. first", ""]
-    assert lines[3:7] == [
-        "1. first", f"   predicted  {'27 %':>24} {'+575.0 %':>10}", f"   formula    {'2 %':>24} {'-50.0 %':>10}  1 + 1",
-        f"   measured   {'4 %':>24}",
+    assert lines[3:9] == [
+        "1. first", f"   predicted  {'27 %':>24} {'+575.0 %':>10}", "     +1250.0 % to the formula",
+        f"   formula    {'2 %':>24} {'-50.0 %':>10}", "     1 + 1", f"   measured   {'4 %':>24}",
     ]  # fmt: skip
 
 
