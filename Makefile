@@ -1,10 +1,10 @@
 # The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
-targets = help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu \
-  assignment sanitize bench bench-gpu lint clean
+targets = help train generate notebook doctor report exercise detective predict grade packages parity test test-fast \
+  test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 # The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
-variables = STAGE N HOSTFILE PRESET ARGS OUT DIR SUITE PYTHON PYTHONPATH TRITON_INTERPRET
+variables = STAGE N HOSTFILE PRESET ARGS OUT CASE DIR SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
 STAGE    ?= 0
 N        ?= 1
@@ -63,7 +63,23 @@ else
   ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
   ready_3     = $(if $(interpreted),.venv/.train-interpreter .venv/.train-mpi,.venv/.train-nccl)
   train_ready = $(ready_$(STAGE))
+  mpi_ready   = .venv/.train-mpi
   exercise_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
+endif
+
+# not from the environment: DIR and CASE there may belong to another program. With CASE, make grade grades a detective.
+folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")
+case   = $(if $(filter command,$(origin CASE)),$(CASE))
+
+ifneq ($(filter detective,$(MAKECMDGOALS)),)
+  ifeq ($(case),)
+    $(error CASE is missing: make detective CASE=1, the number of a detective in exercises/README.md)
+  endif
+endif
+ifneq ($(and $(filter parity,$(MAKECMDGOALS)),$(folder)),)
+  ifeq ($(shell test -d "$(DIR)" && echo yes),)
+    $(error DIR=$(DIR) is not a directory: give a working folder, or omit DIR)
+  endif
 endif
 
 ifneq ($(filter assignment,$(MAKECMDGOALS)),)
@@ -80,7 +96,7 @@ ifneq ($(not_targets),)
   $(error $(firstword $(not_targets)): there is no such target: make help lists the targets)
 endif
 
-ifneq ($(filter train generate exercise grade notebook,$(MAKECMDGOALS)),)
+ifneq ($(filter train generate exercise predict grade notebook,$(MAKECMDGOALS)),)
   ifneq ($(words $(STAGE)) $(filter $(STAGE),0 1 2 3),1 $(STAGE))
     $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
@@ -147,7 +163,9 @@ help:  ## show this text
 	@echo '                     stages 2 and 3 run only nano'
 	@echo '  ARGS=              more flags, for example ARGS="--steps 200 --lr 1e-3"'
 	@echo '  OUT=out/...        for checkpoints (default: out/stage$$STAGE-$$PRESET)'
-	@echo '  DIR=work/stageN    the working folder of make exercise and make grade'
+	@echo '  CASE=1             the number of a detective, for make detective and grade'
+	@echo '  DIR=work/...       the working folder (default: work/stageN, work/caseN);'
+	@echo '                     make parity then compares the code of this folder'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter; nothing is installed (default: .venv)'
 
@@ -172,14 +190,17 @@ doctor:  ## print versions and GPUs; run one small step of each stage
 report: $(report_ready)  ## measure the paper's tables; write out/report/index.html
 	@"$(python)" -m benchmarks.report $(ARGS)
 
-# not from the environment: DIR there may belong to another program
-folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")
-
 exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions to write
 	@"$(python)" -m exercises.start --stage $(STAGE) $(folder)
 
+detective: $(mpi_ready)  ## copy a stage with a fault to DIR: find and mend it (CASE=1)
+	@"$(python)" -m exercises.detective --case "$(case)" $(folder)
+
+predict: $(exercise_ready)  ## predict numbers of the lesson of STAGE, then measure them
+	@"$(python)" -m exercises.predict --stage $(STAGE) $(ARGS)
+
 grade: $(exercise_ready)  ## grade the functions in DIR: score, first mistakes, hints
-	@"$(python)" -m exercises.grade --stage $(STAGE) $(folder) $(ARGS)
+	@"$(python)" -m exercises.grade $(if $(case),--case "$(case)",--stage $(STAGE)) $(folder) $(ARGS)
 
 # Check that the interpreter PYTHON has the packages; a missing one is reported in one line.
 packages:
@@ -192,7 +213,7 @@ test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
 
 parity: $(test_ready)  ## compare kernels, model, stages in a table (ARGS=--full)
-	"$(python)" -m benchmarks.parity $(ARGS)
+	$(if $(folder),@cd "$(DIR)" && PYTHONPATH="$(CURDIR)" )"$(python)" -m benchmarks.parity $(ARGS)
 
 test-fast: $(test_ready)  ## run the main tests, in about 90 seconds
 	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)

@@ -10,9 +10,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 
+from exercises.cases import CASES
 from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
-from exercises.commands import MARKER, main_of, stage_of, write_file
-from exercises.grade import RECORD, grade, printable
+from exercises.commands import MARKER, Work, main_of, marked_work, write_file
+from exercises.grade import RECORD, grade_work, printable
 from exercises.source import SourceError, hash_of, read_source
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.errors import ConfigError
@@ -54,26 +55,40 @@ def rows_of(student):
 def row_of(student, folder):
     """The Row of one working folder."""
     if not (folder / RECORD).exists():
-        return Row(student, str(stage_of(folder)), "-", NO_RECORD)
+        return Row(student, shown(marked_work(folder)), "-", NO_RECORD)
     try:
         record = json.loads(read_source(folder / RECORD, RECORD))
-        stage, score, files = record["stage"], record["score"], record["files"]
-        scores = {each.number: int(record["exercises"][each.number]["score"]) for each in of_stage(stage)}
-        if stage not in PACKAGES or set(files) != set(graded_files(stage)):
+        score, files = int(record["score"]), record["files"]
+        if "case" in record:
+            work, scores = Work("case", record["case"]), {f"case {record['case']}": score}
+        else:
+            work = Work("stage", record["stage"])
+            scores = {each.number: int(record["exercises"][each.number]["score"]) for each in of_stage(work.number)}
+        if set(files) != set(files_of(work)):
             raise ValueError
-        return Row(student, str(stage), str(int(score)), remark_of(folder, stage, files), scores)
+        return Row(student, shown(work), str(score), remark_of(folder, work, files), scores)
     except (SourceError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Row(student, "-", "-", f"{RECORD} is not one that this version of make grade writes")
 
 
-def remark_of(folder, stage, files):
+def shown(work):
+    """The cell of a Work in the column "stage": "0" or "case 1"."""
+    return str(work).removeprefix("stage ")
+
+
+def files_of(work):
+    """The files of a working folder whose hashes grade.json has."""
+    return CASES[work.number].files if work.kind == "case" else graded_files(work.number)
+
+
+def remark_of(folder, work, files):
     """What a teacher must know about the graded files: whether they changed, are missing, or are the repository's."""
     there = hash_of(folder, files)
     missing = [file for file in files if there[file] is None]
     changed = [file for file in files if there[file] is not None and there[file] != files[file]]
     remarks = [f"missing: {', '.join(missing)}"] if missing else []
     remarks += [f"wrong hash, changed after make grade: {', '.join(changed)}"] if changed else []
-    if there == hash_of(ROOT, graded_files(stage)):
+    if there == hash_of(ROOT, files_of(work)):
         remarks.append("identical to the repository's files")
     return "; ".join(remarks)
 
@@ -81,9 +96,9 @@ def remark_of(folder, stage, files):
 def grade_again(student):
     """Grade every working folder of a student again, and write its grade.json."""
     for folder in [student, *student.glob("*"), *student.glob("*/*")]:
-        stage = stage_of(folder)
-        if stage is not None:
-            record = grade(stage, folder, show=lambda line: None)
+        work = marked_work(folder)
+        if work is not None:
+            record = grade_work(work, folder, show=lambda line: None)
             write_file(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
@@ -116,6 +131,7 @@ def command(arguments):
     print_table([["student", "stage", "score", "exercises", "remark"], *(row.for_screen() for row in rows)])
     if options.csv:
         numbers = [exercise.number for stage in PACKAGES for exercise in of_stage(stage)]
+        numbers += [f"case {number}" for number in CASES]
         try:
             with open(options.csv, "w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerow(["student", "stage", "score", *numbers, "remark"])

@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+from exercises.cases import CASES, problem
 from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage, removed_functions
-from exercises.commands import base_parser, check_folder, main_of, write_file
+from exercises.commands import base_parser, check_folder, main_of, work_of, write_file
 from exercises.runner import Result, run_check
-from exercises.source import SourceError, hash_of, merged, read_source, stripped
+from exercises.source import SourceError, hash_of, lines_in, merged, read_source, stripped
 from gpt2core.errors import ConfigError
 
 RECORD, LOG = "grade.json", "grade.log"
@@ -112,7 +113,55 @@ def grade(stage, folder, only=(), show=print, waiting=lambda number: None):
         },
         "files": before,
     }  # fmt: skip
-    write_log(folder / LOG, graded)
+    checks = [(exercise, name, result) for exercise, each in graded.items() for name, result in each.items()]
+    titled = [(f"{exercise.number}, {exercise.checks[name]}", result) for exercise, name, result in checks]
+    write_log(folder / LOG, titled)
+    return record
+
+
+def grade_work(work, folder, **options):
+    """The record of a working folder, of exercises or of a detective; options: of grade() or grade_case()."""
+    return (grade if work.kind == "stage" else grade_case)(work.number, folder, **options)
+
+
+def grade_case(number, folder, show=print):
+    """Grade the working folder of a detective, print the report with `show`, and return the record of grade.json.
+
+    It is solved, with a score of 100, if the changes are inside the functions that a mend may change and every check
+    passes; otherwise the score is 0. The checks end at the first one that fails, and no report has a hint.
+    """
+    case = CASES[number]
+    show(f"case {number}, {folder}")
+    results, before = {}, hash_of(folder, case.files)
+    try:
+        found = problem(case, folder)
+        texts = {file: read_source(folder / file, file) for file in case.files}
+    except SourceError as error:
+        found = str(error)
+    with tempfile.TemporaryDirectory(prefix="case-") as directory:
+        overlay = Path(directory).resolve()
+        if found is None:
+            for file, text in texts.items():
+                write(overlay / file, text)
+            lines = {file: list(range(1, len(lines_in(text)) + 1)) for file, text in texts.items()}
+            for name in case.checks:
+                results[name] = run_check(case, name, overlay, lines)
+                if results[name].state != "passed":
+                    break
+    for name, result in results.items():
+        passed = result.state == "passed"
+        show(f"  {'passed' if passed else 'failed'}  {case.checks[name]}" + ("" if passed else ":"))
+        if not passed:
+            show(f"            {printable(result.text)}")
+    if found is not None:
+        show(f"  {printable(found)}")
+    solved = found is None and all(result.state == "passed" for result in results.values())
+    states = dict.fromkeys(case.checks, "not run") | {name: result.state for name, result in results.items()}
+    record = {
+        "case": number, "score": 100 * solved, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checks": states, "files": before,
+    }  # fmt: skip
+    write_log(folder / LOG, [(f"case {number}, {case.checks[name]}", result) for name, result in results.items()])
     return record
 
 
@@ -142,13 +191,16 @@ def printable(text):
     return "".join(each if each.isprintable() else "?" for each in " ".join(str(text).split()))
 
 
-def write_log(path, graded):
-    """Write what the student's code printed during the checks, with its tracebacks, to the file grade.log."""
-    parts = []
-    for exercise, results in graded.items():
-        for name, result in results.items():
-            if result.printed.strip() and result.state != "not started":
-                parts.append(f"== {exercise.number}, {exercise.checks[name]}\n{result.printed.rstrip()}\n")
+def write_log(path, results):
+    """Write what the student's code printed during the checks, with its tracebacks, to the file grade.log.
+
+    results: pairs (title of a check, its Result).
+    """
+    parts = [
+        f"== {title}\n{result.printed.rstrip()}\n"
+        for title, result in results
+        if result.printed.strip() and result.state != "not started"
+    ]
     write_file(path, "\n".join(parts))
 
 
@@ -164,21 +216,19 @@ def command(arguments):
         ("--stage 0", "all exercises of stage 0, in work/stage0"),
         ("--stage 0 --only 0.1 0.2", "two of them"),
         ("--stage 1 --dir work/mpi", "those of stage 1, in another folder"),
+        ("--case 1", "the first detective, in work/case1"),
     )
-    text = "Grade the exercises of one stage, and write grade.json to the working folder."
-    parser = base_parser("grade", text, examples)
+    text = "Grade the exercises of one stage, or a detective, and write grade.json to the working folder."
+    parser = base_parser("grade", text, examples, ["stage", "case"])
     parser.add_argument(
         "--only", metavar="N.M", nargs="+", action="extend", default=[], help="the exercises to grade (default: all)"
     )
     options = parser.parse_args(arguments)
-    folder = check_folder(options.stage, options.dir)
-    numbers = [exercise.number for exercise in of_stage(options.stage)]
-    if options.stage >= 2 and find_spec("triton") is None:
-        raise ConfigError(f"stage {options.stage} needs Triton, whose interpreter runs the kernels: pip install triton")
-    for number in options.only:
-        if number not in numbers:
-            raise ConfigError(f"--only {number}: stage {options.stage} has the exercises {', '.join(numbers)}")
-    record = grade(options.stage, folder, options.only, lambda line: print(line, flush=True), print_waiting)
+    work = work_of(options)
+    folder = check_folder(work, options.dir)
+    check_only(work, options.only)
+    chosen = {} if work.kind == "case" else {"only": options.only, "waiting": print_waiting}
+    record = grade_work(work, folder, show=lambda line: print(line, flush=True), **chosen)
     if options.only:
         print(f"score of the graded exercises: {record['score']} %; {RECORD} is written only when all are graded")
     else:
@@ -187,6 +237,20 @@ def command(arguments):
     if (folder / LOG).stat().st_size:
         print(f"printed text and tracebacks of your code: {folder / LOG}")
     return 0
+
+
+def check_only(work, only):
+    """Raise ConfigError if the exercises `only` do not exist, or if Triton is missing for them."""
+    if work.kind == "case":
+        if only:
+            raise ConfigError(f"--only {only[0]}: {work} is graded as a whole: omit --only")
+        return
+    numbers = [exercise.number for exercise in of_stage(work.number)]
+    if work.number >= 2 and find_spec("triton") is None:
+        raise ConfigError(f"{work} needs Triton, whose interpreter runs the kernels: pip install triton")
+    for number in only:
+        if number not in numbers:
+            raise ConfigError(f"--only {number}: {work} has the exercises {', '.join(numbers)}")
 
 
 if __name__ == "__main__":

@@ -35,17 +35,16 @@ class Result:
 
 
 def run_check(exercise, check, overlay, lines):
-    """The Result of one check of an exercise.
+    """The Result of one check of an Exercise or a Case.
 
     overlay: the directory with the exercise's files of the student. lines: {file: the number of each line in the
     student's file}, for error messages.
     """
     seconds = INTERPRETER_SECONDS if exercise.stage == 2 else SECONDS
-    names = ", ".join(name.rpartition(".")[2] for _, name in exercise.functions)
     request = {
         "module": exercise.module, "check": check, "number": exercise.number, "page": exercise.page, "lines": lines,
         "overlay": str(overlay), "packages": sorted({str(Path(file).parent).replace("/", ".") for file in lines}),
-        "seconds": seconds, "memory": MEMORY, "output": OUTPUT, "hint": f"Look at {names}.",
+        "seconds": seconds, "memory": MEMORY, "output": OUTPUT, "hint": exercise.hint,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="grade-") as directory:
         work = Path(directory, "work")

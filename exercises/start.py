@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage, removed_functions
-from exercises.commands import DIR, HERE, MARKER, base_parser, called, folder_of, main_of
+from exercises.commands import DIR, HERE, MARKER, base_parser, main_of, work_of
 from exercises.source import read_source, stripped
 from gpt2core.app.presets import CORPUS, INSTALLED
 from gpt2core.errors import ConfigError
@@ -24,6 +24,11 @@ NOT_COPIED = shutil.ignore_patterns(
 
 def make_folder(stage, folder):
     """Make the working folder of a stage; raises ConfigError if `folder` exists and is not empty."""
+    new_folder(folder, lambda copy: fill_folder(stage, copy))
+
+
+def new_folder(folder, fill):
+    """Make a working folder, which fill(folder) writes; raises ConfigError if `folder` exists and is not empty."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: choose another folder with {DIR}")
     if folder.is_dir() and any(folder.iterdir()):
@@ -33,22 +38,27 @@ def make_folder(stage, folder):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".exercise-", dir=folder.parent) as directory:
         copy = Path(directory, "copy")
-        fill_folder(stage, copy)
+        fill(copy)
         copy.rename(folder)  # an interrupted command leaves no folder, or a complete one
 
 
 def fill_folder(stage, folder):
     """Write the packages, the corpus, the pages and the marker of a stage to a new folder."""
-    for package in PACKAGES[stage]:
-        shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
-    (folder / "data").mkdir()
-    shutil.copy(CORPUS, folder / "data")
+    copy_packages(stage, folder)
     messages = {file: messages_of(stage, file) for file in graded_files(stage)}
     for file, texts in (messages | removed_functions(of_stage(stage))).items():
         (folder / file).write_text(stripped(read_source(ROOT / file, file), texts), encoding="utf-8")
     for exercise in of_stage(stage):
         shutil.copy(PAGES / exercise.page, folder / exercise.page)
     (folder / MARKER).write_text(json.dumps({"stage": stage}) + "\n")
+
+
+def copy_packages(stage, folder):
+    """Copy the packages of a stage and the corpus to a new folder."""
+    for package in PACKAGES[stage]:
+        shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
+    (folder / "data").mkdir()
+    shutil.copy(CORPUS, folder / "data")
 
 
 def messages_of(stage, file):
@@ -70,12 +80,13 @@ def command(arguments):
     text = "Copy a stage to a working folder, without the functions that you will write."
     parser = base_parser("start", text, examples)
     options = parser.parse_args(arguments)
-    folder = folder_of(options.stage, options.dir)
+    work = work_of(options)
+    folder = work.folder(options.dir)
     make_folder(options.stage, folder)
     print(f"{folder} has the exercises of stage {options.stage}:")
     for exercise in of_stage(options.stage):
         print(f"  {exercise.page:<32} {exercise.title}")
-    print(f"Read the first page, write its functions, then run `{called('grade', options.stage, options.dir)}` {HERE}.")
+    print(f"Read the first page, write its functions, then run `{work.called('grade', options.dir)}` {HERE}.")
     return 0
 
 

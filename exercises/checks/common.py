@@ -6,10 +6,11 @@ import importlib.util
 import numpy as np
 
 from exercises.catalog import ROOT
-from exercises.compare import Mismatch, expect
+from exercises.compare import Mismatch, expect, expect_equal
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
+from gpt2core.errors import counted
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 
@@ -103,17 +104,43 @@ def on_ranks(p, function):
 
 def losses(world, backend, parallel=None):
     """The losses and norms of STEPS training steps of CONFIG on this rank of `world`: an array (STEPS, 2)."""
+    return trained(world, [backend], parallel)[0]
+
+
+def trained(world, backends, parallel=None, config=CONFIG, micro_batches=4, seed=3):
+    """(losses and norms (STEPS, 2), hash of the parameters) of a training run on this rank of `world`.
+
+    backends: one for each thread. Sequences have the block size of `config`.
+    """
     from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+    from gpt2core.parallel.whole_parameters import parameter_hash
     from gpt2core.training_loop import read_batch
 
     options = dict(clip=0.5, weight_decay=0.1, beta2=0.95)
+    T = config.block_size
     trainer = Trainer(
-        CONFIG, [backend], batch_size=8, seq_len=16, micro_batches=4, world=world,
-        parallel=parallel or ParallelConfig(), seed=3, optimizer=options,
+        config, backends, batch_size=8, seq_len=T, micro_batches=micro_batches, world=world,
+        parallel=parallel or ParallelConfig(), seed=seed, optimizer=options,
     )  # fmt: skip
-    windows = Windows(random(1).integers(0, CONFIG.vocab_size, 300).astype(np.uint16), 16)
+    windows = Windows(random(1).integers(0, config.vocab_size, 10 * T + 140).astype(np.uint16), T)
     steps = [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(STEPS)]
-    return np.array([(step.loss, step.grad_norm) for step in steps], np.float64)
+    return np.array([(step.loss, step.grad_norm) for step in steps], np.float64), parameter_hash(trainer)
+
+
+def expect_same_bits(ranks, parallel=None, threads=1, **options):
+    """Compare a run of the student's code on threads as ranks with one of the repository's NumpyBackend on one rank.
+
+    threads: of each rank. options: of trained().
+    """
+    from stage0_serial.numpy_backend import NumpyBackend
+
+    want, digest = trained(Solo(), [real("stage0_serial/numpy_backend.py").NumpyBackend()], **options)
+    runs = on_ranks(ranks, lambda world: trained(world, [NumpyBackend() for _ in range(threads)], parallel, **options))
+    for rank, (got, own) in enumerate(runs):
+        where = f"with {counted(ranks, 'rank')}" + f" and {threads} threads" * (threads > 1)
+        expect(f"{where}, the loss of step 0 to 2 on rank {rank}", got[:, 0], want[:, 0], 0)
+        expect(f"{where}, the gradient norm of step 0 to 2 on rank {rank}", got[:, 1], want[:, 1], 0)
+        expect_equal(f"{where}, the hash of the parameters on rank {rank}", own, digest)
 
 
 def expect_curve(backend_class, look):

@@ -28,7 +28,7 @@ def benchmark(name):
 
 
 COMMANDS = {
-    **{f"exercises.{name}": exercise(name) for name in ("start", "grade", "collect")},
+    **{f"exercises.{name}": exercise(name) for name in ("start", "detective", "predict", "grade", "collect")},
     **{f"benchmarks.{name}": benchmark(name) for name in ("report.__main__", "overlay", "parity.__main__")},
     **{f"benchmarks.{name}": benchmark(name) for name in ("harness.tables", "harness.figures")},
     "stage1_mpi.launch": lambda: sys.exit(launch.main()),

@@ -101,6 +101,18 @@ def test_exercises_are_started_and_graded_and_name_commands_that_exist(installed
     assert "4 of 4 checks passed" in graded.stdout, graded.stdout + graded.stderr
 
 
+def test_a_detective_is_made_and_graded_without_a_makefile(installed):
+    missing = installed("exercises.grade", "--case", 5)
+    want = "error: work/case5 does not exist: run `python -m exercises.detective --case 5` first\n"
+    assert (missing.returncode, missing.stderr) == (2, want)
+    made = installed("exercises.detective", "--case", 5)
+    assert made.returncode == 0 and "run `python -m exercises.grade --case 5` in this directory" in made.stdout
+    file = "stage0_serial/numpy_backend.py"
+    shutil.copy(ROOT / file, installed.here / "work" / "case5" / file)
+    graded = installed("exercises.grade", "--case", 5)
+    assert "score: 100 %" in graded.stdout, graded.stdout + graded.stderr
+
+
 def test_the_doctor_names_commands_of_pip_where_there_is_no_makefile(installed):
     code = "from gpt2core.app.doctor import installer; print(*[installer(n, i) for n in range(4) for i in (1, 0)])"
     done = subprocess.run(

@@ -119,6 +119,22 @@ def test_the_working_folder_is_dir_of_the_command_line_only(goal, module):
     assert "STAGE=7 is not a stage: STAGE is 0, 1, 2 or 3" in make(goal, "STAGE=7").stderr
 
 
+def test_a_detective_needs_its_number_and_parity_compares_a_working_folder():
+    assert (
+        '-m exercises.detective --case "2" --dir "some folder"'
+        in make("-n", "detective", "CASE=2", "DIR=some folder").stdout
+    )
+    assert '-m exercises.grade --case "2"' in make("-n", "grade", "CASE=2").stdout
+    assert "--stage 0" in make("-n", "grade", CASE="of another program").stdout
+    for words, message in (
+        (["detective"], "CASE is missing: make detective CASE=1"),
+        (["parity", "DIR=no folder"], "DIR=no folder is not a directory: give a working folder, or omit DIR"),
+    ):
+        done = make(*words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and message in done.stderr
+    assert f'cd "docs" && PYTHONPATH="{ROOT}"' in make("-n", "parity", "DIR=docs").stdout
+
+
 @pytest.mark.parametrize("goal", ["tarin", "tests", "docs", "data", "./data", "gpt2core/", "stage0_serial", "Makefile"])
 def test_an_unknown_target_is_an_error_that_names_make_help(goal):
     for goals in ([goal], ["help", goal]):
@@ -170,7 +186,7 @@ def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
     assert "-n 2  -- -m stage1_mpi" in make("-n", "train", "N=2", **environment).stdout
 
 
-@pytest.mark.parametrize("goal", ["exercise", "grade"])
+@pytest.mark.parametrize("goal", ["exercise", "predict", "grade"])
 @pytest.mark.parametrize("stage, packages", [(0, "."), (1, "."), (2, ".[interpreter]"), (3, ".[interpreter]")])
 def test_a_command_of_the_exercises_installs_what_their_stage_needs(tmp_path, goal, stage, packages):
     for name in ("Makefile", "pyproject.toml"):  # a clone without .venv

@@ -248,7 +248,7 @@ def test_usage_names_every_flag():
 
 
 # Names of files that a reader has or that a run writes.
-OF_THE_READER = set("config.json tokenizer.json model.safetensors optimizer.safetensors state.json".split())
+OF_THE_READER = set("my.toml config.json tokenizer.json model.safetensors optimizer.safetensors state.json".split())
 OF_THE_READER |= set("grade.json grade.log class.csv my.txt prompts.txt run.jsonl run.png one.jsonl two.jsonl".split())
 
 

@@ -1,11 +1,13 @@
 """The functions of the exercises are found by their names, removed, and put back."""
 
 import ast
+import difflib
 
 import pytest
 
 from exercises.catalog import EXERCISES, PAGES, ROOT, graded_files, of_stage
-from exercises.source import SourceError, find, merged, parse, stripped
+from exercises.source import SourceError, find, lines_in, lines_of, merged, parse, stripped
+from exercises.start import messages_of
 
 pytestmark = pytest.mark.fast
 
@@ -99,8 +101,30 @@ def test_every_check_of_an_exercise_exists(exercise):
     assert [check for check in exercise.checks if find(tree, check) is None] == []
 
 
-def test_a_stage_has_four_to_six_exercises_in_order():
+def test_a_stage_has_four_to_eight_exercises_in_order():
     for stage in range(4):
         numbers = [exercise.number for exercise in of_stage(stage)]
-        assert numbers == [f"{stage}.{i}" for i in range(1, len(numbers) + 1)] and 4 <= len(numbers) <= 6
+        assert numbers == [f"{stage}.{i}" for i in range(1, len(numbers) + 1)] and 4 <= len(numbers) <= 8
         assert graded_files(stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_solving_an_exercise_changes_only_lines_of_its_functions(stage):
+    """From the working folder to the real code, each function loses one line, `raise`, and gains the lines of its body.
+
+    All other lines are equal, with signatures and docstrings.
+    """
+    for file in graded_files(stage):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        messages, tree = messages_of(stage, file), parse(text, file)
+        given, solved = lines_in(stripped(text, messages)), lines_in(text)
+        inside = {
+            n for name in messages for n in range(lines_of(find(tree, name))[0], lines_of(find(tree, name))[1] + 1)
+        }
+        removed, added = [], []
+        for kind, i, j, k, m in difflib.SequenceMatcher(None, given, solved, autojunk=False).get_opcodes():
+            if kind != "equal":
+                removed += given[i:j]
+                added += range(k + 1, m + 1)
+        assert len(removed) == len(messages) and all("raise NotImplementedError(" in line for line in removed), file
+        assert set(added) <= inside and added, file
