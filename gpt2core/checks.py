@@ -82,6 +82,16 @@ def tokens(operation, array, vocabulary):
             raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
 
 
+def batch(arrays, shape, vocabulary):
+    """Each of `arrays` has tokens of the vocabulary and this shape, (rows, T); returns them as NumPy arrays."""
+    arrays = [np.asarray(array) for array in arrays]
+    for array in arrays:
+        if array.shape != shape:
+            raise ShapeError(f"batch: tokens {array.shape}, but the rows of this rank are (rows, T) = {shape}")
+        tokens("batch", array, vocabulary)
+    return arrays
+
+
 def axes(operation, backend, shape, ndim):
     """`shape` has `ndim` axes, or one more, M, with a backend that merges micro-batches."""
     if len(shape) == ndim + 1 and not backend.merges_micro_batches:

@@ -71,9 +71,9 @@ class AdamW:
     def coefficients(self, step, lr):
         return adamw_coefficients(step, lr, *self.betas, self.eps, self.weight_decay)
 
-    def update(self, backend, p, g, states, coefficients, factor, decays, copy=None):
+    def update(self, backend, p, g, states, coefficients, factor, decays, *copy):
         """Update the flat arrays p and `states`, {name: array}, from g * factor: see Backend.adamw_step."""
-        backend.adamw_step(p, *states.values(), g, coefficients, factor, decays, self.betas, copy)
+        backend.adamw_step(p, *states.values(), g, coefficients, factor, decays, self.betas, *copy)
 
 
 class Optimizer:

@@ -170,7 +170,7 @@ class PlainBackend(Backend):
     # -- AdamW: m and v are running means of g and of g^2;  p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)
     #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_coefficients() puts these divisors into rate and e
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
         if math.isnan(factor):
             return
         (rate, e, shrink), (beta1, beta2) = coefficients.tolist(), betas
@@ -179,8 +179,6 @@ class PlainBackend(Backend):
         v[...] = beta2 * v + (1 - beta2) * g * g
         decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)
         p[...] = decay * p - rate * m / (np.sqrt(v) + e)
-        if copy is not None:
-            self.cast(p, copy.array, copy.key)
 
     # -- generation, which is not part of a training step: the keys and values of earlier positions are in a cache -----
 

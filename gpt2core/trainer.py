@@ -7,8 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import numpy as np
-
 from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
@@ -16,8 +14,8 @@ from gpt2core.data import even_slices
 from gpt2core.errors import diverged, require_known
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import AdamW, Optimizer
-from gpt2core.tensor import ShapeError, Tensor
-from gpt2core.tree_sum import tree_sum
+from gpt2core.tensor import Tensor
+from gpt2core.tree_sum import tree_reduce, tree_sum
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,9 @@ class BaseTrainer(ABC):
         self.steps, self.position = self.steps + 1, self.position + self.batch_size
         return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
 
-    def checked(self, tokens):
-        tokens, shape = np.asarray(tokens), (self.rows.stop - self.rows.start, self.seq_len)
-        if tokens.shape != shape:
-            raise ShapeError(f"batch: tokens {tokens.shape}, but the rows of this rank are (rows, T) = {shape}")
-        checks.tokens("batch", tokens, self.config.vocab_size)
-        return tokens
+    def checked(self, *arrays):
+        """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
+        return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)
 
 
 class Trainer(BaseTrainer):
@@ -132,19 +127,12 @@ class Trainer(BaseTrainer):
         Gradients are added in pairs, ((0 + 1) + (2 + 3)) + ... (tree_sum.py), so that 2, 4, 8, ... threads or ranks can
         divide the sum and compute the same bits.
         """
-        losses = []
-
-        def each_micro_batch():
-            for ids, targets in batch:
-                gradient, loss = self.micro_batch_gradient(ids, targets)
-                losses.append(loss)
-                yield gradient
-
-        self.gradients[...] = tree_sum(each_micro_batch())
+        each = (self.micro_batch_gradient(ids, targets) for ids, targets in batch)  # computed one by one
+        self.gradients[...], losses = tree_reduce(each, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         return losses
 
     def micro_batch_gradient(self, ids, targets):
-        """(the flat gradient of one micro-batch, its loss)."""
+        """(the flat gradient of one micro-batch, [its loss])."""
         for tensor in self.tensors.values():
             tensor.grad = None
         loss = self.model.loss(ids, targets, self.scale)
@@ -152,7 +140,7 @@ class Trainer(BaseTrainer):
         flat = self.backend.zeros((self.arena.size,), self.backend.dtype)
         for name, view in self.arena.views(flat).items():
             view[...] = self.tensors[name].grad
-        return flat, loss.data
+        return flat, [loss.data]
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].
@@ -160,5 +148,5 @@ class Trainer(BaseTrainer):
         inputs, targets: (B, T) integers on the host. Raises ShapeError for another shape, for another dtype than
         integers, and for a token outside the vocabulary.
         """
-        inputs, targets = self.checked(inputs), self.checked(targets)
+        inputs, targets = self.checked(inputs, targets)
         return [(inputs[part], targets[part]) for part in even_slices(self.batch_size, self.micro_batches)]

@@ -29,8 +29,7 @@ DTYPES = {"fp32": np.float32, "fp64": np.float64, "bf16": np.float32}  # bf16: s
 class NumpyBackend(VocabularyKernels, GenerationKernels):
     """PlainBackend with faster kernels; one instance per thread, because its buffers are reused without locks.
 
-    The kernels have the same arguments and results, except for `aux`. adamw_step needs no `copy`: the parameters have
-    the dtype that kernels read.
+    The kernels have the same arguments and results, except for `aux`.
 
     What each override gains over the formula (forward and backward, one thread, 2 x 256 tokens of preset paper):
 
@@ -379,7 +378,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
         return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
         if math.isnan(factor):
             return
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
@@ -405,8 +404,6 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             if decay and shrink != 1.0:
                 np.multiply(pb, shrink, out=pb)
             np.subtract(pb, a, out=pb)
-        if copy is not None:
-            self.cast(p, copy.array, copy.key)
 
 
 def add_in_place(a, b):

@@ -46,7 +46,7 @@ class Workload:
         return ForwardArguments(targets=targets, scale=scale, dloss=dloss)
 
     @property
-    def twice(self):
+    def used_twice(self):
         """The names of parameters with two uses. Their gradient has two parts, which are added for each micro-batch.
 
         With one micro-batch nothing is added after them, so none is named.

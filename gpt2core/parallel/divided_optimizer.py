@@ -91,12 +91,12 @@ class DividedOptimizer:
     def update_share(self, backend, share, gradients, factor, coefficients):
         """Do the work of update() for a part of `own`."""
         for run, first in self.runs(share, coefficients.key):
-            p, g, decays, copy = self.parameters[run], gradients[run], self.decays[self.layout.pages(run)], None
+            p, g, decays, copy = self.parameters[run], gradients[run], self.decays[self.layout.pages(run)], ()
             if self.compute_copy is not None:
-                copy = ParameterCopy(self.compute_copy[run], coefficients.key, first)
+                copy = (ParameterCopy(self.compute_copy[run], coefficients.key, first),)
             own = slice(run.start - self.own.start, run.stop - self.own.start)
             states = {name: state[own] for name, state in self.states.items()}
-            self.rule.update(backend, p, g, states, coefficients.rule, factor, decays, copy)
+            self.rule.update(backend, p, g, states, coefficients.rule, factor, decays, *copy)
 
     def end_update(self):
         """The trainer counts the update, or will do so. An update that does not reach this line was interrupted."""

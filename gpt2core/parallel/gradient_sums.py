@@ -14,13 +14,14 @@ class UnitSum:
 
     Call set_destinations() before backward of a pass computes gradients of the unit, and complete() after it. tensors:
     {name: Parameter} of the unit's parameters. buffers: flat arrays, see buffers_of_sum(); the first one receives the
-    sum. views: for each of them {name: view}. apart: {name: array} of parameters that two units of a pass read, in the
-    shape of the parameter, or (merged, *shape). Their gradient of each micro-batch is computed in this array, because
-    its two parts are added first.
+    sum. views: for each of them {name: view}. separate: {name: array} of parameters that two units of a pass read, in
+    the shape of the parameter, or (merged, *shape). Their gradient of each micro-batch is computed in this array,
+    because its two parts are added first.
     """
 
-    def __init__(self, work, tensors, buffers, views, apart=None):
-        self.tensors, self.buffers, self.views, self.apart = tensors, buffers, views, apart or {}
+    def __init__(self, work, tensors, buffers, views, separate=None):
+        self.tensors, self.buffers, self.views, self.kept = tensors, buffers, views, separate or {}
+        self.separate = self.kept  # of the present pass
         self.backend, self.count, self.merged = work.backend, work.passes, work.merged
         self.begin()
 
@@ -38,54 +39,55 @@ class UnitSum:
         index, accumulate = self.buffer_slot()
         return Destination(self.views[index][name], accumulate)
 
-    def set_destinations(self):
-        """Set the destinations of the gradients of the present pass."""
+    def set_destinations(self, separate=None):
+        """Set the destinations of the gradients of the present pass. separate: arrays for this pass only."""
+        self.separate = separate or self.kept
         index, accumulate = self.buffer_slot()
         for name, tensor in self.tensors.items():
-            if name in self.apart:
-                tensor.send_to(self.apart[name])
+            if name in self.separate:
+                tensor.send_to(self.separate[name])
             else:
                 tensor.send_to(self.views[index][name], accumulate)
 
     def complete(self):
         """Add the partial sums after a pass; return whether this was the last pass."""
-        for name, gradient in self.apart.items():
+        for name, gradient in self.separate.items():
             if self.merged > 1:
-                gradient = tree_reduce(gradient, self.added)
+                gradient = tree_reduce(gradient, self.add_in_place)
             self.backend.put(gradient, self.destination(name))
+        self.separate = self.kept
         (top, accumulate), last = self.buffer_slot(), self.passes == self.count - 1
         for _ in range(additions(self.passes, last) - accumulate):
             top -= 1
-            self.added(self.buffers[top], self.buffers[top + 1])
+            self.add_in_place(self.buffers[top], self.buffers[top + 1])
         self.passes += 1
         return last
 
-    def added(self, a, b):
-        """a += b."""
+    def add_in_place(self, a, b):
         self.backend.put(b, Destination(a, accumulate=True))
         return a
 
 
-def arena_sums(work, twice=()):
+def arena_sums(work, used_twice=()):
     """{unit: its UnitSum} of a Workload with the layout of an arena; the buffers are kept for all steps.
 
-    The tensors are views of work.parameters, and work.gradients receives the sums. twice: the names of the parameters
-    in UnitSum.apart.
+    The tensors are views of work.parameters, and work.gradients receives the sums. used_twice: the names of the
+    parameters in UnitSum.separate.
     """
     arena, backend = work.arena, work.backend
     tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
     zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
     flats = [work.gradients, *zeros]
     views = [arena.views(flat) for flat in flats]
-    apart, sums = arrays_apart(work, only(twice, tensors)), {}
+    separate, sums = separate_arrays(work, only(used_twice, tensors)), {}
     for unit, names in arena.units.items():
         buffers = [flat[arena.unit_slice(unit)] for flat in flats]
-        sums[unit] = UnitSum(work, only(names, tensors), buffers, views, only(names, apart))
+        sums[unit] = UnitSum(work, only(names, tensors), buffers, views, only(names, separate))
     return sums
 
 
-def arrays_apart(work, tensors):
-    """New arrays for UnitSum.apart; tensors: {name: Parameter}."""
+def separate_arrays(work, tensors):
+    """New arrays for UnitSum.separate; tensors: {name: Parameter}."""
     lead, backend = (work.merged,) if work.merged > 1 else (), work.backend
     return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
 

@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, work, group, wait, completed):
         self.work, self.backend, self.gradients = work, work.backend, work.gradients
         self.group, self.completed = group, completed
-        self.sums = arena_sums(work, work.twice)
+        self.sums = arena_sums(work, work.used_twice)
         self.tensors = tensors_of(self.sums)
         self.model = GPT2(work.config, self.tensors, group)
         self.parts = parts_of(self.model.units, work.backend, work.recompute, before=wait, completed=self.add_unit)

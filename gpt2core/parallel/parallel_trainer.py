@@ -152,7 +152,7 @@ class ParallelTrainer(BaseTrainer):
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
-        inputs, targets = self.checked(inputs), self.checked(targets)
+        inputs, targets = self.checked(inputs, targets)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
         wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank
         return [

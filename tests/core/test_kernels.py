@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
-from gpt2core.backend import ParameterCopy
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from gpt2core.optimizer import adamw_coefficients
@@ -666,19 +665,6 @@ def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
         backend.adamw_step(*own, g[part], coefficients, 0.5, own_decays, betas)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
-
-
-def test_adamw_writes_the_new_parameters_to_a_copy(backend, rng):
-    n, betas = 1024, (0.9, 0.999)
-    p, m, v = (rng.random(n).astype(backend.dtype) for _ in range(3))
-    arguments = normal(rng, backend, n), adamw_coefficients(3, 1e-3, *betas, 1e-8, 0.1)
-    array, decays = np.zeros(n, np.float16), np.ones(1, np.int32)
-    backend.adamw_step(p, m, v, *arguments, np.nan, decays, betas, ParameterCopy(array))
-    assert not array.any()  # nothing changes
-    backend.adamw_step(p, m, v, *arguments, 0.5, decays, betas, ParameterCopy(array))
-    assert_array_equal(array, p.astype(np.float16))
-    with pytest.raises(NotImplementedError, match="cannot round stochastically"):
-        backend.adamw_step(p, m, v, *arguments, 0.5, decays, betas, ParameterCopy(array, np.zeros(1, np.int64)))
 
 
 def test_page_sums(backend, rng):

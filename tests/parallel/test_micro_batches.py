@@ -256,7 +256,7 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
         gradients *= (10.0 ** rng.integers(-4, 5, (count, 1, 1))).astype(np.float32)  # another order gives another sum
         sums.begin()
         for gradient in gradients:
-            array, adds = (sums.apart[name], False) if name in sums.apart else sums.destination(name)
+            array, adds = (sums.separate[name], False) if name in sums.separate else sums.destination(name)
             array[...] = array + gradient if adds else gradient
             assert not completed
             worker.add_unit(unit)

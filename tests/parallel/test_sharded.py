@@ -105,7 +105,7 @@ def test_two_gradients_of_a_tied_table_in_one_sum_give_other_bits(monkeypatch):
     class InOneSum(UnitGradients):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.twice = []
+            self.used_twice = []
 
     monkeypatch.setattr("gpt2core.parallel.sharded.sharded_micro_batches.UnitGradients", InOneSum)
     for got in run_ranks(2, lambda comm: train(comm, ParallelConfig(zero=3), TOKENS, steps=2, config=model(True))):

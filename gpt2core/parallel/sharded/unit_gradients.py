@@ -1,6 +1,6 @@
 """The gradient of a unit is summed over the ranks when it is complete, and a rank keeps its shard (ZeRO-2, ZeRO-3)."""
 
-from gpt2core.parallel.gradient_sums import UnitSum, arrays_apart, buffers_of_sum, only
+from gpt2core.parallel.gradient_sums import UnitSum, buffers_of_sum, only, separate_arrays
 
 
 class UnitGradients:
@@ -19,7 +19,7 @@ class UnitGradients:
     """
 
     def __init__(self, work, tensors, reads):
-        self.work, self.shards, self.backend, self.twice = work, work.layout, work.backend, work.twice
+        self.work, self.shards, self.backend, self.used_twice = work, work.layout, work.backend, work.used_twice
         self.tensors, self.reads = tensors, reads
         self.sums = {}  # {unit: its UnitSum, from the first to the last pass}
         self.begun = set()  # the units that have destinations in the present pass
@@ -46,8 +46,7 @@ class UnitGradients:
             buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.work.passes))]
             views = [self.shards.views(unit, array) for array in buffers]
             self.sums[unit] = UnitSum(self.work, tensors, buffers, views)
-        self.sums[unit].apart = arrays_apart(self.work, only(self.twice, tensors))
-        self.sums[unit].set_destinations()
+        self.sums[unit].set_destinations(separate_arrays(self.work, only(self.used_twice, tensors)))
 
     def allocate(self, unit):
         """A new array for the gradients of a unit, with zeros between them."""
@@ -59,7 +58,6 @@ class UnitGradients:
         """Complete the sum of a unit's gradients over the passes so far; after the last pass, send it."""
         unit_sum = self.sums[unit]
         last = unit_sum.complete()
-        unit_sum.apart = {}
         for tensor in unit_sum.tensors.values():
             tensor.forget()
         if last:
