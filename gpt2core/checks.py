@@ -6,6 +6,7 @@ The arguments are those of the operation of the same name. Arrays (B, T, ...) of
 
 import numpy as np
 
+from gpt2core.data import own_slice
 from gpt2core.errors import ConfigError, ShapeError, require_size
 
 
@@ -39,13 +40,24 @@ def rotary(qkv, n_head):
         raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
 
 
-def embedding(backend, ids, wte, wpe, position, group):
+def own_tokens(operation, count, group, vocabulary):
+    """(the slice of this rank's tokens, the vocabulary); count: their number. See the comment in ops.py."""
+    vocabulary = count * group.size if vocabulary is None else vocabulary
+    own = own_slice(vocabulary, group.rank, group.size)
+    if count != own.stop - own.start:
+        raise ShapeError(
+            f"{operation}: this rank has {count} of the {vocabulary} tokens, but {own.stop - own.start} are its share"
+        )
+    return own, vocabulary
+
+
+def embedding(backend, ids, wte, wpe, position, vocabulary):
     axes("embedding", backend, ids.shape, 2)
     if wpe is not None:
         require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
         if not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
             raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    backend.check_tokens("embedding", ids, wte.shape[0] * group.size)
+    backend.check_tokens("embedding", ids, vocabulary)
 
 
 def unembed(operation, x, w):

@@ -3,6 +3,7 @@
 # B batch, T time, C channels, V vocabulary
 
 import functools
+import math
 
 import numpy as np
 
@@ -49,11 +50,17 @@ class InferenceModel:
     @no_grad()
     def logits(self, ids, cache=None, last_only=False):
         """ids (B, T) -> logits (B, T, V), or with last_only those of the last position, (B, 1, V)."""
-        group = self.group
-        y = self.backend.unembed_forward(self.normed(ids, cache, last_only), self.plan.head)  # (B, T, V / group.size)
-        K = y.shape[-1]
-        shards = group.all_gather(y.reshape(-1, K)).reshape(group.size, -1, K)
-        return shards.swapaxes(0, 1).reshape(*y.shape[:-1], group.size * K)
+        group, V = self.group, self.config.vocab_size
+        y = self.backend.unembed_forward(self.normed(ids, cache, last_only), self.plan.head)  # of this rank's tokens
+        if group.size == 1:
+            return y
+        own, K = y.reshape(-1, y.shape[-1]), math.ceil(V / group.size)
+        padded = self.backend.zeros(
+            (len(own), K), y.dtype
+        )  # all ranks send equal shapes; the last may have fewer tokens
+        padded[:, : own.shape[1]] = own
+        shards = group.all_gather(padded).reshape(group.size, -1, K)
+        return shards.swapaxes(0, 1).reshape(*y.shape[:-1], group.size * K)[..., :V]
 
     @no_grad()
     def normed(self, ids, cache=None, last_only=False):
@@ -79,9 +86,10 @@ class InferenceModel:
     def embedding(self, ids, position):
         """ids (B, T) from `position` on -> (B, T, C)."""
         (wte, wpe), group = self.plan[:2], self.group
-        checks.embedding(self.backend, ids, wte, wpe, position, group)
+        own, V = checks.own_tokens("embedding", wte.shape[0], group, self.config.vocab_size)
+        checks.embedding(self.backend, ids, wte, wpe, position, V)
         added = wpe if group.is_root else None  # on one rank, or the sum would contain it once for each rank
-        x = self.backend.embedding_forward(ids, wte, added, position, group.rank * wte.shape[0])
+        x = self.backend.embedding_forward(ids, wte, added, position, own.start)
         return group.all_reduce(x, out=x)
 
     def normalize(self, x, branch, norm):

@@ -56,7 +56,10 @@ class GPT2:
 
     def unembed(self, y):
         """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""
-        return ops.gather_from_group(ops.unembed(ops.copy_to_group(y, self.group), self.head.w), self.group)
+        V, p = self.config.vocab_size, self.group.size
+        logits = ops.unembed(ops.copy_to_group(y, self.group), self.head.w)  # of this rank's tokens
+        logits = ops.gather_from_group(ops.with_columns(logits, math.ceil(V / p)), self.group)
+        return ops.with_columns(logits, V)
 
     def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
@@ -88,12 +91,12 @@ class Embedding:
     name = "embedding"
 
     def __init__(self, config, parameters, group):
-        self.wte, self.group = parameters["transformer.wte.weight"], group
+        self.wte, self.group, self.vocabulary = parameters["transformer.wte.weight"], group, config.vocab_size
         self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
         """ids (B, T) -> the Stream (B, T, C)."""
-        return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.group))
+        return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.group, self.vocabulary))
 
 
 class Head:
@@ -104,12 +107,13 @@ class Head:
     def __init__(self, config, parameters, group):
         self.ln_f = LayerNorm(parameters, "transformer.ln_f", config.layer_norm_epsilon)
         self.w = parameters[config.head]  # (V, C): the logits of y (..., C) are y @ w.T
-        self.group = group
+        self.group, self.vocabulary = group, config.vocab_size
 
     def __call__(self, x, arguments):
         """The loss of a Stream: see GPT2.loss."""
+        targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return ops.unembed_cross_entropy(y, self.w, arguments.targets, arguments.scale, self.group, arguments.dloss)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss, self.vocabulary)
 
 
 class Block:

@@ -7,8 +7,9 @@ from gpt2core.tensor import AutogradError, Tensor
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
 # graph keeps only the arrays that a backward kernel reads. A group of p ranks divides the vocabulary: rank r has the
-# tokens [r V/p, (r+1) V/p), their rows of an embedding (V, C), and computes their logits. SOLO is the group of one
-# rank, which has all tokens; its collectives return their input.
+# tokens [r V/p, (r+1) V/p), their rows of an embedding (V, C), and computes their logits. V/p is rounded up, so the
+# last rank may have fewer. The argument `vocabulary` is V; None means p times the tokens of this rank. SOLO is the
+# group of one rank, which has all tokens; its collectives return their input.
 
 
 def linear(x, w, b=None):
@@ -115,14 +116,15 @@ def cached_attention(qkv, cache, layer, n_head):
     return Tensor.from_op(cache.attend(qkv.data, layer, n_head), (qkv,), backward)
 
 
-def embedding(ids, wte, wpe=None, position=0, group=SOLO):
+def embedding(ids, wte, wpe=None, position=0, group=SOLO, vocabulary=None):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
     wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    backend, first = wte.backend, group.rank * wte.shape[0]
-    checks.embedding(backend, ids, wte, wpe, position, group)
+    own, V = checks.own_tokens("embedding", wte.shape[0], group, vocabulary)
+    backend, first = wte.backend, own.start
+    checks.embedding(backend, ids, wte, wpe, position, V)
     added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
@@ -142,15 +144,16 @@ def unembed(x, w):
     return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
 
 
-def cross_entropy(logits, targets, scale=None, group=SOLO):
+def cross_entropy(logits, targets, scale=None, group=SOLO, vocabulary=None):
     """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
 
     logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
-    checks.cross_entropy("cross_entropy", logits, targets, logits.shape[-1] * group.size)
+    own, V = checks.own_tokens("cross_entropy", logits.shape[-1], group, vocabulary)
+    checks.cross_entropy("cross_entropy", logits, targets, V)
     scale = 1 / targets.size if scale is None else scale
-    backend, first, shape = logits.backend, group.rank * logits.shape[-1], logits.shape
+    backend, first, shape = logits.backend, own.start, logits.shape
     targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
     *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
     loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
@@ -162,16 +165,16 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once.
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None, vocabulary=None):
+    """cross_entropy(unembed(x, w), targets, scale, group, vocabulary), fused: not all logits are in memory at once.
 
     A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss, the
     array of shape () with which backward() will be called, if it is given: fp16 scales the loss with it.
     """
-    V = w.shape[0] * group.size
+    own, V = checks.own_tokens("unembed_cross_entropy", w.shape[0], group, vocabulary)
     checks.unembed_cross_entropy(x, w, targets, V)
     scale = 1 / targets.size if scale is None else scale
-    backend, first, targets = x.backend, group.rank * w.shape[0], targets.reshape(-1)
+    backend, first, targets = x.backend, own.start, targets.reshape(-1)
     *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
     loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
 
@@ -179,6 +182,23 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
         return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)
 
     return Tensor.from_op(loss, (x, w), backward)
+
+
+def with_columns(x, count):
+    """The first `count` columns of x (..., K); zeros follow them if count > K. backward() does the same with K columns.
+
+    Ranks with fewer columns than others use it, because all ranks of a collective send equal shapes.
+    """
+
+    def resized(array, count):
+        K = array.shape[-1]
+        if K >= count:
+            return array[..., :count]
+        y = x.backend.zeros((*array.shape[:-1], count), array.dtype)
+        y[..., :K] = array
+        return y
+
+    return Tensor.from_op(resized(x.data, count), (x,), lambda dy: (resized(dy, x.shape[-1]),))
 
 
 def loss_of_rows(maxima, sums, target_logits, scale, group, backend):

@@ -4,7 +4,7 @@ benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driv
 """
 
 # B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers. With tensor parallelism
-# over tp ranks, each rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer.
+# over tp ranks, rank 0 has n_head / tp heads, ceil(V / tp) tokens, and 4C / tp channels of the MLP's hidden layer.
 
 import math
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def memory_of_ranks(config, batch_size, seq_len, precision, micro_batches=1, ran
 def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order):
     """{term: maximum bytes} of a rank with this Share; the other arguments are those of memory_of_ranks()."""
     tp, owners = parallel.tp, ranks if parallel.zero == 1 else 1
-    C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), share.layers
+    C, V, L = config.n_embd, round_up(math.ceil(config.vocab_size / tp), LOGITS_ALIGNMENT), share.layers
     rows = -(-batch_size // micro_batches) * seq_len
     activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
     # the gradient of lm_head is computed in forward, in an array of its own; kernels write the others to the arena, or
@@ -95,7 +95,7 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
     partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
-    arena = DividedArena(shard_shapes(share.shapes, tp), owners)
+    arena = DividedArena(shard_shapes(share.shapes, 0, tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
     sums = max(1, (micro_batches - 1).bit_length())  # the canonical sum needs one arena per level of its tree
@@ -165,7 +165,7 @@ def generation_memory(config, precision, batch_size=1, tp=1):
     rows, itemsize = batch_size * config.block_size, BYTES[precision]
     activation = itemsize * rows * config.n_embd  # bytes of one array (N, C) for the whole prompts
     return {
-        "parameters": itemsize * Arena(shard_shapes(parameter_shapes(config), tp)).size,
+        "parameters": itemsize * Arena(shard_shapes(parameter_shapes(config), 0, tp)).size,
         "keys and values": 2 * config.n_layer * activation // tp,
         # the activations of one layer; the MLP's hidden layer and qkv are divided over the ranks; and the logits
         "temporary arrays": 4 * activation + 8 * activation // tp + itemsize * batch_size * config.vocab_size,

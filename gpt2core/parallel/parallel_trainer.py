@@ -4,7 +4,7 @@ import numpy as np
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
-from gpt2core.data import even_slices
+from gpt2core.data import even_slices, own_slice
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
@@ -154,9 +154,9 @@ class ParallelTrainer(BaseTrainer):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
         inputs, targets = self.checked(inputs, targets)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
-        wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank
+        own = own_slice(self.config.vocab_size, tensor.rank, tensor.size)  # rows of the token embedding on this rank
         return [
-            [(prepare(x, wte_rows, tensor.rank * wte_rows), prepare(y)) for x, y in worker_batch]
+            [(prepare(x, own.stop - own.start, own.start), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 
@@ -189,11 +189,12 @@ def own_rows(batch_size, micro_batches, group):
 
 def arenas_of_replica(config, placement, tp, owners):
     """The DividedArena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer."""
-    shapes, arenas = tensor_parallel.shard_shapes(parameter_shapes(config), tp), []
-    for rank in range(max(placement.values()) + 1):  # of the pipeline
-        arena = DividedArena({name: shape for name, shape in shapes.items() if placement[name] == rank}, owners)
-        arenas += [arena] * tp
-    return arenas
+    shapes = [tensor_parallel.shard_shapes(parameter_shapes(config), rank, tp) for rank in range(tp)]
+    return [
+        DividedArena({name: shape for name, shape in shards.items() if placement[name] == rank}, owners)
+        for rank in range(max(placement.values()) + 1)  # of the pipeline
+        for shards in shapes
+    ]
 
 
 def choose_bucket(parallel, mesh, gradients, backend):

@@ -11,17 +11,17 @@
 #     attention, MLP   its columns, then its heads or gelu, then its rows; all-reduce   all-reduce of dx
 #     cross-entropy    its logits; all-reduces of 3 numbers for each token              all-reduce of dx
 #
-# dx is the gradient of the input. The embedding is divided by tokens (its rows), and so are the logits.
+# dx is the gradient of the input. The embedding is divided by tokens (its rows), and so are the logits. If the number
+# of ranks does not divide the vocabulary, the last rank has fewer tokens. No array is padded, except in a message.
 #
 # model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split.
-
-import math
 
 import numpy as np
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import SOLO
+from gpt2core.data import own_slice
 from gpt2core.errors import ConfigError
 from gpt2core.inference_model import InferenceModel
 
@@ -48,38 +48,51 @@ def is_replicated(name):
     return split_of(name) is None
 
 
-def shard_shapes(shapes, parts):
-    """{name: shape of the shard of one of `parts` ranks}; shapes: the pairs (name, whole shape) of parameter_shapes().
+def shard_shape(name, shape, rank, parts):
+    """The shape of the shard of `rank`, one of `parts`, of a parameter of this whole shape.
 
-    `parts` must divide the sizes: see check_tensor_parallel.
+    `parts` must divide all sizes but the vocabulary: see check_tensor_parallel. Rank 0 has a largest shard.
     """
-    shards = dict(shapes)
-    for name, shape in shards.items():
-        if not is_replicated(name):
-            axis, _ = split_of(name)
-            shards[name] = (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
-    return shards
+    if is_replicated(name):
+        return shape
+    axis, blocks = split_of(name)
+    own = own_slice(shape[axis] // blocks, rank, parts)
+    return *shape[:axis], blocks * (own.stop - own.start), *shape[axis + 1 :]
+
+
+def shard_shapes(shapes, rank, parts):
+    """{name: shard_shape()} of the parameters; shapes: the pairs (name, whole shape) of parameter_shapes()."""
+    return {name: shard_shape(name, shape, rank, parts) for name, shape in shapes}
 
 
 def shard(name, array, rank, parts):
     """The shard of `rank`, C-contiguous, of a whole host array; it shares memory with the whole array if possible."""
     if is_replicated(name):
         return array
-    axis, blocks = split_of(name)
-    before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-    shards = np.moveaxis(array.reshape(*before, blocks, parts, n // blocks // parts, *after), axis + 1, 0)
-    return np.ascontiguousarray(shards[rank].reshape(*before, n // parts, *after))
+    axis, _ = split_of(name)
+    array = in_blocks(name, array)
+    own = array[(slice(None),) * (axis + 1) + (own_slice(array.shape[axis + 1], rank, parts),)]
+    return np.ascontiguousarray(joined_blocks(name, own))
 
 
 def unshard(name, shards):
-    """The whole array from all ranks' shards (p, ...): the inverse of shard(). A single shard is not copied."""
-    if is_replicated(name):
+    """The whole array from all ranks' shards: the inverse of shard(). A single shard is not copied."""
+    if is_replicated(name) or len(shards) == 1:
         return shards[0]
+    axis, _ = split_of(name)
+    return joined_blocks(name, np.concatenate([in_blocks(name, each) for each in shards], axis + 1))
+
+
+def in_blocks(name, array):
+    """A view of a divided parameter, or of its shard, in which its blocks are an axis of their own."""
     axis, blocks = split_of(name)
-    parts, *shape = shards.shape
-    before, n, after = shape[:axis], shape[axis], shape[axis + 1 :]
-    whole = np.moveaxis(shards.reshape(parts, *before, blocks, n // blocks, *after), 0, axis + 1)
-    return whole.reshape(*before, parts * n, *after)
+    return array.reshape(*array.shape[:axis], blocks, array.shape[axis] // blocks, *array.shape[axis + 1 :])
+
+
+def joined_blocks(name, array):
+    """The inverse of in_blocks()."""
+    axis, _ = split_of(name)
+    return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
 
 
 def load_inference_model(config, arrays, backend, group=SOLO):
@@ -88,7 +101,7 @@ def load_inference_model(config, arrays, backend, group=SOLO):
     Kernels read weights faster from one large buffer than from many small buffers.
     """
     backend.check_model(config)
-    arena = Arena(shard_shapes(parameter_shapes(config), group.size))
+    arena = Arena(shard_shapes(parameter_shapes(config), group.rank, group.size))
     views = arena.views(backend.zeros((arena.size,), backend.compute_dtype))
     for name, view in views.items():
         view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
@@ -104,24 +117,32 @@ def load_model(config, arrays, backend, group=SOLO):
     return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
 
-def gather(name, array, group):
-    """The whole array on every rank. array: this rank's shard. All ranks of the group must call this function.
+def gather(name, array, shape, group):
+    """The whole array, of this shape, on every rank. array: this rank's shard. All ranks of the group must call this.
 
     A replicated parameter is returned itself; in a group of one the result shares the memory of `array`.
     """
     if is_replicated(name):
         return array
-    return unshard(name, group.all_gather(array[None]))
+    rows, widest = len(array), shard_shape(name, shape, 0, group.size)
+    if array.shape != widest:  # on the last rank; all ranks send equal shapes
+        array = np.concatenate([array, np.zeros_like(array, shape=(widest[0] - rows, *widest[1:]))])
+    return unshard(name, group.all_gather(array[None]))[: shape[0]]
 
 
 def check_tensor_parallel(config, parts, flag="`tp`"):
-    """Raise ConfigError, with valid numbers, unless `parts` (the value of `flag`) divides heads and vocabulary."""
-    for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
-        if parts < 1 or count % parts:
-            common = math.gcd(config.n_head, config.vocab_size)
-            *most, last = (str(n) for n in range(1, common + 1) if common % n == 0)
-            choices = f"{', '.join(most)} or {last}" if most else last
-            raise ConfigError(
-                f"{what} {count} is not divisible by {flag} {parts}: use {flag} {choices}: it must divide both "
-                f"n_head {config.n_head} and the vocabulary of {config.vocab_size}"
-            )
+    """Raise ConfigError, with valid numbers, unless `parts` (the value of `flag`) divides n_head.
+
+    Each rank must also have a token, which it has unless the vocabulary is very small.
+    """
+    heads, V = config.n_head, config.vocab_size
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    valid = [n for n in divisors if own_slice(V, n - 1, n).start < V]
+    if parts in valid:
+        return
+    *most, last = map(str, valid)
+    choices = f"{', '.join(most)} or {last}" if most else last
+    problem = f"n_head {heads} is not divisible by {flag} {parts}"
+    if parts in divisors:
+        problem = f"the vocabulary of {V} is too small for {flag} {parts}, which leaves a rank without a token"
+    raise ConfigError(f"{problem}: use {flag} {choices}")

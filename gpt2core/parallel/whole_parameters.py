@@ -59,12 +59,13 @@ def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
     trainer.check_idle()
     views, mesh, whole = trainer.arena.views(trainer.layout.whole(flat)), trainer.mesh, {}
-    shapes = tensor_parallel.shard_shapes(parameter_shapes(trainer.config), mesh.tensor.size)
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(trainer.config):
         array = views.get(name)
-        array = trainer.backend.empty(shape, flat.dtype) if array is None else array
-        whole[name] = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)
-        whole[name] = tensor_parallel.gather(name, whole[name], mesh.tensor)
+        if array is None:
+            own = tensor_parallel.shard_shape(name, shape, mesh.tensor.rank, mesh.tensor.size)
+            array = trainer.backend.empty(own, flat.dtype)
+        array = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)
+        whole[name] = tensor_parallel.gather(name, array, shape, mesh.tensor)
     return whole
 
 

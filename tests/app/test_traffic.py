@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def model(tied):
-    return GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=tied)
+    return GPT2Config(vocab_size=37, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=tied)
 
 
 def counted_step(comm, parallel, options):

@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
 
 
 def model(layers=4, tied=False):
-    return GPT2Config(vocab_size=36, block_size=16, n_layer=layers, n_head=2, n_embd=8, tied=tied)
+    return GPT2Config(vocab_size=37, block_size=16, n_layer=layers, n_head=2, n_embd=8, tied=tied)
 
 
 @functools.cache

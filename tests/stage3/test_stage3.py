@@ -326,6 +326,13 @@ def test_tensor_parallel_ranks_have_stage_2_s_losses(serial):
         assert_near(rows, serial, loss=1e-5, norm=1e-4)  # products are summed in another order
 
 
+def test_tensor_parallel_ranks_divide_an_odd_vocabulary():
+    model = replace(MODEL, vocab_size=MODEL.vocab_size + 1, tied=True)  # 13 and 12 tokens
+    want = trained(None, CudaBackend, 1, model=model)
+    for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 1, model=model, tp=2)):
+        assert_near(rows, want, loss=1e-5, norm=1e-4)
+
+
 def test_gradients_compressed_to_bf16_change_only_the_norm(serial):
     for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 2, compress="bf16")):
         assert_near(rows, serial, loss=1e-5, norm=1e-2)  # bf16 gradients have 8 bits; the loss is computed before

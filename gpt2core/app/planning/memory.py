@@ -12,7 +12,7 @@ from gpt2core.parallel.pipeline.simulator import simulate
 def host_terms(layout, place):
     """{term: bytes} of a rank whose arrays are in host memory; Python and its libraries are not counted."""
     config, parallel = layout.config, layout.parallel
-    part, unit = arena_of(layout, place.pipeline).size, largest_unit(config)
+    part, unit = arena_of(layout, place.pipeline, place.tensor).size, largest_unit(config)
     if parallel.zero > 1:
         shards = shard_sizes(layout).values()
         part, unit = layout.replicas * sum(shards), layout.replicas * max(shards)

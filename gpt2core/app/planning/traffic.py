@@ -19,7 +19,7 @@ from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
-from gpt2core.parallel.tensor_parallel import shard_shapes
+from gpt2core.parallel.tensor_parallel import shard_shape, shard_shapes
 
 LOSS = 8  # bytes of a loss, which is float64
 CODE = {"fp16": 2 * GROUP, "bf16": 2 * GROUP, "int8": GROUP + FP32}  # bytes of the code of GROUP numbers
@@ -47,11 +47,11 @@ class Call(NamedTuple):
         return self.purpose == "loss"
 
 
-def arena_of(layout, pipeline):
-    """The DividedArena of a rank of the pipeline: see ParallelTrainer."""
+def arena_of(layout, pipeline, tensor=0):
+    """The DividedArena of a rank of the pipeline and of its tensor group, in which rank 0 has a largest one."""
     config, parallel = layout.config, layout.parallel
     placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-    shapes = shard_shapes(parameter_shapes(config), parallel.tp)
+    shapes = shard_shapes(parameter_shapes(config), tensor, parallel.tp)
     owners = layout.replicas if parallel.zero == 1 else 1
     return DividedArena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
 
@@ -95,8 +95,8 @@ def pipeline_calls(layout, place):
     if P == 1:
         return
     if config.tied and place.pipeline == P - 1:
-        table = config.vocab_size // parallel.tp * config.n_embd
-        yield Call("pipeline", "tied table", "send", table, layout.compute_bytes)
+        table = shard_shape(config.head, (config.vocab_size, config.n_embd), place.tensor, parallel.tp)
+        yield Call("pipeline", "tied table", "send", math.prod(table), layout.compute_bytes)
     rows = layout.passes()
     for kind, m, chunk in make_schedule(parallel, layout.count, config.tied)[place.pipeline]:
         size = rows[m] * layout.seq_len * config.n_embd, layout.compute_bytes
@@ -114,7 +114,7 @@ def pipeline_calls(layout, place):
 def arena_calls(layout, place):
     """What data_parallel.py, model_pages.py, arena_layout.py and async_all_gather.py send."""
     parallel, p = layout.parallel, layout.replicas
-    arena = arena_of(layout, place.pipeline)
+    arena = arena_of(layout, place.pipeline, place.tensor)
     if parallel.zero and parallel.zero_gather == "forward":
         piece_mb = min(PIECE_MB, bucket_mb(parallel))
         for names in reversed(buckets_of(arena, True, piece_mb * 1e6, layout.compute_bytes)):

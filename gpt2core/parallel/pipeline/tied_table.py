@@ -8,6 +8,7 @@ table, and the last rank adds the rows of dy to the gradient of the head, which 
 
 # B batch, T time, C channels, V vocabulary, p ranks of the tensor group
 
+from gpt2core.data import own_slice
 from gpt2core.tensor import Tensor
 
 
@@ -22,10 +23,10 @@ class TiedTable:
     def __init__(self, config, ends, group, stored, backend):
         self.ends, self.backend, self.tensor = ends, backend, stored
         self.first, self.last = bool(ends) and ends.is_root, stored is not None
-        rows, C = config.vocab_size // group.size, config.n_embd
+        own = own_slice(config.vocab_size, group.rank, group.size)
         if self.first:
-            self.tensor = Tensor(backend.zeros((rows, C), backend.compute_dtype), backend)
-        self.first_token = group.rank * rows
+            self.tensor = Tensor(backend.zeros((own.stop - own.start, config.n_embd), backend.compute_dtype), backend)
+        self.first_token = own.start
         self.waiting = []  # gradients of the head, oldest micro-batch first
 
     def refresh(self):
