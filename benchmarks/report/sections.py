@@ -1,0 +1,557 @@
+"""What the page says: its numbers, sentences, tables and charts, from the Runs. page.html places them."""
+
+import math
+from dataclasses import dataclass
+
+from benchmarks import paper
+from benchmarks.harness.speedups import Speedup, speedups
+from benchmarks.harness.table_format import load
+from benchmarks.report import shipped
+from benchmarks.report.charts import Chart, Line, Row
+from benchmarks.report.runs import PAPER_NAMES, STAGE_NAMES, THIS_MACHINE
+from benchmarks.report.trace import SEVERAL, collectives_of, time_by_op, waiting
+from benchmarks.report.units import Cell, Table, amount, number, seconds, tiny
+from gpt2core.errors import ConfigError, counted
+from stage1_mpi.launch import choose
+
+PRODUCTS = "linear", "mlp", "unembed", "attention"  # names of kernels that contain matrix products begin with these
+SAME = 1e-3  # curves with smaller relative differences are one line of the chart
+KINDS = {"threads": "stage 0, threads", "ranks": "stage 1, ranks"}
+GPUS = "stage 3, GPUs (shipped)"
+OPS = 14  # bars of a chart of ops; the other ops are one bar
+TRACES = {  # {part: title}
+    "trace0": "stage 0",
+    "trace1-flat": "stage 1, 2 ranks, --dp flat",
+    "trace1-bucket": "stage 1, 2 ranks, --dp bucket",
+    "trace2": "stage 2",
+    "trace3": "stage 3",
+}
+INFERENCE = {  # {part: (program, what is divided)}
+    "infer0": ("stage 0, one process", "nothing: one prompt, the whole model"),
+    "infer1-replicate": ("stage 1, --mode replicate", "nothing: each rank computes all logits; rank 0 uses their mean"),
+    "infer1-batch": ("stage 1, --mode batch", "the prompts"),
+    "infer1-tensor": ("stage 1, --mode tensor", "each layer"),
+}
+NO_MODULES = (
+    ' The trace has no module names. "several modules": the sum of all kernels of one name (forward_kernel: '
+    "attention, embedding, LayerNorm, GELU and cross-entropy; backward_kernel: the last three)."
+)
+
+
+# -- the first screen --------------------------------------------------------------------------------------------------
+
+
+def largest_differences(runs):
+    """{label: the largest relative difference of a curve from that of stage 0, or of stage 2 without one}."""
+    curves = runs.curves()
+    if not curves:
+        return {}
+    first, *others = curves
+    return {
+        name: max(abs(a - b) / b for a, b in zip(curves[name].value, curves[first].value, strict=False))
+        for name in others
+    }
+
+
+def equality(runs):
+    """One sentence: how equal the curves of our stages are."""
+    differences = largest_differences(runs)
+    first = next(iter(runs.curves()), "no stage")
+    same = [name for name, largest in differences.items() if not largest]
+    other = [name for name, largest in differences.items() if largest]
+    parts = [f"{first} and {', '.join(same)} have the same losses, bit for bit"] * bool(same)
+    if other:
+        largest = tiny(max(differences.values()))
+        parts.append(f"those of {' and '.join(other)} differ from {first} by at most {largest} of their value")
+    text = "; ".join(parts) or f"only the losses of {first} were measured"
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def paper_spread():
+    """The largest relative difference between two of the paper's four last losses."""
+    last = [losses[-1] for losses in paper.LOSSES.values()]
+    return max(last) / min(last) - 1
+
+
+def headline(runs):
+    """[(number, unit, sentence, footnote)]: the three numbers of the first screen."""
+    differences, found = largest_differences(runs), []
+    if differences:
+        largest = max(differences.values())
+        found.append(
+            (
+                tiny(largest), "",
+                f"is the largest relative difference between our {len(differences) + 1} loss curves. The paper's four "
+                f"differ by {100 * paper_spread():.0f} % at the last step.", "; ".join(sources(runs)),
+            )
+        )  # fmt: skip
+    for stage, text in ((0, "NumPy on one CPU"), (3, "several GPUs"), (2, "one GPU")):
+        if (run := runs.training(stage)) and len(found) < 3:
+            theirs = paper.SECONDS[PAPER_NAMES[stage]][0]
+            compared = f" The paper's {PAPER_NAMES[stage]} program: {theirs:,.0f} s." if runs.is_paper else ""
+            what = f"train {runs.steps} steps of preset {runs.preset} with stage {stage}, {text}.{compared}"
+            found.append((*seconds(run.value).split(), what, run.note))
+    if (run := runs.inference(0)) and len(found) < 3:
+        what = f"of 30 new tokens with stage 0. The paper's serial program: {paper.SECONDS['serial'][1]:.0f} s."
+        found.append((*seconds(run.value).split(), what, run.where))
+    return found
+
+
+def sources(runs):
+    return [f"{label}: {run.where}" for label, run in runs.curves().items()]
+
+
+def loss_chart(runs):
+    """The curves of the paper and of all stages; curves of ours that cover each other are one line."""
+    steps = lambda losses: list(range(len(losses)))  # noqa: E731
+    lines = [
+        Line(f"paper, {name}", steps(losses), losses, "soft", style, width=1.1)
+        for (name, losses), style in zip(paper.LOSSES.items(), paper.LINE_STYLES.values(), strict=True)
+    ]
+    groups = []  # [[label, ...], losses]
+    for label, run in runs.curves().items():
+        for group in groups:
+            if len(group[1]) == len(run.value) and all(
+                abs(a - b) <= SAME * b for a, b in zip(run.value, group[1], strict=True)
+            ):
+                group[0].append(label)
+                break
+        else:
+            groups.append([[label], run.value])
+    for (labels, losses), colour in zip(groups, ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
+        alone = len(groups) == 1 < len(labels)
+        label = f"all {len(labels)} curves of ours" if alone else f"ours, {', '.join(labels)}"
+        lines.append(Line(label, steps(losses), losses, colour, width=2.8))
+    return Chart(
+        "loss", f"Loss of {runs.steps} steps, preset {runs.preset}",
+        f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}", "step",
+        "loss (nats per token)", lines, whole_x=True,
+    )  # fmt: skip
+
+
+def loss_table(runs):
+    curves = runs.curves()
+    count = max([50, *(len(run.value) for run in curves.values())])
+    columns = [*paper.LOSSES.values(), *(run.value for run in curves.values())]
+    rows = [
+        [step, *(f"{losses[step]:.6f}" if step < len(losses) else "" for losses in columns)] for step in range(count)
+    ]
+    head = ["step", *(f"paper, {name}" for name in paper.LOSSES), *(f"ours, {name}" for name in curves)]
+    caption = "Table 2. Loss in nats per token: the four columns of the paper, then ours."
+    return Table(caption, head, rows, tuple(range(1, len(head))))
+
+
+# -- Table 1 -----------------------------------------------------------------------------------------------------------
+
+
+def table_1(runs):
+    rows, grey = [], []
+    for stage, name in STAGE_NAMES.items():
+        row, ours = [name], (runs.training(stage), runs.inference(stage))
+        reasons = runs.training_reason(stage), runs.inference_reason(stage)
+        for what, run, reason, theirs in zip(
+            ("training", "inference"), ours, reasons, paper.SECONDS[PAPER_NAMES[stage]], strict=True
+        ):
+            row.append(Cell(number(theirs), contradiction() if (stage, what) == (1, "training") else ""))
+            row.append(Cell(number(run.value), run.note) if run else Cell("–", f"{what} not measured: {reason}"))
+        rows.append(row)
+        if not any(run and not run.shipped for run in ours):
+            grey.append(stage)
+    caption = (
+        f"Table 1. Seconds of the training ({runs.steps} steps of preset {runs.preset}) and of the inference (256 "
+        f"tokens of prompt, 30 new ones), without the start of the program. Grey: results of another machine, or none. "
+        f"The paper: {paper.CPU}; {paper.GPU}."
+    )
+    head = ["program", "training, paper", "training, ours", "inference, paper", "inference, ours"]
+    return Table(caption, [head[0], *(f"{each} (s)" for each in head[1:])], rows, (1, 2, 3, 4), tuple(grey))
+
+
+def contradiction():
+    serial, table_time, text_time = paper.SECONDS["serial"][0], paper.SECONDS["MPI"][0], paper.MPI_SECONDS_IN_TEXT
+    return (
+        f"The paper contradicts itself: its Table 1 has {table_time:,.2f} s, {serial / table_time:.1f} times as fast "
+        f'as the serial program; its sections 9.1 and 9.3 have {text_time:,.0f} s and "15 % faster", and this '
+        f"time is {100 * (1 - text_time / serial):.1f} % less than {serial:,.0f} s. The slides have 1,287 s."
+    )
+
+
+def inference_modes(runs):
+    """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
+    rows, grey, ratios = [], [], runs.inference_speedups()
+    for name, (program, divided) in INFERENCE.items():
+        results, row = runs.results(name), ["", Cell("–", runs.reason(name)), "", ""]
+        if results:
+            ranks, per_prompt = runs.records[name]["options"]["ranks"], results["seconds"] / results["prompts"]
+            program += f", {ranks} ranks" if ranks and name != "infer0" else ""
+            ratio = ratios[name].cell(number(ratios[name].times)) if name in ratios else "1"
+            row = [results["prompts"], number(results["seconds"]), number(per_prompt), ratio if ratios else ""]
+        else:
+            grey.append(len(rows))
+        rows.append([program, divided, *row])
+    names = [name for name in INFERENCE if name in runs.records]
+    count = len(runs.results("infer0")["samples"]) if "infer0" in names else 0
+    medians = f", medians of {count} runs" if count > 1 else ""
+    caption = f"Inference of stages 0 and 1 on this machine{medians}{runs.busy(names, ratios.values())}."
+    head = ["program", "what is divided", "prompts", "all prompts (s)", "one prompt (s)", "times as fast"]
+    return Table(caption, head, rows, (2, 3, 4, 5), tuple(grey))
+
+
+# -- what each change gains --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One change from a program to another. theirs: {where the paper says it: ratio}. ours: a Speedup, or None.
+
+    note: what was compared, or why there is no ratio.
+    """
+
+    title: str
+    theirs: dict
+    ours: Speedup | None
+    note: str
+
+    @property
+    def ideal(self):
+        return self.ours.ideal if self.ours and math.isfinite(self.ours.ideal) else None
+
+
+def gains(runs):
+    """The Gains that sections 9.1 to 9.3 of the paper explain."""
+    text = {"text": paper.SECONDS["serial"][0] / paper.MPI_SECONDS_IN_TEXT, "Table 1": paper_ratio(0, 1, 0)}
+    return [
+        Gain("serial to MPI, training (9.1)", text, *gain_ranks(runs)),
+        Gain("serial to MPI, inference (9.1.2)", {"": paper_ratio(0, 1, 1)}, *gain_replicate(runs)),
+        Gain("serial to CUDA, training (9.2)", {"": paper_ratio(0, 2, 0)}, *gain_pair(runs, 0, 2, "training")),
+        Gain("serial to CUDA, inference (9.2)", {"": paper_ratio(0, 2, 1)}, *gain_pair(runs, 0, 2, "inference")),
+        Gain("one GPU to several, training (9.3)", {"": paper_ratio(2, 3, 0)}, *gain_gpus(runs)),
+        Gain(
+            "MPI to MPI and CUDA, training (9.3)", {"": paper.MPI_SECONDS_IN_TEXT / paper.SECONDS["MPI and CUDA"][0]},
+            *gain_pair(runs, 1, 3, "training"),
+        ),
+        Gain("MPI to MPI and CUDA, inference (9.3)", {"": paper_ratio(1, 3, 1)}, *gain_pair(runs, 1, 3, "inference")),
+    ]  # fmt: skip
+
+
+def paper_ratio(slow, fast, column):
+    """How many times as fast the paper's program is; column: 0 training, 1 inference."""
+    return paper.SECONDS[PAPER_NAMES[slow]][column] / paper.SECONDS[PAPER_NAMES[fast]][column]
+
+
+def gain_ranks(runs):
+    one, ratios = runs.scaling_speedups() or (None, {})
+    if not (ratio := ratios.get(("ranks", 2))):
+        return None, runs.reason("scaling")
+    return ratio, (
+        f"two ranks of one thread: {seconds(one / ratio.times)} per step; one process with one thread: {seconds(one)}"
+        f"{runs.busy(['scaling'], [ratio])}"
+    )
+
+
+def gain_replicate(runs):
+    found = {name: runs.results(name) for name in ("infer0", "infer1-replicate")}
+    if missing := [name for name, results in found.items() if not results]:
+        return None, runs.reason(missing[0])
+    one, two = (results["seconds"] for results in found.values())
+    ratios = runs.inference_speedups()
+    text = f"two ranks with --mode replicate, where every rank computes all logits: {seconds(two)}; one process: "
+    return ratios["infer1-replicate"], f"{text}{seconds(one)}{runs.busy(found, ratios.values())}"
+
+
+def gain_pair(runs, slow, fast, what):
+    """The times of the runs of two stages on different hardware: a ratio without an ideal."""
+    run_of = runs.training if what == "training" else runs.inference
+    reason_of = runs.training_reason if what == "training" else runs.inference_reason
+    a, b = run_of(slow), run_of(fast)
+    if not a or not b:
+        stage = fast if a else slow
+        return None, f"there is no {what} of stage {stage}: {reason_of(stage)}"
+    text = f"stage {fast}: {seconds(b.value)} ({b.note}); stage {slow}: {seconds(a.value)} ({a.where})"
+    return Speedup(a.value / b.value, math.inf, misled=a.disturbed), text
+
+
+def gain_gpus(runs):
+    if not runs.results("train3"):
+        (_, _), (ranks, efficiency), *_ = shipped.scaling_rows()[0]
+        text = f"{ranks} GPUs, 64 sequences for each, GPT-2 124M; {shipped.origin('gpus/scaling_two', ranks)}"
+        return Speedup(ranks * efficiency, ranks), text
+    one, many, ranks = runs.results("train2"), runs.results("train3"), runs.records["train3"]["options"]["ranks"]
+    if not one or not one["median_step"] or not many["median_step"]:
+        return None, "in so few steps, most of the time is that of compiling kernels"
+    (ratio,) = speedups(one["median_step"], {"train3": (many["median_step"], ranks)}).values()
+    return ratio, (
+        f"a step: {seconds(many['median_step'])} on {counted(ranks, 'GPU')}, {seconds(one['median_step'])} on one "
+        f"(medians without the first steps{runs.busy(['train2', 'train3'], [ratio])})"
+    )
+
+
+def gain_chart(found):
+    rows = []
+    for gain in found:
+        marks = [
+            (ratio, f"paper{', ' * bool(where)}{where}: {ratio:.3g} times as fast", "soft", "o")
+            for where, ratio in gain.theirs.items()
+        ]
+        if gain.ideal:
+            marks.append((gain.ideal, f"ideal: {gain.ideal:g}", "ink", "|"))
+        if gain.ours:
+            bad = gain.ours.disturbed
+            text = f"disturbed: {gain.ours.reason}" if bad else f"ours: {gain.ours.times:.3g} times as fast"
+            marks.append((gain.ours.times, text, "c1" if bad else "c0", "X" if bad else "o"))
+        theirs, ours = " or ".join(map(number, gain.theirs.values())), number(gain.ours.times) if gain.ours else "–"
+        rows.append(Row(gain.title, marks, text=f"{theirs} → {ours}"))
+    return Chart(
+        "gains", "What each change gains", "How many times as fast each change makes the program, for the paper and "
+        "for ours, on a logarithmic axis; the table below has the numbers.", "times as fast", rows=rows, log_x=True,
+    )  # fmt: skip
+
+
+def gain_table(found):
+    rows = []
+    for gain in found:
+        ours = Cell("–", gain.note)
+        if gain.ours:
+            text = number(gain.ours.times)
+            mark = f"disturbed ({text})" if gain.ours.disturbed else text
+            ours = Cell(mark, f"{gain.note}. Disturbed: {gain.ours.reason}" if gain.ours.disturbed else gain.note)
+        theirs = " or ".join(map(number, gain.theirs.values()))
+        rows.append([gain.title, theirs, ours, f"{gain.ideal:g}" if gain.ideal else ""])
+    head = ["change (section of the paper)", "paper", "ours", "ideal"]
+    return Table("How many times as fast.", head, rows, (1, 2, 3))
+
+
+def reasons(runs):
+    """[sentence] about the two causes that the paper names: the all-reduce is small, and products dominate."""
+    found, step = [], runs.results("trace1-flat")
+    for row in collectives_of(step) if step else []:
+        if row["name"] == "all_reduce":
+            found.append(
+                f"9.1.1, the all-reduce is small: that of {amount(row['bytes'])} in stage 1 is in progress for "
+                f"{seconds(row['seconds'])} of a step of {seconds(step['seconds'])}, "
+                f"{100 * row['seconds'] / step['seconds']:.1f} %, with the wait for the slower rank."
+            )
+    if step := runs.results("trace0"):
+        ops = {name: time for name, time in time_by_op(step).items() if not name.startswith("wait")}
+        share = sum(time for name, time in ops.items() if name.startswith(PRODUCTS)) / sum(ops.values())
+        found.append(
+            f"9.2.1, matrix products dominate: the kernels of stage 0 that contain them (linear layers, attention, "
+            f"logits) take {100 * share:.0f} % of the time of all kernels."
+        )
+    return found
+
+
+# -- time by op, collectives, scaling ----------------------------------------------------------------------------------
+
+
+def trace_title(runs, name):
+    """The title of a trace in TRACES, with the bucket size of --dp bucket."""
+    flags = runs.records[name]["options"].get("flags", [])
+    size = flags[flags.index("--bucket-mb") + 1] if "--bucket-mb" in flags else ""
+    return TRACES[name] + (f" --bucket-mb {size}" if size else "")
+
+
+def ops(runs):
+    """[(title of a stage, Chart, caption)]: the time of each kernel in one step."""
+    found = []
+    for name, title in TRACES.items():
+        step = runs.results(name)
+        if step and name != "trace1-bucket":
+            times = time_by_op(step)
+            found.append((title, op_chart(name, f"{title}, preset {runs.preset}", times), op_caption(runs, name, step)))
+    if not runs.results("trace2"):
+        chart = op_chart("trace2", "stage 2, preset paper, bf16", shipped.kernels())
+        found.append(("stage 2", chart, f"Preset paper, bf16. Shipped result: {shipped.origin('gpu/profile_paper')}."))
+    if not runs.results("trace3"):
+        title, step = shipped.timelines()[-1]
+        where = f"GPT-2 124M, bf16, {title}, rank 0, without the kernels of NCCL"
+        chart = op_chart("trace3", f"stage 3, {where}", time_by_op(step))
+        found.append(("stage 3", chart, f"{where}. Shipped result: {shipped.origin('gpus/timeline')}.{NO_MODULES}"))
+    return found
+
+
+def op_caption(runs, name, step):
+    """The caption of a chart of ops: what is summed, and the time of a step with and without the trace."""
+    untraced = runs.results({"trace1-flat": "train1-2"}.get(name, name.replace("trace", "train")))
+    text = "Sum over threads and ranks; the time of a kernel does not include the kernels that it calls. "
+    text += f"The traced step takes {seconds(step['seconds'])}"
+    if untraced and untraced["median_step"]:
+        text += f", a step without a trace {seconds(untraced['median_step'])} (median without the first steps)"
+    return f"{text}.{NO_MODULES}" if any(SEVERAL in op for op in time_by_op(step)) else f"{text}."
+
+
+def op_chart(name, title, seconds_of):
+    """Horizontal bars of {op: seconds}, largest first."""
+    total, items = sum(seconds_of.values()), list(seconds_of.items())
+    if len(items) > OPS:
+        items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
+    unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
+    rows = [Row(op, [(t * scale, f"{seconds(t)}, {percent(t / total)}", "c0", "")], True) for op, t in items]
+    alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
+    return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, unit, rows=rows)
+
+
+def percent(share):
+    return f"{100 * share:.0f} %" if share >= 0.01 else "below 1 %"
+
+
+def collectives(runs):
+    """A table of what the collectives of a traced step moved and cost on this machine; None without a trace."""
+    rows = []
+    for name in TRACES:
+        step = runs.results(name)
+        for row in collectives_of(step) if step else []:
+            share = f"{100 * row['seconds'] / step['seconds']:.1f}"
+            sizes = row["calls"], number(row["bytes"] / 1e6), number(1e3 * row["seconds"]), share
+            rows.append([trace_title(runs, name), row["name"], *sizes, number(1e3 * waiting(step))])
+    caption = "Collectives of one traced step on this machine. One in progress may wait for a slower rank."
+    head = ["program", "collective", "calls", "arrays (MB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
+    return Table(caption, head, rows, (2, 3, 4, 5, 6)) if rows else None
+
+
+def all_reduce_chart(runs):
+    """(Chart, caption) of the algorithms of an all-reduce; None if they were not measured."""
+    if not (results := runs.results("collectives")):
+        return None
+    by_algorithm = {}
+    for row in results["rows"]:
+        by_algorithm.setdefault(row["algorithm"], []).append((row["bytes"], 1e3 * row["median"]))
+    lines = [
+        Line({"mpi": "MPI library"}.get(name, name), *map(list, zip(*sorted(points), strict=True)), colour, marker="o")
+        for (name, points), colour in zip(
+            by_algorithm.items(), ("ink", "c0", "c1", "c2", "c3", "c4"), strict=False
+        )
+    ]  # fmt: skip
+    largest = max(row["bytes"] for row in results["rows"])
+    ring = next(row for row in results["rows"] if row["bytes"] == largest and row["algorithm"] == "ring")
+    chart = Chart(
+        "all-reduce", f"All-reduce on {results['ranks']} ranks of this machine", "Time of an all-reduce over the size "
+        "of the array, for the MPI library and the algorithms of stage 1, on logarithmic axes.", "bytes of the array",
+        "ms", lines, log_x=True, log_y=True,
+    )  # fmt: skip
+    return chart, (
+        f"All-reduce on {results['ranks']} ranks of this machine. For {amount(largest)}, a rank of the ring sends "
+        f"{amount(ring['bytes_sent'])} and takes {seconds(ring['median'])}."
+    )
+
+
+def gpu_strategies():
+    """The shipped times of the strategies of stage 3."""
+    rows = [
+        [
+            row["name"].removeprefix("ours, "), row["messages"], number(row["bytes_sent"] / 1e6),
+            number(1e3 * max(0.0, row["communication_share"] * row["seconds"]["median"])),
+            number(row["optimizer_bytes"] / 1e6),
+        ]
+        for row in load("gpus/strategies")["results"]
+        if row.get("communicate", True) and "compress" not in row and not row.get("deterministic")
+    ]  # fmt: skip
+    head = ["program", "messages", "sent per rank (MB)", "added to the step (ms)", "optimizer per rank (MB)"]
+    caption = f"Stage 3, GPT-2 124M, bf16. Shipped result: {shipped.origin('gpus/strategies')}."
+    return Table(caption, head, rows, (1, 2, 3, 4), tuple(range(len(rows))))
+
+
+def scaling(runs):
+    """(Chart, caption): the speed-up of threads, ranks and GPUs beside the ideal line."""
+    lines, captions, found = [], [], {}  # found: {(what, count): Speedup}
+    if measured := runs.scaling_speedups():
+        one, ratios = measured
+        found |= {(KINDS[kind], count): ratio for (kind, count), ratio in ratios.items()}
+        captions.append(
+            f"Stages 0 and 1: preset {runs.records['scaling']['options']['preset']}, the same batch for every count; "
+            f"one process with one thread takes {seconds(one)} per step{runs.busy(['scaling'], ratios.values())}."
+        )
+    points, files = shipped.scaling_rows()
+    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in points if count > 1}
+    captions.append(f"Stage 3: GPT-2 124M, 64 sequences for each GPU; {'; '.join(map(shipped.origin, files))}.")
+    for what, colour in zip((*KINDS.values(), GPUS), ("c0", "c1", "c2"), strict=True):
+        points = [(count, each.times) for (kind, count), each in found.items() if kind == what and not each.disturbed]
+        if points:
+            lines.append(Line(what, *map(list, zip((1, 1.0), *points, strict=True)), colour, marker="o"))
+    disturbed = {key: each for key, each in found.items() if each.disturbed}
+    if disturbed:
+        points = [(count, each.times) for (_, count), each in disturbed.items()]
+        lines.append(Line("disturbed, no results", *map(list, zip(*points, strict=True)), "c3", "", marker="x"))
+        texts = [f"{count} {what}: {each.reason}" for (what, count), each in disturbed.items()]
+        text = "Crosses are no results: the run to which they are relative was disturbed"
+        captions.append(f"{text} ({'; '.join(texts)}).")
+    most = max(max(line.x) for line in lines)
+    lines.insert(0, Line("ideal", [1, most], [1, most], "soft", "--"))
+    chart = Chart(
+        "scaling", "Speed-up of the training step",
+        "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
+        "twice as fast.", "threads, ranks or GPUs", "times as fast as one", lines, whole_x=True,
+    )  # fmt: skip
+    return chart, " ".join(captions)
+
+
+# -- samples, this machine ---------------------------------------------------------------------------------------------
+
+
+def samples(runs):
+    rows = [
+        [f"paper, {name} (its Figure {number})", "its training", text]
+        for number, (name, text) in enumerate(paper.SAMPLES.items(), 6)
+    ]
+    ours = {"infer0": "stage 0", "infer1-replicate": "stage 1, replicate", "infer1-tensor": "stage 1, tensor"}
+    ours |= {f"infer{n}": f"stage {n}" for n in (2, 3)}
+    weights = dict.fromkeys(ours, "shipped, 1200 updates")
+    trained = {"train0": "stage 0", "train1-2": "stage 1"}
+    weights |= dict.fromkeys(trained, f"{runs.steps} updates, preset {runs.preset}")
+    for name, title in (ours | trained).items():
+        if results := runs.results(name):
+            rows.append([f"ours, {title}", weights[name], results["sample"]])
+    caption = (
+        "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
+        "paper's corpus and ours are different texts, so the continuations are about different things."
+    )
+    return Table(caption, ["program", "weights", "30 new tokens"], rows)
+
+
+def machine(hardware, runs, titles):
+    """[Table]: hardware and versions, and the parts that are missing. titles: {name of a part: its title}."""
+    names = {
+        "cpu": "CPU", "cores": "cores", "system": "system", "python": "Python", "numpy": "NumPy", "blas": "BLAS",
+        "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)",
+        "torch": "PyTorch", "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy", "triton": "Triton",
+    }  # fmt: skip
+    rows = [[title, hardware[key]] for key, title in names.items() if hardware.get(key)]
+    rows.insert(2, ["memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB"])
+    rows.append(["MPI", mpi_name()])
+    skipped = [[titles.get(name, name), reason] for name, reason in runs.missing.items()]
+    if not hardware.get("gpu"):
+        rows.append(["GPU", "none (nvidia-smi lists no GPU)"])
+        skipped.append(["stages 2 and 3 on GPUs", "nvidia-smi lists no GPU: shipped results are in grey or noted"])
+    tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]
+    if skipped:
+        tables.append(Table("What was not measured on this machine.", ["not measured", "reason"], skipped))
+    return tables
+
+
+def mpi_name():
+    """The name of the MPI library that mpi4py loads, or why there is none."""
+    try:
+        return choose()[1].name
+    except (ConfigError, ImportError) as error:
+        return f"none: {error}"
+
+
+def remarks(runs):
+    """[sentence]: other programs that ran during a measurement, and the GPU kernels in Triton's interpreter."""
+    found = []
+    if names := [name for name, record in runs.records.items() if runs.is_busy(name) and record.get("times", True)]:
+        titles = "; ".join(runs.records[name].get("title", name) for name in names)
+        found.append(
+            f"Other programs ran on this machine: {len(names)} of {counted(len(runs.records), 'part')} were measured "
+            f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. The parts: "
+            f"{titles}."
+        )
+    if results := runs.results("interpreter"):
+        first, *_ = curves = results["losses"].values()
+        largest = max(abs(a - b) / b for losses in curves for a, b in zip(losses, first, strict=True))
+        found.append(
+            f"Without a GPU, Triton's interpreter runs the GPU kernels on the CPU, too slowly to compare times. In "
+            f"{len(first)} steps of preset {results['preset']}, the losses of stages 2 and 3 differ from those of "
+            f"stage 0 by at most {tiny(largest)} of their value."
+        )
+    return found
