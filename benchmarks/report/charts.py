@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from io import StringIO
 from textwrap import wrap
 
-from benchmarks.report.theme import COLOURS, DARK, with_variables
+from benchmarks.report.theme import standalone, with_variables
+from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
 SIZES = {"wide": (9.0, 4.0), "narrow": (4.4, 3.7)}  # inches: as wide as the page, and as a phone
@@ -58,7 +59,7 @@ class Chart:
         """The chart as inline SVG of each size, without fixed colours. "data-points" has [x, y, text] for tooltips."""
         pictures = []
         for size in SIZES:
-            figure, points = draw(self, size, 0)
+            figure, points = draw(self, size, LIGHT)
             text = svg_of(figure, self.name + size)
             label, data = html.escape(self.alt), html.escape(json.dumps(points, separators=(",", ":")))
             head = f'<svg class="chart {size}" role="img" aria-label="{label}" data-points="{data}" '
@@ -67,12 +68,10 @@ class Chart:
 
     def write(self, folder):
         """Write NAME.svg, NAME.png and NAME-dark.png to the folder. Raises OSError."""
-        from benchmarks.report.theme import standalone
-
-        for theme, suffix in ((0, ""), (DARK, "-dark")):
+        for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
             figure, _ = draw(self, "wide", theme, self.title)
             figure.savefig(folder / f"{self.name}{suffix}.png", dpi=130)
-            if not theme:
+            if theme == LIGHT:
                 text = standalone(with_variables(svg_of(figure, self.name)))
                 (folder / f"{self.name}.svg").write_text(text, encoding="utf-8")
 
@@ -96,12 +95,7 @@ def draw(chart, size, theme, title=""):
     from matplotlib.figure import Figure
 
     colours = {name: pair[theme] for name, pair in COLOURS.items()}
-    style = {
-        "font.size": FONT, "font.family": "sans-serif", "text.color": colours["ink"],
-        "axes.labelcolor": colours["soft"], "axes.edgecolor": colours["soft"], "xtick.color": colours["soft"],
-        "ytick.color": colours["soft"], "axes.facecolor": "none", "figure.facecolor": colours["page"],
-        "grid.color": colours["line"], "axes.spines.top": False, "axes.spines.right": False,
-    }  # fmt: skip
+    style = figure_style(theme) | {"font.size": FONT, "font.family": "sans-serif", "axes.facecolor": "none"}
     width, height = SIZES[size]
     if chart.rows:
         height = ROW[size] * (len(chart.rows) + 0.6) + 0.75

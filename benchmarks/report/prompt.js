@@ -87,7 +87,7 @@
   function drawStream() {
     const lengths = norms().filter((_, index) => index % count === state.token), most = Math.max(...lengths);
     part("stream").innerHTML = lengths.map((length, index) => {
-      const name = !index ? "embedding" : `${index % 2 ? "attention" : "MLP"} ${Math.ceil(index / 2)}`;
+      const name = !index ? "embed" : `${index % 2 ? "attn" : "MLP"} ${Math.ceil(index / 2)}`;
       return `<div data-tip="after ${name}: ${length.toFixed(1)}"><span style="height: ${(70 * length) / most}px"></span>${name}</div>`;
     }).join("");
     let rows = "";

@@ -283,13 +283,13 @@ class UnitRecorder:
 
     def note(self, phase, moving=None):
         """Append a frame. moving: the (unit, array) that are sent; without them, the units that are being gathered."""
-        read = self.parameters.reads.get(self.parameters.current, ())
+        ranks, read = self.everyone, self.parameters.reads.get(self.parameters.current, ())
         whole = [unit for unit in self.parameters.gathered if unit in read]
         moving = moving or [(unit, "parameters") for unit in self.parameters.gathered if unit not in whole]
         sizes = {unit: 4 * self.shards.whole_size(unit) for unit in self.shards.parts}
         messages = [
-            {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(self.everyone)}
-            for unit, array in moving for a in self.everyone for b in self.everyone if a != b
+            {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
+            for unit, array in moving for a in ranks for b in ranks if a != b
         ]  # fmt: skip
         sent = sum(array.nbytes for _, array in self.gradients.sending)
         held = {
@@ -297,8 +297,8 @@ class UnitRecorder:
             "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),
             "whole gradients": sum(sizes[unit] for unit in self.gradients.sums) + sent,
         }
-        ranks = [{"cells": self.cells(rank, whole), "bytes": held} for rank in self.everyone]
-        self.frames.append({"phase": phase, "messages": messages, "ranks": ranks})
+        states = [{"cells": self.cells(rank, whole), "bytes": held} for rank in ranks]
+        self.frames.append({"phase": phase, "messages": messages, "ranks": states})
 
     def cells(self, rank, whole):
         def gradient(unit):

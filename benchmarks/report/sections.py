@@ -426,7 +426,7 @@ def all_reduce_chart(runs):
     chart = Chart(
         "all-reduce", f"All-reduce on {results['ranks']} ranks of this machine", "Time of an all-reduce over the size "
         "of the array, for the MPI library and the algorithms of stage 1, on logarithmic axes.", "bytes of the array",
-        "ms", lines, log_x=True, log_y=True,
+        "time (ms)", lines, log_x=True, log_y=True,
     )  # fmt: skip
     return chart, (
         f"All-reduce on {results['ranks']} ranks of this machine. For {amount(largest)}, a rank of the ring sends "

@@ -36,8 +36,8 @@ class Notes:
 
 
 def number(value):
-    """Three significant digits: 15,264; 95.2; 0.0167."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.2g}"
+    """Three significant digits: 15,264; 95.2; 0.0167. A value below 0.001 has one: 0.00004."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.5f}"
 
 
 def seconds(value):

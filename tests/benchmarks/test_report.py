@@ -863,6 +863,14 @@ def test_a_wrong_output_directory_is_one_line_and_changes_no_file(run, tmp_path)
     assert (tmp_path / "site" / "index.html").read_text() == "<!doctype html><title>my site</title>"
 
 
+def test_a_missing_package_is_one_line_before_the_measurements(run, tmp_path, monkeypatch):
+    for name, loaded in (("jinja2", None), ("latex2mathml.converter", None)):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, loaded)
+            code, out, err = run("--out", tmp_path)
+        assert (code, out) == (2, "") and err == f"error: {name} is not installed; pip install jinja2 latex2mathml\n"
+
+
 def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_missing(run, tmp_path):
     (tmp_path / "index.html").write_text(f"<!doctype html>{GENERATOR}")  # an older report, which is replaced
     code, out, err = run("--out", tmp_path, "--no-measure")
