@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
-from benchmarks.report import architecture, sections
+from benchmarks.report import architecture, machine_sections, paper_sections
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from benchmarks.report.theme import style_sheet
 from benchmarks.report.units import Notes
@@ -43,11 +43,11 @@ def write_report(folder, records, missing, preset, steps, titles):
         return chart.inline()
 
     text = template.render(
-        s=sections, runs=runs, note=notes.number, notes=notes.texts, draw=draw, generator=GENERATOR,
+        s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
+        note=notes.number, notes=notes.texts, draw=draw, date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(),
         style=style_sheet() + read("page.css"), scripts=[read(f"{name}.js") for name in ("page", "player", "prompt")],
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), stage_names=STAGE_NAMES, f=architecture,
-        views=views(runs), prompt=runs.results("prompt"), tables=sections.machine(hardware(), runs, titles),
-        gains=sections.gains(runs),
+        views=views(runs), prompt=runs.results("prompt"), tables=machine_sections.machine(hardware(), runs, titles),
+        gains=paper_sections.gains(runs),
     )  # fmt: skip
     try:
         for chart in charts:

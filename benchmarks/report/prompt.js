@@ -93,7 +93,7 @@
     let rows = "";
     for (let layer = 0; layer <= layers; layer++) {
       const shares = softmax(logits(layer, state.token));
-      const best = order(shares).slice(0, 4).map((id) =>
+      const best = order(shares).slice(0, 3).map((id) =>
         `<td style="--share: ${Math.round(40 * shares[id])}%">${shown(vocabulary[id])} <small>${percent(shares[id])}</small></td>`);
       rows += `<tr><th scope="row">${layer ? `layer ${layer}` : "embedding"}</th>${best.join("")}</tr>`;
     }

@@ -1,7 +1,7 @@
 """The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
 
 from benchmarks.report import shipped
-from benchmarks.report.sections import TRACES, trace_title
+from benchmarks.report.machine_sections import TRACES, trace_title
 from benchmarks.report.trace import MICROSECONDS
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES

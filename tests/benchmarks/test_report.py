@@ -16,7 +16,18 @@ import pytest
 
 from benchmarks.harness import speedups
 from benchmarks.report import __main__ as report
-from benchmarks.report import architecture, measure, parts, prompt, recording, sections, shipped, trace, views
+from benchmarks.report import (
+    architecture,
+    machine_sections,
+    measure,
+    paper_sections,
+    parts,
+    prompt,
+    recording,
+    shipped,
+    trace,
+    views,
+)  # fmt: skip
 from benchmarks.report.charts import Chart
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.runs import STAGE_NAMES, Runs
@@ -324,24 +335,24 @@ def test_a_speed_up_above_its_ideal_is_marked_with_the_load_and_not_stated_as_a_
     runs = Runs(records, {}, "nano", 4)
     load = {1.7: "1.7 cores", 0.02: "0.0 cores"}  # that other programs used
     load = load.get(other_cores, "with a load average of 1.5 before the measurements")
-    gains = {gain.title: gain for gain in sections.gains(runs)}
+    gains = {gain.title: gain for gain in paper_sections.gains(runs)}
     training, inference = gains["serial to MPI, training (9.1)"], gains["serial to MPI, inference (9.1.2)"]
     assert training.ours.reason == "the ratio 3.96 of the times is above the ideal 2" and load in training.note
     assert inference.ours.reason == "the ratio 7.48 of the times is above the ideal 1" and load in inference.note
     cuda = gains["serial to CUDA, inference (9.2)"]  # also relative to the disturbed run of stage 0
     assert [each.ours.disturbed for each in (training, inference, cuda)] == [True] * 3
-    cells = {row[0]: row[2].text for row in sections.gain_table(gains.values()).rows}
+    cells = {row[0]: row[2].text for row in paper_sections.gain_table(gains.values()).rows}
     assert cells[training.title] == "disturbed (3.96)" and cells[cuda.title].startswith("disturbed (")
-    marks = {row.label: row.marks[-1] for row in sections.gain_chart(gains.values()).rows}
+    marks = {row.label: row.marks[-1] for row in paper_sections.gain_chart(gains.values()).rows}
     assert marks[training.title] == (3.96, f"disturbed: {training.ours.reason}", "c1", "X")
-    assert ", disturbed" in sections.table_1(runs).rows[0][4].note
-    table = sections.inference_modes(runs)
+    assert ", disturbed" in paper_sections.table_1(runs).rows[0][4].note
+    table = paper_sections.inference_modes(runs)
     # the time of stage 0 is too long, so all ratios to it are too large, also those below their ideals
     assert [row[5] for row in table.rows][1:] == [
         "disturbed (7.48; ideal: 1)", "disturbed (3.32; ideal: 4)", "disturbed (1.50; ideal: 2)"
     ]  # fmt: skip
     assert load in table.caption
-    chart, caption = sections.scaling(runs)
+    chart, caption = machine_sections.scaling(runs)
     drawn = {line.label: list(zip(line.x, line.y, strict=True)) for line in chart.lines}
     assert drawn.keys() == {"ideal", "disturbed, no results", "stage 3, GPUs (shipped)"}
     assert [count for count, _ in drawn["disturbed, no results"]] == [2, 2, 4] and load in caption
@@ -350,7 +361,7 @@ def test_a_speed_up_above_its_ideal_is_marked_with_the_load_and_not_stated_as_a_
 
 
 def test_speed_ups_up_to_their_ideals_are_results_beside_their_ideals():
-    training = sections.gains(Runs(small_records(), {}, "nano", 4))[0]
+    training = paper_sections.gains(Runs(small_records(), {}, "nano", 4))[0]
     assert str(training.ours) == "1.9 times as fast (ideal: 2)" and training.ideal == 2
     assert "2.00 s, while other programs used 1.7 cores" in training.note
     noise = speedups.speedups(2.0, {"two ranks": (0.96, 2)})  # 2.08: noise of less than 5 %
@@ -363,14 +374,14 @@ def test_two_gpus_are_compared_by_their_steps_and_marked_above_the_ideal():
     for name, median, ranks in (("train2", 0.4, None), ("train3", 0.1, 2)):
         results = records["train0"]["results"] | {"median_step": median, "first_step": 5.0}
         records[name] = records["train0"] | {"results": results, "options": {"ranks": ranks}}
-    ratio, note = sections.gain_gpus(Runs(records, {}, "paper", 50))
+    ratio, note = paper_sections.gain_gpus(Runs(records, {}, "paper", 50))
     assert (
         "0.100 s on 2 GPUs, 0.400 s on one" in note and ratio.reason == "the ratio 4 of the times is above the ideal 2"
     )
     records["train3"]["results"]["median_step"] = 0.21
-    assert str(sections.gain_gpus(Runs(records, {}, "paper", 50))[0]) == "1.9 times as fast (ideal: 2)"
+    assert str(paper_sections.gain_gpus(Runs(records, {}, "paper", 50))[0]) == "1.9 times as fast (ideal: 2)"
     records["train3"]["results"]["median_step"] = None
-    ratio, note = sections.gain_gpus(Runs(records, {}, "paper", 4))
+    ratio, note = paper_sections.gain_gpus(Runs(records, {}, "paper", 4))
     assert ratio is None and note.startswith("in so few steps")
 
 
@@ -379,10 +390,10 @@ def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, 
     records = small_records()
     records["train1-2"]["results"]["losses"] = [factor * loss for loss in records["train0"]["results"]["losses"]]
     runs = Runs(records, {}, "nano", 4)
-    drawn = [line.label for line in sections.loss_chart(runs).lines]
+    drawn = [line.label for line in paper_sections.loss_chart(runs).lines]
     assert drawn[:4] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
     assert len(drawn[4:]) == lines and (drawn[4:] == ["all 2 curves of ours"]) == (lines == 1)
-    assert "differ from stage 0 by at most" in sections.equality(runs)
+    assert "differ from stage 0 by at most" in paper_sections.equality(runs)
 
 
 @pytest.mark.skipif(speedups.busy_seconds() is None, reason="this system has no /proc/stat")
