@@ -44,10 +44,10 @@ def write_report(folder, records, missing, preset, steps, titles):
 
     text = template.render(
         s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
-        note=notes.number, notes=notes.texts, draw=draw, date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(),
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=notes.number, draw=draw,
         style=style_sheet() + read("page.css"), scripts=[read(f"{name}.js") for name in ("page", "player", "prompt")],
         views=views(runs), prompt=runs.results("prompt"), tables=machine_sections.machine(hardware(), runs, titles),
-        gains=paper_sections.gains(runs),
+        gains=paper_sections.gains(runs), notes=notes.texts,
     )  # fmt: skip
     try:
         for chart in charts:

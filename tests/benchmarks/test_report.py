@@ -161,6 +161,13 @@ def test_the_recorded_prompt_has_the_numbers_of_the_model():
         prompt.packed(np.array([100.0]))
 
 
+def test_without_the_shipped_weights_the_page_says_why_there_is_no_prompt(lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "record_prompt", lambda: prompt.record_prompt(weights=tmp_path))
+    (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "prompt")
+    records, missing, failures = parts.run_parts([part], parts.PartFiles(tmp_path / "parts"), lines)
+    assert not records and failures == ["prompt"] and missing["prompt"].startswith(f"it failed: {tmp_path}")
+
+
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
