@@ -8,7 +8,8 @@
   const sections = [...document.querySelectorAll("main > section")];
   function mark() {
     const here = sections.filter((each) => each.getBoundingClientRect().top < innerHeight / 3).pop() || sections[0];
-    for (const [id, link] of links) id === here.id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
+    for (const link of links.values()) link.removeAttribute("aria-current");
+    links.get(here.id).setAttribute("aria-current", "true");
   }
   addEventListener("scroll", mark, { passive: true });
   mark();

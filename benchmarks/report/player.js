@@ -180,8 +180,9 @@
     const axis = make("div", { class: "axis", "aria-hidden": "true" });
     const rows = lanes.map((lane) => {
       const row = { lane, ...bars(lane, unit), text: make("span"), head: make("div", { class: "head" }) };
-      const title = make("div", { class: "lane-title" }, make("b", {}, `rank ${lane.rank}${lane.name && ", "}${lane.name} `), row.text);
-      row.track = make("div", { class: `track${lane.live ? " high" : ""}` }, row.picture, ...row.labels.map(([label]) => label), row.head);
+      const name = `rank ${lane.rank}${lane.name && ", "}${lane.name} `, marks = row.labels.map(([label]) => label);
+      const title = make("div", { class: "lane-title" }, make("b", {}, name), row.text);
+      row.track = make("div", { class: `track${lane.live ? " high" : ""}` }, row.picture, ...marks, row.head);
       row.node = make("div", { class: "lane" }, title, row.track);
       return row;
     });
@@ -269,7 +270,7 @@
     about.textContent = recording.text;
     drawing.className = "drawing";
     const names = [...new Set(recording.frames.flatMap((each) => Object.keys(each.ranks[0].cells)))];
-    const totals = recording.frames.flatMap((each) => each.ranks.map(held));
+    const most = Math.max(...recording.frames.flatMap((each) => each.ranks.map(held)));
     const buffered = recording.frames.some((each) => each.ranks.some((state) => state.bytes[BUFFERS]));
     const rows = buffered ? [...names, BUFFERS] : names;
     return (number, moves) => {
@@ -277,10 +278,11 @@
       const layout = ring(drawing.clientWidth || 320, rows.length);
       const picture = make("svg", { width: layout.width, height: layout.height, role: "img",
         "aria-label": `${phase}: the arrays of ${ranks.length} ranks and ${messages.length} messages` });
-      const found = ranks.map((state, rank) => card(picture, layout, state, rank, recording, rows, messages, Math.max(...totals)));
-      for (const message of messages) packet(picture, layout, message, found[message.from], moves, messages.length > ranks.length);
+      const places = ranks.map((state, rank) => card(picture, layout, state, rank, recording, rows, messages, most));
+      const many = messages.length > ranks.length; // an all-gather or a reduce-scatter between all ranks
+      for (const message of messages) packet(picture, layout, message, places[message.from], moves, many);
       drawing.replaceChildren(picture);
-      const list = messages.length > ranks.length ? [] : messages.map((message) => make("li", {},
+      const list = many ? [] : messages.map((message) => make("li", {},
         `rank ${message.from} to rank ${message.to}: slice ${message.slice} of ${ranksText(message.ranks)}, ` +
         amount(message.bytes)));
       const count = messages.length ? `${messages.length} messages` : "no messages";
@@ -311,13 +313,15 @@
 
   // Draws the card of a rank; returns {"slice of ranks": [x, y] of its cell}.
   function card(picture, layout, state, rank, recording, rows, messages, most) {
-    const [left, top] = layout.corner(rank), { width, height, cell: high, pitch: step } = layout.card, places = {}, narrow = width < 220;
+    const { width, height, cell: high, pitch: step } = layout.card, narrow = width < 220;
+    const [left, top] = layout.corner(rank), places = {};
     const node = make("g", { class: "rank" });
     node.append(make("rect", { x: left + 0.5, y: top + 0.5, width: width - 1, height: height - 1, rx: 6, class: "card" }),
       make("rect", { x: left + 8, y: top + 8, width: 12, height: 12, rx: 2, style: `fill: ${COLOURS[rank % 4]}` }),
       make("text", { x: left + 26, y: top + 18, class: "name" }, `rank ${rank}`));
     rows.forEach((name, row) => {
-      const y = top + 28 + step * row, cells = name === BUFFERS ? buffers(state, rank, recording, messages, places) : state.cells[name];
+      const y = top + 28 + step * row;
+      const cells = state.cells[name] || buffers(state, rank, recording, messages, places);
       node.append(make("text", { x: left + 8, y: y + 11 }, name));
       const pitch = (width - 16) / Math.max(4, cells.length);
       cells.forEach(([slice, members, part = null], number) => {
@@ -327,7 +331,8 @@
         const size = narrow ? 5 : 12, short = label.length > size ? label.slice(0, size - 1) + "." : label;
         const tip = `rank ${rank}, ${name}${slice === null ? "" : `, ${slice}`}: ${!members.length ? "empty or old" :
           part !== null ? `only the part of rank ${part}` : ranksText(members)}`;
-        const cell = make("g", { class: `cell${members.length === recording.ranks ? " full" : ""}${sent ? " sent" : ""}`, "data-tip": tip });
+        const full = members.length === recording.ranks;
+        const cell = make("g", { class: `cell${full ? " full" : ""}${sent ? " sent" : ""}`, "data-tip": tip });
         stripes(cell, x, y + 15, pitch - 4, high, members, part, recording.ranks);
         cell.append(make("text", { x: x + (pitch - 4) / 2, y: y + 19 + high / 2, class: "number" }, short));
         node.append(cell);
@@ -336,8 +341,8 @@
       });
     });
     const total = held(state), y = top + height - 8;
-    const memory = Object.entries(state.bytes).filter(([, size]) => size).map(([name, size]) => `${name} ${amount(size)}`).join(", ");
-    const bar = make("g", { class: "memory", "data-tip": `in memory: ${amount(total)} (${memory})` });
+    const parts = Object.entries(state.bytes).filter(([, size]) => size).map(([name, size]) => `${name} ${amount(size)}`);
+    const bar = make("g", { class: "memory", "data-tip": `in memory: ${amount(total)} (${parts.join(", ")})` });
     bar.append(make("rect", { x: left + 8, y: y - 9, width: width - 16, height: 9, class: "empty" }),
       make("rect", { x: left + 8, y: y - 9, width: ((width - 16) * total) / most, height: 9, class: "bytes" }),
       make("text", { x: left + width - 8, y: top + 18, class: "end" }, `${narrow ? "" : "in memory: "}${amount(total)}`));

@@ -32,7 +32,8 @@
     softmax(scores(layer, head, query).map((each, key) => (state.mask && key > query ? -Infinity : each)));
   const order = (values) => values.map((_, index) => index).sort((a, b) => values[b] - values[a]);
   const percent = (share) => (share >= 0.0995 ? `${Math.round(100 * share)} %` : `${(100 * share).toPrecision(2)} %`);
-  const shown = (token) => token.replaceAll(" ", "·").replaceAll("\n", "↵").replace(/[&<>"]/g, (each) => `&#${each.charCodeAt(0)};`);
+  const escaped = (text) => text.replace(/[&<>"]/g, (each) => `&#${each.charCodeAt(0)};`);
+  const shown = (token) => escaped(token.replaceAll(" ", "·").replaceAll("\n", "↵"));
   const part = (name) => root.querySelector(`[data-part="${name}"]`);
 
   function heatmap(layer, head, size, tips) {
@@ -41,7 +42,8 @@
       weights(layer, head, query).forEach((weight, key) => {
         const tip = tips ? ` data-tip="${shown(tokens[query])} attends to ${shown(tokens[key])}: ${percent(weight)}"` : "";
         if (tips || weight > 0.02) {
-          cells += `<rect x="${key * size}" y="${query * size}" width="${size}" height="${size}" fill-opacity="${weight.toFixed(2)}"${tip}/>`;
+          cells += `<rect x="${key * size}" y="${query * size}" width="${size}" height="${size}" ` +
+            `fill-opacity="${weight.toFixed(2)}"${tip}/>`;
         }
       });
     }
@@ -71,24 +73,27 @@
   }
 
   function drawHead() {
-    const size = 22, left = 66, top = 62, whole = count * size;
+    const { layer, head, token: chosen } = state, size = 22, left = 66, top = 62, whole = count * size;
     const labels = tokens.map((token, index) => {
-      const chosen = index === state.token ? ' class="chosen"' : "", middle = index * size + size / 2;
-      return `<text x="${left - 6}" y="${top + middle + 4}" text-anchor="end"${chosen}>${shown(token)}</text>` +
+      const style = index === chosen ? ' class="chosen"' : "", middle = index * size + size / 2;
+      return `<text x="${left - 6}" y="${top + middle + 4}" text-anchor="end"${style}>${shown(token)}</text>` +
         `<text transform="translate(${left + middle + 4} ${top - 6}) rotate(-60)">${shown(token)}</text>`;
     }).join("");
-    part("head").innerHTML = `<svg viewBox="0 0 ${left + whole + 26} ${top + whole + 2}" role="img" aria-label="attention of layer ` +
-      `${state.layer + 1}, head ${state.head + 1}: a row is the token that attends, a column the token that it attends to">${labels}` +
+    const name = `layer ${layer + 1}, head ${head + 1}`;
+    part("head").innerHTML = `<svg viewBox="0 0 ${left + whole + 26} ${top + whole + 2}" role="img" aria-label="attention ` +
+      `of ${name}: a row is the token that attends, a column the token that it attends to">${labels}` +
       `<g transform="translate(${left} ${top})"><rect class="frame" width="${whole}" height="${whole}"/>` +
-      `${heatmap(state.layer, state.head, size, true)}<rect class="row" y="${state.token * size}" width="${whole}" height="${size}"/></g></svg>`;
-    part("head-title").textContent = `layer ${state.layer + 1}, head ${state.head + 1}`;
+      heatmap(layer, head, size, true) +
+      `<rect class="row" y="${chosen * size}" width="${whole}" height="${size}"/></g></svg>`;
+    part("head-title").textContent = name;
   }
 
   function drawStream() {
     const lengths = norms().filter((_, index) => index % count === state.token), most = Math.max(...lengths);
     part("stream").innerHTML = lengths.map((length, index) => {
       const name = !index ? "embed" : `${index % 2 ? "attn" : "MLP"} ${Math.ceil(index / 2)}`;
-      return `<div data-tip="after ${name}: ${length.toFixed(1)}"><span style="height: ${(70 * length) / most}px"></span>${name}</div>`;
+      return `<div data-tip="after ${name}: ${length.toFixed(1)}">` +
+        `<span style="height: ${(70 * length) / most}px"></span>${name}</div>`;
     }).join("");
     let rows = "";
     for (let layer = 0; layer <= layers; layer++) {
@@ -106,14 +111,16 @@
     part("next").innerHTML = kept.slice(0, 10).map((id, index) =>
       `<li><span>${shown(vocabulary[id])}</span><span class="bar" style="--length: ${(100 * shares[index]).toFixed(1)}%"></span>` +
       `<span>${percent(shares[index])}</span></li>`).join("");
-    part("question").innerHTML = `What follows “${shown(tokens.slice(Math.max(0, state.token - 3), state.token + 1).join(""))}”?`;
+    const last = tokens.slice(Math.max(0, state.token - 3), state.token + 1).join("");
+    part("question").textContent = `What follows “${last.trim()}”?`;
     part("temperature").textContent = state.temperature.toFixed(2);
     part("k").textContent = TOP_K[state.k];
   }
 
   function draw() {
-    const focus = document.activeElement?.dataset, again = focus?.token ? `[data-token="${focus.token}"]` : focus?.head && `[data-head="${focus.head}"]`;
+    const { token, head } = document.activeElement?.dataset ?? {}; // the button with the focus is drawn again
     for (const each of [drawTokens, drawHeads, drawHead, drawStream, drawNext]) each();
+    const again = token ? `[data-token="${token}"]` : head && `[data-head="${head}"]`;
     if (again) root.querySelector(again).focus({ preventScroll: true });
   }
 
