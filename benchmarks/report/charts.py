@@ -114,7 +114,9 @@ def draw(chart, size, theme, title=""):
         points = (draw_lines if chart.lines else draw_rows)(axes, figure, chart, colours, limit)
         for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
             if log:
-                axis.set_major_formatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M")
+                low, high = axis.get_view_interval()
+                axis.set_major_formatter(tick_label)
+                axis.set_minor_formatter(lambda value, _, few=high < 30 * low: tick_label(value) if few else "")
         axes.set_xlabel(chart.x_label)
         if chart.y_label:
             axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
@@ -125,6 +127,13 @@ def draw(chart, size, theme, title=""):
     whole = figure.dpi * width, figure.dpi * height
     fractions = [[round(x / whole[0], 4), round(1 - y / whole[1], 4)] for x, y in pixels]
     return figure, [[*place, point[2]] for place, point in zip(fractions, points, strict=True)]
+
+
+def tick_label(value, _=None):
+    """The label of a tick of a logarithmic axis: those of 1, 2 and 5 times a power of 10."""
+    if f"{value:e}"[0] not in "125":
+        return ""
+    return f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M"
 
 
 def draw_lines(axes, figure, chart, colours, limit):
@@ -198,7 +207,9 @@ def draw_rows(axes, figure, chart, colours, limit):
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     if any(row.bar for row in chart.rows):
-        axes.set_xlim(0, 1.3 * max(row.marks[0][0] for row in chart.rows))
+        inches = axes.get_position().width * figure.get_figwidth()
+        text = max(len(row.marks[0][1]) for row in chart.rows) * CHARACTER
+        axes.set_xlim(0, max(row.marks[0][0] for row in chart.rows) * inches / (inches - text))
     axes.spines["left"].set_visible(False)
     if not chart.rows[0].bar:
         axes.grid(True, axis="x", linewidth=0.6)

@@ -508,6 +508,26 @@ def test_the_page_shows_every_picture_without_errors_and_outside_requests(browse
     assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
 
 
+# the texts of all charts that are outside of their chart, and the pairs of texts that touch
+TOUCHING = """[...document.querySelectorAll(".chart")].filter(each => each.checkVisibility()).flatMap(chart => {
+  const frame = chart.getBoundingClientRect();
+  const boxes = [...chart.querySelectorAll("text")].map(each => [each.textContent, each.getBoundingClientRect()]);
+  const outside = boxes.filter(([, a]) => a.left < frame.left - 1 || a.right > frame.right + 1);
+  const touch = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3; // a box is higher than its letters
+  const pairs = boxes.flatMap(([name, a], k) => boxes.slice(k + 1).filter(([, b]) => touch(a, b)).map(([other]) =>
+    `${name} / ${other}`));
+  return [...outside.map(([name]) => name), ...pairs];
+})"""
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_texts_of_a_chart_are_inside_and_do_not_touch(browser, page, width):
+    browser.open(page.as_uri(), width)
+    browser.evaluate("document.querySelectorAll('[role=tabpanel]').forEach(each => { each.hidden = false })")
+    assert browser.evaluate(TOUCHING) == []
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_a_tab_shows_the_data_flow_of_a_stage_and_marks_what_it_adds(browser, page, stage):
     browser.open(page.as_uri(), 1280)
@@ -661,8 +681,10 @@ def test_the_player_takes_no_key_with_a_modifier_of_another_element_or_out_of_vi
     for modifier in (ALT, CONTROL, META, SHIFT):
         for key in keys:
             assert pressed(key, modifiers=modifier)[:2] == [2, "Play"]
-    browser.evaluate("scrollTo(0, 0)")
-    assert pressed(*keys)[:2] == [2, "Play"]
+    for key in keys:
+        browser.evaluate("scrollTo(0, 0)")  # also ends the scrolling by the key before
+        assert pressed(key)[:2] == [2, "Play"]
+        browser.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     browser.open(page.as_uri())
     browser.evaluate(f"{PLAYER}.scrollIntoView()")
     for tag in ("input", "textarea", "a"):
