@@ -56,7 +56,7 @@ else
   doctor: python := $(if $(wildcard .venv/bin/python),$(python),python3)
   cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
-  report_ready = .venv/.train-mpi .venv/.train-interpreter $(cuda_ready)
+  report_ready = .venv/.train-mpi .venv/.train-interpreter .venv/.report $(cuda_ready)
   notebook_ready = .venv/.notebook
   ready_0     = .venv/.train
   ready_1     = .venv/.train-mpi
@@ -291,14 +291,17 @@ clean:  ## remove .venv, out/ and cached files
 .venv/.train-interpreter: pyproject.toml | .venv/bin/python
 	$(call install,.[interpreter],.venv/.train $@)
 
+.venv/.report: pyproject.toml | .venv/bin/python
+	$(call install,.[report],.venv/.train $@)
+
 # These lists are variables, because a comma in $(call ...) would separate two arguments.
-test_extras = mpi,test
+test_extras = mpi,report,test
 notebook_extras = interpreter,notebook
 nccl_extras = mpi,cuda$(major),nccl$(major)
 major       = $(if $(filter 12,$(cuda)),12,13)
 
 .venv/.test: pyproject.toml | .venv/bin/python
-	$(call install,.[$(test_extras)],.venv/.train .venv/.train-mpi .venv/.train-interpreter $@)
+	$(call install,.[$(test_extras)],.venv/.train .venv/.train-mpi .venv/.train-interpreter .venv/.report $@)
 
 # Wait until no other make installs packages. The shell holds the lock until it exits. Without flock, do not wait.
 lock = ! command -v flock >/dev/null || { exec 9<pyproject.toml && { flock -n 9 || { \

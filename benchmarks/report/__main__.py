@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.report.measure import parts_of
-from benchmarks.report.page import GENERATOR, write_report
+from benchmarks.report.page import GENERATOR, environment, write_report
 from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
 from gpt2core.app.command import run_command
 from gpt2core.app.presets import PRESETS
@@ -38,6 +38,7 @@ def check_output(folder):
 def make_report(args):
     """Measure the parts that are missing and write the report; returns the exit code."""
     check_output(args.out)
+    environment()  # a missing package is an error before the measurements
     parts = parts_of(args.preset, args.steps, args.full)
     files = PartFiles(args.out / "parts", args.fresh)
     if files.load_average > BUSY and not args.no_measure:

@@ -11,6 +11,7 @@ from benchmarks.harness.report import nvidia_smi
 from benchmarks.harness.speedups import OtherPrograms
 from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, run_command_line
+from benchmarks.report.prompt import record_prompt
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
 from gpt2core.app.output.run_log import read_log
@@ -43,7 +44,8 @@ def parts_of(preset, steps, full):
     in_interpreter = Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)
     speeds, messages = {"preset": preset, "cores": cores}, {"ranks": 2, "sizes": sizes}
     return [
-        Part("recordings", "slices in ring, reduce-scatter and ZeRO-1", recordings, times=False),
+        Part("recordings", "slices in ring, reduce-scatter, ZeRO-1 and ZeRO-3", recordings, times=False),
+        Part("prompt", "a prompt through the shipped model of the book", prompt, times=False),
         train_part("train0", 0, None, preset, steps),
         *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in ((1, 2, 4, 8) if full else (2,))),
         infer_part("infer0", 0, None, None),
@@ -233,3 +235,8 @@ def interpreter(show):
 def recordings(show):
     """The recorded collectives of benchmarks/report/recording.py."""
     return record_all()
+
+
+def prompt(show):
+    """The recorded prompt of benchmarks/report/prompt.py."""
+    return record_prompt()

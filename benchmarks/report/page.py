@@ -1,19 +1,33 @@
-"""Write the report: one HTML page without outside requests, and its charts and diagrams as PNG and SVG files."""
+"""Write the report: one HTML page without outside requests, and its charts as PNG and SVG files."""
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
-from benchmarks.report import machine_sections, paper_sections
-from benchmarks.report.charts import write_png
-from benchmarks.report.diagrams import diagrams
-from benchmarks.report.markup import Markup, element, escape
-from benchmarks.report.runs import Runs
-from benchmarks.report.theme import standalone, style_sheet
+from benchmarks.report import architecture, machine_sections, paper_sections
+from benchmarks.report.runs import STAGE_NAMES, Runs
+from benchmarks.report.theme import style_sheet
+from benchmarks.report.units import Notes
+from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
 FOLDER = Path(__file__).parent
+
+
+def environment():
+    """The jinja2 environment of page.html. Raises ConfigError if a package of the extra `report` is missing."""
+    try:
+        import jinja2
+        from latex2mathml.converter import convert
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install jinja2 latex2mathml") from None
+    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    found = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), **options)
+    found.filters["math"] = lambda text: convert(str(text))
+    found.filters["data"] = lambda value: json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
+    return found
 
 
 def write_report(folder, records, missing, preset, steps, titles):
@@ -21,16 +35,24 @@ def write_report(folder, records, missing, preset, steps, titles):
 
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
-    runs = Runs(records, missing, preset, steps)
-    sections, charts = all_sections(runs, diagrams(), titles)
-    page = folder / "index.html"
+    template, notes, runs = environment().get_template("page.html"), Notes(), Runs(records, missing, preset, steps)
+    charts, page = [], folder / "index.html"
+
+    def draw(chart):
+        charts.append(chart)
+        return chart.inline()
+
+    text = template.render(
+        s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=notes.number, draw=draw,
+        style=style_sheet() + read("page.css"), scripts=[read(f"{name}.js") for name in ("page", "player", "prompt")],
+        views=views(runs), prompt=runs.results("prompt"), tables=machine_sections.machine(hardware(), runs, titles),
+        gains=paper_sections.gains(runs), notes=notes.texts,
+    )  # fmt: skip
     try:
-        for name, text in diagrams(wide=True).items():
-            (folder / f"{name}.svg").write_text(standalone(text), encoding="utf-8")
         for chart in charts:
-            (folder / f"{chart.name}.svg").write_text(standalone(chart.svg), encoding="utf-8")
-            write_png(chart, folder)
-        page.write_text(html(sections, runs), encoding="utf-8")
+            chart.write(folder)
+        page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{error.filename or folder}: cannot be written ({error.strerror}): free some space"
@@ -38,59 +60,5 @@ def write_report(folder, records, missing, preset, steps, titles):
     return page
 
 
-def all_sections(runs, pictures, titles):
-    """([section], [Chart]) of the whole page."""
-    table_2, charts = paper_sections.table_2(runs)
-    ops, op_charts = machine_sections.ops(runs)
-    collectives, collective_charts = machine_sections.collectives(runs)
-    scaling, scaling_charts = machine_sections.scaling(runs)
-    timeline, timeline_charts = machine_sections.timeline(runs)
-    sections = [
-        machine_sections.machine(hardware(), runs, titles),
-        paper_sections.table_1(runs),
-        table_2,
-        paper_sections.samples(runs),
-        paper_sections.processes(),
-        paper_sections.figures(pictures),
-        ops,
-        collectives,
-        scaling,
-        timeline,
-        machine_sections.player(machine_sections.views(runs)),
-    ]
-    return sections, [*charts, *op_charts, *collective_charts, *scaling_charts, *timeline_charts]
-
-
-def html(sections, runs):
-    """The text of the page."""
-    title = "Distributed GPT-2: the paper's comparison on this machine"
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    subtitle = f"Written on {now}, commit {commit()}. Training runs: preset {runs.preset}, {runs.steps} steps."
-    links = [element("li", element("a", heading(each), href=f"#{identifier(each)}")) for each in sections]
-    body = element(
-        "body",
-        element("header", element("h1", title), element("p", subtitle, class_="subtitle")),
-        element("nav", element("ul", *links), aria_label="Sections"),
-        element("main", *sections),
-        Markup(f"<script>\n{(FOLDER / 'player.js').read_text(encoding='utf-8')}</script>"),
-    )
-    style = style_sheet() + (FOLDER / "page.css").read_text(encoding="utf-8")
-    head = "\n".join(
-        [
-            '<meta charset="utf-8">',
-            GENERATOR,
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{style}</style>",
-        ]
-    )
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n{body}\n</html>\n'
-
-
-def heading(section):
-    return Markup(section.split("<h2>")[1].split("</h2>")[0])
-
-
-def identifier(section):
-    return section.split(' id="')[1].split('"')[0]
+def read(name):
+    return (FOLDER / name).read_text(encoding="utf-8")

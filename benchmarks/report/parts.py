@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness.report import commit, cpu, hardware, to_json
 from benchmarks.harness.speedups import OtherPrograms
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, UserError
 from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT, end
 
@@ -111,7 +111,7 @@ def run_parts(parts, files, report, only_saved=False):
         except Skipped as error:
             missing[part.name] = str(error)
             report.line(f"{part.title}: skipped: {error}")
-        except (PartFailed, ConfigError) as error:
+        except (PartFailed, UserError) as error:
             missing[part.name] = f"it failed: {error}"
             failures.append(part.name)
             report.line(f"{part.title}: FAILED: {error}")

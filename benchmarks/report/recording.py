@@ -18,10 +18,15 @@ import numpy as np
 
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
+from gpt2core.arena import Arena
 from gpt2core.communicator import Handle
-from gpt2core.data import even_slices
+from gpt2core.data import Windows, even_slices
+from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.training_loop import read_batch
+from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 
 BUFFERS = "temporary buffers"
@@ -197,8 +202,7 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
         "ring all-reduce",
         ring_all_reduce,
         "In every round each rank sends one slice to its right neighbour. In the first p - 1 rounds the receiver adds "
-        "its own slice. In the last p - 1 rounds the finished slices are copied. "
-        "Each rank receives the messages of the first rounds in two temporary buffers of one slice.",
+        "its own slice; in the last p - 1 rounds the finished slices are copied.",
     ),
     "reduce-scatter": (
         "reduce-scatter",
@@ -241,6 +245,91 @@ def state_at(result, time):
     return {"cells": state["cells"], "bytes": result.sizes | result.fixed | {BUFFERS: state["buffers"]}}
 
 
+# -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
+
+ZERO_3 = (
+    "One training step. A rank stores its shard of each unit of the model: a quarter of the parameters, gradients and "
+    "moments. An all-gather makes a unit whole while the unit before it is computed, and it is freed after its use. In "
+    "backward, a reduce-scatter leaves each rank its shard of the summed gradients."
+)
+
+
+class UnitRecorder:
+    """Notes what a rank of ShardedMicroBatches holds after each call of its Parts; all ranks hold the same units.
+
+    frames: as those of record(). A slice is a unit of the model, and a cell is (unit, ranks that it contains, None or
+    the rank whose shard it is).
+    """
+
+    def __init__(self, accumulator, ranks):
+        self.parameters, self.gradients = accumulator.parameters, accumulator.unit_gradients
+        self.shards, self.everyone, self.frames, self.summed = accumulator.shards, list(range(ranks)), [], []
+        for part in accumulator.parts:
+            part.before = self.after(part.before, "forward")
+            part.before_backward = self.after(part.before_backward, "backward")
+            part.completed = self.complete(part.completed)
+        self.note("before the step")
+
+    def after(self, call, phase):
+        return lambda unit: (call(unit), self.note(f"{phase} of {unit}"))
+
+    def complete(self, call):
+        def completed(unit):
+            self.note(f"reduce-scatter of the gradients of {unit}", [(unit, "gradients")])
+            call(unit)
+            self.summed.append(unit)
+
+        return completed
+
+    def note(self, phase, moving=None):
+        """Append a frame. moving: the (unit, array) that are sent; without them, the units that are being gathered."""
+        ranks, read = self.everyone, self.parameters.reads.get(self.parameters.current, ())
+        whole = [unit for unit in self.parameters.gathered if unit in read]
+        moving = moving or [(unit, "parameters") for unit in self.parameters.gathered if unit not in whole]
+        sizes = {unit: 4 * self.shards.whole_size(unit) for unit in self.shards.parts}
+        messages = [
+            {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
+            for unit, array in moving for a in ranks for b in ranks if a != b
+        ]  # fmt: skip
+        sent = sum(array.nbytes for _, array in self.gradients.sending)
+        held = {
+            "shards of parameters, gradients and moments": 4 * (2 + MOMENTS) * self.shards.size,
+            "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),
+            "whole gradients": sum(sizes[unit] for unit in self.gradients.sums) + sent,
+        }
+        states = [{"cells": self.cells(rank, whole), "bytes": held} for rank in ranks]
+        self.frames.append({"phase": phase, "messages": messages, "ranks": states})
+
+    def cells(self, rank, whole):
+        def gradient(unit):
+            own = (self.everyone, rank) if unit in self.summed else ([], None)
+            return ([rank], None) if unit in self.gradients.sums else own
+
+        units = self.shards.parts
+        return {
+            "parameters": [(unit, *((self.everyone, None) if unit in whole else ([rank], rank))) for unit in units],
+            "gradients": [(unit, *gradient(unit)) for unit in units],
+        }
+
+
+def zero_3(ranks=MAX_RANKS, preset="nano"):
+    """One step of a Trainer with ZeRO-3 on `ranks` threads, as record() returns it; see UnitRecorder."""
+    config = PRESETS[preset]
+    sizes = {"batch_size": ranks, "seq_len": config.block_size, "micro_batches": ranks}
+
+    def step(comm):
+        trainer = Trainer(config, [NumpyBackend()], world=comm, parallel=ParallelConfig(zero=3), **sizes)
+        recorder = UnitRecorder(trainer.accumulator, ranks)
+        tokens = np.arange(ranks * config.block_size + 1, dtype=np.int32) % config.vocab_size
+        trainer.step(read_batch(trainer, Windows(tokens, config.block_size)), 1e-3)
+        recorder.note("AdamW on the own shards")
+        return recorder.frames
+
+    frames, *_ = run_ranks(ranks, step)
+    size = 4 * Arena(parameter_shapes(config)).size
+    return {"title": "ZeRO-3", "text": ZERO_3, "preset": preset, "bytes": size, "ranks": ranks, "frames": frames}
+
+
 def record_all(ranks=MAX_RANKS, preset="nano"):
-    """{name: record(name)} of all recordings."""
-    return {name: record(name, ranks, preset) for name in RECORDINGS}
+    """{name: record(name)} of all recordings, and zero_3()."""
+    return {name: record(name, ranks, preset) for name in RECORDINGS} | {"zero-3": zero_3(ranks, preset)}

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from benchmarks.harness.speedups import speedups
 from benchmarks.report import shipped
-from benchmarks.report.markup import seconds
 from benchmarks.report.parts import BUSY
+from benchmarks.report.units import seconds
 from gpt2core.errors import counted
 
 STAGE_NAMES = {
@@ -30,6 +30,11 @@ class Run:
     shipped: bool = False
     precision: str = "fp32"  # the measured runs of this report are in fp32
     disturbed: bool = False
+
+    @property
+    def note(self):
+        """`where` with the precision, which that of a shipped result has."""
+        return self.where if self.shipped else f"{self.precision}, {self.where}"
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,18 @@
-"""The colours of the report for light and dark screens, and SVG text that uses them as variables."""
+"""The colours of figures as variables of CSS, for light and dark screens."""
 
 import re
 
-# {name: (light, dark)}. Text on each of `host`, `gpu`, `net` and `page` has a contrast of 4.5 or more (WCAG AA).
-COLOURS = {
-    "page": ("#ffffff", "#14171c"),
-    "ink": ("#1b1f24", "#e6e8eb"),
-    "soft": ("#57606a", "#a3abb5"),  # captions, axes, the paper's curves
-    "line": ("#d0d7de", "#3a424d"),
-    "panel": ("#f6f8fa", "#1d2229"),
-    "host": ("#dbe9ff", "#1f3a5f"),  # work of the CPU
-    "gpu": ("#d7f0dc", "#1d4a2d"),  # work of a GPU
-    "net": ("#ffe2c2", "#5e3a12"),  # messages between ranks
-    "c0": ("#0b62c4", "#6cb2ff"),
-    "c1": ("#c2410c", "#ff9d5c"),
-    "c2": ("#1a7f37", "#57c777"),
-    "c3": ("#8250df", "#c297ff"),
-    "c4": ("#9a6700", "#e0b040"),
-}
-DARK = 1
+from gpt2core.app.output.theme import COLOURS, DARK, LIGHT
 
 
 def variables(theme):
-    """The CSS declarations of all colours; theme: 0 light, 1 dark."""
+    """The CSS declarations of all colours; theme: LIGHT or DARK."""
     return "; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items())
 
 
 def style_sheet():
     """CSS that defines the colours for light and dark screens. A printed page is light."""
-    light, dark = variables(0), variables(DARK)
+    light, dark = variables(LIGHT), variables(DARK)
     return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 

@@ -442,7 +442,9 @@ def test_make_starts_the_ranks_of_stage_3_with_nccl_installed(make):
     assert re.search(r"-m stage1_mpi.launch -n 2 .*-- -m stage3_mpi_cuda.train_gpt2 ", done.stdout)
 
 
-@pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "mpi,cuda13,nccl13"])])
+@pytest.mark.parametrize(
+    "goal, extras", [("test", ["mpi,report,test"]), ("test-gpu", ["mpi,report,test", "mpi,cuda13,nccl13"])]
+)
 def test_make_installs_the_packages_that_tests_need(make, goal, extras):
     done = make("-n", "-W", "pyproject.toml", goal, cuda="13.0")
     assert done.returncode == 0, done.stderr

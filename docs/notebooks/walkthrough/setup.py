@@ -63,18 +63,12 @@ def install(extra, missing):
 
 
 def style_figures():
-    """Use a white background, so that figures can be read in dark themes too."""
+    """Use the style of `--plot`. Its background is white, so that figures can be read in dark themes too."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams |= {
-        "figure.facecolor": "white",
-        "savefig.facecolor": "white",
-        "figure.dpi": 100,
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "figure.constrained_layout.use": True,
-    }
+    from gpt2core.app.output.theme import figure_style
+
+    plt.rcParams |= figure_style() | {"figure.dpi": 100, "font.size": 10, "figure.constrained_layout.use": True}
 
 
 def show(alt):

@@ -5,6 +5,7 @@ import warnings
 from typing import NamedTuple
 
 from gpt2core.app.output.output_files import SOFTWARE
+from gpt2core.app.output.theme import figure_style
 
 
 class Curve(NamedTuple):
@@ -32,19 +33,21 @@ def loss_figure(curves, title):
     """A matplotlib Figure with the `curves`; a curve that has only one step is drawn as a point."""
     # Not a line for each matplotlib cache that cannot be written, and for each character that a font lacks.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    from matplotlib.figure import Figure  # imported only if needed: the import takes longer than a step of preset tiny
+    import matplotlib  # imported only if needed: the import takes longer than a step of preset tiny
+    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    with matplotlib.rc_context(figure_style()):
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
     for label, steps, losses, style in curves:
         marker = {"marker": "o"} if len(steps) == 1 else {}  # a line needs two points
         axes.plot(steps, losses, label=escaped(label), **marker | style)
     if len(curves) > 1:
-        figure.legend(loc="outside lower center", ncols=3)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     axes.set_title(escaped(title), wrap=True)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
+    axes.grid(linewidth=0.6)
     return figure
 
 

@@ -1,0 +1,68 @@
+"""Record a prompt on its way through the shipped model of the book: attention scores, the stream, logits of each layer.
+
+The page computes from them what the reader changes: softmax, temperature, top-k, the causal mask.
+"""
+
+# T tokens of the prompt, L layers, H heads, D = C / H, V vocabulary
+
+import base64
+import math
+
+import numpy as np
+
+from gpt2core import ops
+from gpt2core.app.checkpoints.directory import load_checkpoint
+from gpt2core.app.presets import BOOK_WEIGHTS
+from gpt2core.forward_arguments import FIRST_TOKENS
+from gpt2core.model import GPT2
+from gpt2core.plain_backend import PlainBackend, split_heads
+from gpt2core.tensor import Tensor, no_grad
+from gpt2core.text.tokenizer import Tokenizer
+
+PROMPT = "The white whale rose from the sea, and the captain"
+STEP = 1 / 512  # the unit of a recorded logit or score
+
+
+@no_grad()
+def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
+    """JSON data: tokens; vocabulary; scores (L, H, T, T), norms (2 L + 1, T) and logits (L + 1, T, V).
+
+    scores are q k' / sqrt(D) before the mask. norms are those of the stream: after the embedding, and after attention
+    and MLP of each layer. logits are those of the final LayerNorm and the head, applied after the embedding and after
+    each layer; the last ones are the model's. Arrays are {"shape", "step", "data"}: 16-bit integers in base 64, in
+    units of `step`.
+    """
+    checkpoint, tokenizer = load_checkpoint(weights), Tokenizer.load(weights / "tokenizer.json")
+    config, backend = checkpoint.config, PlainBackend()
+    parameters = {name: Tensor(np.array(p, np.float32), backend) for name, p in checkpoint.parameters.items()}
+    model, ids = GPT2(config, parameters), np.array([tokenizer.encode(text)])
+    x = model.embedding(ids)
+    scores, norms, logits = [], [x.tensor().data[0]], [read_out(model, x)]
+    for block in model.blocks:
+        q, k, _ = split_heads(ops.linear(block.ln_1(x), *block.qkv).data, block.n_head)
+        scores.append((q @ k.swapaxes(2, 3))[0] / math.sqrt(q.shape[3]))
+        attended = x + block.attention(block.ln_1(x), FIRST_TOKENS)
+        norms.append(attended.tensor().data[0])
+        x = attended + block.mlp(block.ln_2(attended))
+        norms.append(x.tensor().data[0])
+        logits.append(read_out(model, x))
+    return {
+        "weights": weights.name,
+        "tokens": [tokenizer.decode([id]) for id in ids[0].tolist()],
+        "vocabulary": [tokenizer.decode([id]) for id in range(config.vocab_size)],
+        "scores": packed(np.stack(scores)),
+        "norms": packed(np.linalg.norm(np.stack(norms), axis=-1)),
+        "logits": packed(np.stack(logits)),
+    }
+
+
+def read_out(model, x):
+    """The logits (T, V) of a stream."""
+    return model.unembed(model.head.ln_f(x)).data[0]
+
+
+def packed(array):
+    data = np.round(array / STEP)
+    if np.abs(data).max() > 32767:
+        raise ValueError(f"the values of the prompt reach {np.abs(array).max():.0f}: 16 bits hold {32767 * STEP:.0f}")
+    return {"shape": array.shape, "step": STEP, "data": base64.b64encode(data.astype("<i2").tobytes()).decode("ascii")}

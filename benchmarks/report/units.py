@@ -1,0 +1,60 @@
+"""Numbers as text with their units, tables, and the footnotes of the page."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of a cell of a table, with a footnote: where a number was measured, or why there is none."""
+
+    text: object
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: lists of texts and Cells; the first cell of a row is its heading. numbers: indices of the columns with
+    numbers, each with one unit. grey: indices of the rows without a measurement of this machine."""
+
+    caption: str
+    head: list
+    rows: list
+    numbers: tuple = ()
+    grey: tuple = ()
+
+
+@dataclass
+class Notes:
+    """The footnotes in the order of their first use; equal texts are one footnote."""
+
+    texts: list = field(default_factory=list)
+
+    def number(self, text):
+        if text not in self.texts:
+            self.texts.append(text)
+        return self.texts.index(text) + 1
+
+
+def number(value):
+    """Three significant digits: 15,264; 95.2; 0.0167. A value below 0.001 has one: 0.00004."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.5f}"
+
+
+def seconds(value):
+    """A time as text: 95.2 s, 1.87 s, 16.7 ms, 5.00 us."""
+    unit, size = ("s", 1) if value >= 0.1 else ("ms", 1e-3) if value >= 1e-4 else ("us", 1e-6)
+    return f"{number(value / size)} {unit}"
+
+
+def amount(count):
+    """Bytes as text: 40 B, 43.6 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def tiny(value):
+    """One digit of a small number: 0, 1·10⁻⁵."""
+    digit, _, power = f"{value:.0e}".partition("e")
+    return f"{digit}·10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}" if value else "0"

@@ -1,0 +1,88 @@
+"""The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
+
+from benchmarks.report import shipped
+from benchmarks.report.machine_sections import TRACES, trace_title
+from benchmarks.report.trace import MICROSECONDS
+from benchmarks.report.units import amount, seconds
+from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
+
+MAX_BARS = 4000  # bars of one view; a phone stays fast with them
+PIPELINE = 4, 8  # ranks and micro-batches of the schedules
+KINDS = {"F": "forward", "B": "backward", "W": "weights"}
+
+
+def views(runs):
+    """[view], in the order of the list."""
+    found = [slices(recording) for recording in (runs.results("recordings") or {}).values()]
+    found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
+    for name in TRACES:
+        if step := runs.results(name):
+            found.append(training_step(f"{trace_title(runs, name)}, preset {runs.preset}, this machine", step))
+    if not runs.results("trace3"):
+        for title, step in shipped.timelines():
+            text = f"stage 3, {title}, GPT-2 124M, rank 0"
+            found.append(training_step(text, by_phase(step), f"Shipped result: {shipped.origin('gpus/timeline')}. "))
+    return found
+
+
+def slices(recording):
+    """A recording of recording.py with its explanation."""
+    ranks, size = recording["ranks"], recording["bytes"]
+    text = (
+        f"{recording['text']} Recorded from {ranks} ranks with arrays of {amount(size)} (all parameters of preset "
+        f"{recording['preset']}). A slice has the colour of the rank that it comes from; a sum has the stripes of all "
+        f"its ranks."
+    )
+    return recording | {"kind": "slices", "group": "collectives and ZeRO", "text": text}
+
+
+def pipeline(name, ranks, count):
+    """A simulated schedule: a lane of actions for each rank, and its live activations after each action."""
+    schedule = SCHEDULES[name](ranks, count)
+    timeline, lanes = simulate(schedule), []
+    changes = LIVE | {"B": -0.5, "W": -0.5} if splits(schedule) else LIVE
+    for rank, actions in enumerate(schedule):
+        events, live = [], [[0, 0]]
+        for kind, batch, chunk in actions:
+            start, end = timeline.times[kind, batch, chunk]
+            title = f"{KINDS[kind]} of micro-batch {batch}, chunk {chunk}"
+            events.append([title, start, end - start, KINDS[kind], "", 0, str(batch)])
+            live.append([start if kind == "F" else end, live[-1][1] + changes[kind]])
+        lanes.append({"rank": rank, "name": "", "events": events, "live": [*live, [timeline.seconds, live[-1][1]]]})
+    text = (
+        f"{ranks} ranks, {count} micro-batches, simulated with one unit of time for F, B and W: "
+        f"{timeline.seconds:g} units, bubble {100 * timeline.bubble:.0f} %, at most "
+        f"{', '.join(f'{peak:g}' for peak in timeline.peaks)} live activations on ranks 0 to {ranks - 1} (the curve "
+        f"below the bars). A number is a micro-batch."
+    )
+    group = "pipeline schedules"
+    return {"kind": "trace", "group": group, "title": f"pipeline {name}", "text": text, "unit": "unit", "lanes": lanes}
+
+
+def training_step(title, step, origin=""):
+    """A step of trace.py with at most MAX_BARS bars: the shortest are left out, and the text says so."""
+    bars = sorted((event[2] for lane in step["lanes"] for event in lane["events"]), reverse=True)
+    least, lanes = bars[MAX_BARS - 1] if len(bars) > MAX_BARS else -1, step["lanes"]
+    lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in lanes]
+    without = f", without bars below {seconds(least * MICROSECONDS)}" if least > 0 else ""
+    text = (
+        f"{origin}The step takes {seconds(step['seconds'])}{without}. Bars that have not begun are pale. + and − zoom "
+        f"at the line of the present time."
+    )
+    return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
+
+
+def by_phase(step):
+    """A step on GPUs whose kernels have the categories forward, backward and optimizer instead of GPU.
+
+    The kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names.
+    """
+    loss = max(e[1] for lane in step["lanes"] for e in lane["events"] if e[0].startswith("forward_backward_kernel"))
+    update = min(e[1] for lane in step["lanes"] for e in lane["events"] if e[0].startswith(("clip", "adamw")))
+
+    def phase(event):
+        name = "forward" if event[1] <= loss else "backward" if event[1] < update else "optimizer"
+        return [*event[:3], name if event[3] == "GPU" else event[3], *event[4:]]
+
+    return step | {"lanes": [lane | {"events": [phase(event) for event in lane["events"]]} for lane in step["lanes"]]}
