@@ -52,14 +52,11 @@ class InferenceModel:
         """ids (B, T) -> logits (B, T, V), or with last_only those of the last position, (B, 1, V)."""
         group, V = self.group, self.config.vocab_size
         y = self.backend.unembed_forward(self.normed(ids, cache, last_only), self.plan.head)  # of this rank's tokens
-        if group.size == 1:
-            return y
         own, K = y.reshape(-1, y.shape[-1]), math.ceil(V / group.size)
-        padded = self.backend.zeros(
-            (len(own), K), y.dtype
-        )  # all ranks send equal shapes; the last may have fewer tokens
-        padded[:, : own.shape[1]] = own
-        shards = group.all_gather(padded).reshape(group.size, -1, K)
+        if own.shape[1] < K:  # the last rank has fewer tokens, but all ranks send equal shapes
+            tokens, own = own, self.backend.zeros((len(own), K), y.dtype)
+            own[:, : tokens.shape[1]] = tokens
+        shards = group.all_gather(own).reshape(group.size, -1, K)
         return shards.swapaxes(0, 1).reshape(*y.shape[:-1], group.size * K)[..., :V]
 
     @no_grad()
