@@ -54,7 +54,7 @@ def compare(ranks, parallel, of_ranks, machine):
     timeline = pipeline_timeline(layout, machine) if parallel.pp > 1 else None
     terms = step_seconds(layout, machine)
     predicted = {
-        "memory": max(sum(host_terms(layout, layout.place_of(rank)).values()) for rank in range(ranks)),
+        "memory": max(sum(host_terms(layout, place).values()) for place in layout.places()),
         "calls": max(pairs["predicted_calls"]),
         "bytes": max(pairs["predicted_bytes"]),
         "bubble": timeline.bubble if timeline else 0.0,

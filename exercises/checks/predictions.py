@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.planning.flops import step_flops
-from gpt2core.app.planning.layout import FP32, Layout, Place
+from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.traffic import traffic
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_count
 from gpt2core.communicator import Solo, textbook_bytes
 from gpt2core.data import Windows
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.schedules import one_f_one_b
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -109,7 +110,7 @@ def sent_bytes():
     """The bytes of the messages that rank 0 sends to sum the gradient of MODEL with the algorithm ring."""
     from stage1_mpi import collectives
 
-    (size,) = {call.elements for call in traffic(layout(), Place()) if call.purpose == "gradients"}
+    (size,) = {call.elements for call in traffic(layout(), Grid()) if call.purpose == "gradients"}
 
     def send(comm):
         collectives.all_reduce(comm, np.ones(size, np.float32), algorithm="ring")

@@ -1,4 +1,4 @@
-"""The grid of process groups: dp data-parallel x tp tensor-parallel x pp pipeline-parallel ranks."""
+"""The grid of ranks, pp pipeline-parallel x dp data-parallel x tp tensor-parallel, and its groups."""
 
 from typing import NamedTuple
 
@@ -8,29 +8,46 @@ from gpt2core.errors import ConfigError
 from gpt2core.tree_sum import tree_sum
 
 
-class Place(NamedTuple):
-    """The ranks of one rank in its groups: see Mesh."""
+class Grid(NamedTuple):
+    """A number for each axis of the grid of ranks: its size, or the place of a rank on it.
 
+    The ranks of the world are in the order of these fields, the last one fastest. So the ranks of a tensor group are
+    consecutive: they communicate most often, and on one host NVLink may connect them.
+    """
+
+    pipeline: int = 0
     data: int = 0
     tensor: int = 0
-    pipeline: int = 0
 
 
-def place_of(rank, dp, tp):
-    """The Place of a rank of the world."""
-    return Place(rank // tp % dp, rank % tp, rank // (tp * dp))
+GROUPS = {  # {name of a group: the axes along which its ranks differ}
+    "data": ("data",),  # they divide the batch
+    "gradients": ("data",),  # their gradients are added
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
+    "replica": ("pipeline", "tensor"),  # they divide one copy of the model
+    "world": Grid._fields,
+}
+
+
+def place_of(rank, sizes):
+    """The place, a Grid, of a rank of the world, in a grid of these sizes."""
+    return Grid(*(int(number) for number in np.unravel_index(rank, sizes)))
+
+
+def rank_in(place, sizes, axes):
+    """The rank of a place in its group along these axes: its number among the places that differ on them."""
+    rank = 0
+    for axis in axes:
+        rank = rank * getattr(sizes, axis) + getattr(place, axis)
+    return rank
 
 
 class Mesh:
-    """The communicators of this rank's groups in the grid: `data`, `tensor`, `pipeline`, `replica`, and `ends`.
+    """The communicators of this rank: the GROUPS, and `ends`, the first and the last rank of the pipeline.
 
-    data: the ranks that divide the batch. gradients: those whose gradients are added; the same ranks as `data`.
-    replica: the tp * pp ranks that divide one copy of the model; a rank in it is tensor + tp * pipeline. ends: the
-    first and the last rank of the pipeline; None on the ranks between them, and without a pipeline.
-
-    A rank of the world follows from the ranks in these groups: rank = tensor + tp * (data + dp * pipeline). So the
-    ranks of a tensor group are consecutive: they communicate most often, and on one host NVLink may connect them.
-    For dp = tp = 2 and pp = 1, each row of the grid is a tensor group and each column is a data group:
+    `ends` is None on the ranks between them, and without a pipeline. Groups of the same ranks are one object. For dp =
+    tp = 2 and pp = 1, each row of the grid is a tensor group and each column is a data group:
 
         rank 0  rank 1      tensor groups   {0, 1} and {2, 3}
         rank 2  rank 3      data groups     {0, 2} and {1, 3}
@@ -40,17 +57,24 @@ class Mesh:
 
     def __init__(self, world, dp, tp, pp=1):
         if min(dp, tp, pp) < 1 or dp * tp * pp != world.size:
-            sizes = f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp}"
-            raise ConfigError(f"a mesh of {sizes} ranks does not fit a world of {world.size}: choose sizes that do")
-        data, tensor, pipeline = place_of(world.rank, dp, tp)
-        self.world = world
-        self.tensor = world.split(data + dp * pipeline, key=tensor)
-        self.data = world.split(tensor + tp * pipeline, key=data)
-        self.pipeline = world.split(tensor + tp * data, key=pipeline)
-        self.gradients, self.replica, self.ends = self.data, self.tensor, None
+            given = f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp}"
+            raise ConfigError(f"a mesh of {given} ranks does not fit a world of {world.size}: choose sizes that do")
+        sizes = Grid(pipeline=pp, data=dp, tensor=tp)
+        place, made = place_of(world.rank, sizes), {}
+
+        def group(name):
+            axes = GROUPS[name]
+            divided = tuple(axis for axis in axes if getattr(sizes, axis) > 1)
+            if divided not in made:
+                others = [axis for axis in Grid._fields if axis not in divided]
+                made[divided] = world.split(rank_in(place, sizes, others), key=rank_in(place, sizes, axes))
+            return made[divided]
+
+        self.world, self.data, self.gradients = world, group("data"), group("gradients")
+        self.tensor, self.pipeline, self.replica = group("tensor"), group("pipeline"), group("replica")
+        self.ends = None
         if pp > 1:
-            self.replica = world.split(data, key=tensor + tp * pipeline)
-            self.ends = self.pipeline.split(0 if pipeline in (0, pp - 1) else None, key=pipeline)
+            self.ends = self.pipeline.split(0 if place.pipeline in (0, pp - 1) else None, key=place.pipeline)
 
     def groups(self):
         """{title: communicator} of all groups of this rank, each group once."""

@@ -8,9 +8,9 @@ import pytest
 from exercises import predict
 from exercises.catalog import ROOT
 from exercises.checks import predictions
-from gpt2core.app.planning.layout import Place
 from gpt2core.app.planning.memory import host_terms
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.mesh import Grid
 
 ALL = [(stage, question) for stage, each in predictions.QUESTIONS.items() for question in each]
 EXACT = {"parameters", "attention", "flash", "bubble"}  # the others have padding, or a speed
@@ -99,7 +99,7 @@ def test_a_formula_is_that_of_the_measurement(stage, question):
 def test_the_memory_of_a_rank_is_that_of_the_planner():
     for zero in (0, 1):
         layout = predictions.layout(predictions.RANKS if zero else 1, zero=zero)
-        terms = host_terms(layout, Place())
+        terms = host_terms(layout, Grid())
         planned = sum(terms[name] for name in ("parameters", "gradients", "moments"))
         assert predictions.measured_arrays(zero)() == planned
 

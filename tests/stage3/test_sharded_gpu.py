@@ -11,7 +11,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.mesh import Place
+from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import current_model, parameter_hash, verify
 from gpt2core.training_loop import read_batch
@@ -103,7 +103,7 @@ def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four(
     def sent(world):
         trainer = make_trainer(world, Half, zero=3)
         step = trainer.step(read_batch(trainer, Windows(TOKENS, 8)), 1e-2)
-        layout, place = layout_of(trainer), Place(data=world.rank)
+        layout, place = layout_of(trainer), Grid(data=world.rank)
         assert step.skipped == 0 and layout.compute_bytes == 2
         assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), world.sent)
         return trainer.accumulator.memory(), {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}

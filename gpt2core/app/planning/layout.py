@@ -1,11 +1,12 @@
 """A Layout: one way to divide a training step over ranks, threads and micro-batches, as data."""
 
+import math
 from dataclasses import dataclass
 
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import even_slices
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.mesh import place_of
+from gpt2core.parallel.mesh import GROUPS, Grid, place_of, rank_in
 from gpt2core.parallel.part import recomputed_units
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 
@@ -39,10 +40,13 @@ class Layout:
         return self.micro_batches // self.replicas
 
     @property
+    def grid(self):
+        return Grid(pipeline=self.parallel.pp, data=self.replicas, tensor=self.parallel.tp)
+
+    @property
     def sizes(self):
         """{name of a group of the Mesh: its number of ranks}."""
-        tp, pp = self.parallel.tp, self.parallel.pp
-        return {"world": self.ranks, "data": self.replicas, "tensor": tp, "pipeline": pp, "replica": tp * pp}
+        return {name: math.prod(getattr(self.grid, axis) for axis in axes) for name, axes in GROUPS.items()}
 
     def passes(self):
         """The number of sequences of each pass of a replica, over all of its threads."""
@@ -50,17 +54,12 @@ class Layout:
         return [part.stop - part.start for part in parts]
 
     def rank_of(self, place):
-        """{name of a group of the Mesh: the rank of this place in it}."""
-        tensor, data, pipeline = place.tensor, place.data, place.pipeline
-        tp = self.parallel.tp
-        world = tensor + tp * (data + self.replicas * pipeline)
-        return {
-            "world": world, "data": data, "tensor": tensor, "pipeline": pipeline, "replica": tensor + tp * pipeline
-        }  # fmt: skip
+        """{name of a group of the Mesh: the rank of this place, a Grid, in it}."""
+        return {name: rank_in(place, self.grid, axes) for name, axes in GROUPS.items()}
 
     def places(self):
-        """The Place of each rank of the world."""
-        return [place_of(rank, self.replicas, self.parallel.tp) for rank in range(self.ranks)]
+        """The place, a Grid, of each rank of the world."""
+        return [place_of(rank, self.grid) for rank in range(self.ranks)]
 
 
 def own_chunks(layout, pipeline):

@@ -13,7 +13,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, MARGIN
 from gpt2core.parallel.merged_micro_batches import most_merged
-from gpt2core.parallel.mesh import Place
+from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 
@@ -112,7 +112,7 @@ def divided(config, parallel, devices, batch_size, seq_len):
 def estimate(layout, devices, machine):
     """The Estimate of a Layout."""
     if devices.on_host:
-        memory = max(sum(host_terms(layout, Place(pipeline=r)).values()) for r in range(layout.parallel.pp))
+        memory = max(sum(host_terms(layout, Grid(pipeline=r)).values()) for r in range(layout.parallel.pp))
     else:
         ranks = device_terms(layout, devices.precision, in_order=False)
         memory = int(MARGIN * max(sum(terms.values()) for terms in ranks))

@@ -6,7 +6,7 @@ from gpt2core.app.planning.flops import forward_flops
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
 from gpt2core.communicator import textbook_bytes
-from gpt2core.parallel.mesh import Place
+from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 
@@ -61,7 +61,7 @@ def step_seconds(layout, machine):
     tensor = [call_seconds(layout, machine, call) * call.times for call in own_tensor_calls(layout)]
     terms = pipeline_terms(layout, machine) if layout.parallel.pp > 1 else pass_terms(layout, machine)
     terms["sums inside layers"] = sum(tensor)
-    calls = [call for call in traffic(layout, Place()) if call.group in ("data", "world", "replica")]
+    calls = [call for call in traffic(layout, Grid()) if call.group in ("data", "world", "replica")]
     eager = sum(call_seconds(layout, machine, call) * call.times for call in calls if call.eager)
     late = sum(call_seconds(layout, machine, call) * call.times for call in calls if not call.eager)
     hidden = min(eager, terms["computation"] * (1 - 1 / (1 + layout.config.n_layer))) * machine.overlaps
@@ -74,7 +74,7 @@ def own_tensor_calls(layout):
     """The calls inside layers of the rank of the pipeline that makes most."""
     if layout.parallel.tp == 1:
         return []
-    lists = [list(tensor_calls(layout, Place(pipeline=rank))) for rank in range(layout.parallel.pp)]
+    lists = [list(tensor_calls(layout, Grid(pipeline=rank))) for rank in range(layout.parallel.pp)]
     return max(lists, key=lambda calls: sum(call.times * call.elements for call in calls))
 
 

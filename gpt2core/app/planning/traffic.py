@@ -1,7 +1,7 @@
 """What a rank sends in a training step: every call of a collective and every message, with its exact size.
 
 The list follows the code that sends: ops.py and model.py (tensor parallelism), the schedules (pipeline),
-data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the norm), losses.py (the loss).
+data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the norm), mesh.py (the loss).
 """
 
 # B sequences and T tokens of a pass, N = B*T rows, C channels, V vocabulary
