@@ -43,7 +43,8 @@ def loss_figure(curves, title):
         marker = {"marker": "o"} if len(steps) == 1 else {}  # a line needs two points
         axes.plot(steps, losses, label=escaped(label), **marker | style)
     if len(curves) > 1:
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        widest = max(len(label) for label, *_ in curves)  # characters; about 75 fit beside each other
+        figure.legend(loc="outside lower center", ncols=max(1, min(3, 75 // (widest + 6))), frameon=False)
     axes.set_title(escaped(title), wrap=True)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
