@@ -9,7 +9,7 @@ import numpy as np
 from gpt2core import ops
 from gpt2core.architecture import parameter_shapes, unit_names
 from gpt2core.communicator import SOLO
-from gpt2core.forward_arguments import FIRST_TOKENS, ForwardArguments, after
+from gpt2core.forward_arguments import FIRST_TOKENS, ForwardArguments
 from gpt2core.inference_model import InferenceModel
 from gpt2core.stream import Branch, Stream
 
@@ -34,32 +34,24 @@ class GPT2:
         """Whether this rank has the whole model, not shards of its layers."""
         return self.group.size == 1
 
-    def stream(self, ids, cache=None):
-        """ids (B, T) -> the residual Stream (B, T, C) after the last block.
+    def stream(self, ids):
+        """ids (B, T), integers or from prepare_tokens -> the residual Stream (B, T, C) after the last block."""
+        return forward(self.units[:-1], ids, FIRST_TOKENS)
 
-        ids: integers, or the result of prepare_tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
-        """
-        return forward(self.units[:-1], ids, after(cache))
-
-    def logits(self, ids, cache=None):
+    def logits(self, ids):
         """ids (B, T) -> logits (B, T, V)."""
-        return self.unembed(self.head.ln_f(self.stream(ids, cache)))
+        return self.unembed(self.head.ln_f(self.stream(ids)))
 
     def without_autograd(self):
         """The InferenceModel with the arrays of these parameters, which generates text."""
         arrays = {name: tensor.data for name, tensor in self.parameters.items()}
         return InferenceModel(self.config, arrays, self.backend, self.group)
 
-    def next_logits(self, ids, cache):
-        """The logits (V) of the token after `ids`: see InferenceModel.next_logits()."""
-        return self.without_autograd().next_logits(ids, cache)
-
     def unembed(self, y):
         """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""
-        V, p = self.config.vocab_size, self.group.size
         logits = ops.unembed(ops.copy_to_group(y, self.group), self.head.w)  # of this rank's tokens
-        logits = ops.gather_from_group(ops.with_columns(logits, math.ceil(V / p)), self.group)
-        return ops.with_columns(logits, V)
+        V, p = self.config.vocab_size, self.group.size
+        return ops.with_columns(ops.gather_from_group(ops.with_columns(logits, math.ceil(V / p)), self.group), V)
 
     def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
@@ -137,11 +129,11 @@ class Block:
 
     def attention(self, y, arguments):
         """y (B, T, C) -> the Branch of attention."""
-        (w, bias), cache = self.attention_out, arguments.cache
+        w, bias = self.attention_out
         qkv = ops.linear(ops.copy_to_group(y, self.group), *self.qkv)  # (B, T, 3C / group.size)
         if self.rotary:
             qkv = ops.rotary(qkv, self.n_head, arguments.position)
-        a = ops.cached_attention(qkv, cache, self.layer, self.n_head) if cache else ops.attention(qkv, self.n_head)
+        a = ops.attention(qkv, self.n_head)
         return Branch(ops.reduce_from_group(ops.linear(a, w), self.group), bias)
 
     def mlp(self, y):

@@ -2,7 +2,7 @@
 
 from gpt2core import checks
 from gpt2core.communicator import SOLO
-from gpt2core.tensor import AutogradError, Tensor
+from gpt2core.tensor import Tensor
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
@@ -102,18 +102,6 @@ def rotary(qkv, n_head, position=0):
     backend = qkv.backend
     y = backend.rotary_forward(qkv.data, n_head, position)
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
-
-
-def cached_attention(qkv, cache, layer, n_head):
-    """Attention of the new positions, qkv (B, t, 3C), to the cached ones and to each other -> (B, t, C).
-
-    cache: a sampler.KVCache, to whose layer number `layer` the keys and values are appended. backward() is refused.
-    """
-
-    def backward(dy):
-        raise AutogradError("cached_attention has no gradient: compute the loss without a cache")
-
-    return Tensor.from_op(cache.attend(qkv.data, layer, n_head), (qkv,), backward)
 
 
 def embedding(ids, wte, wpe=None, position=0, group=SOLO, vocabulary=None):

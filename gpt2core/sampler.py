@@ -72,7 +72,7 @@ class Decoder:
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
 
     def __init__(self, model, next_logits=None):
-        self.model, self.next_logits = model, next_logits or model.next_logits
+        self.model, self.next_logits = model, next_logits or model.without_autograd().next_logits
 
     def start(self, prompts, rules):
         """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""

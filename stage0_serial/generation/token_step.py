@@ -26,12 +26,12 @@ TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
 
 
 def token_step(model):
-    """A function to use instead of model.next_logits, or None if ranks share the layers of the model."""
+    """A function to use instead of InferenceModel.next_logits, or None if ranks share the layers of the model."""
     return TokenStep(model, model.backend) if model.is_whole else None
 
 
 class TokenStep:
-    """Called as step(ids, cache) -> logits (V), like model.next_logits; it computes a token or a window itself.
+    """Called as step(ids, cache) -> logits (V), like InferenceModel.next_logits; it computes one token, or a window.
 
     backend: the model's backend, or one of a worker thread with the same precision.
     """

@@ -17,7 +17,7 @@ from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, 
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
 from gpt2core.sampler import KVCache
-from gpt2core.tensor import AutogradError, ShapeError, no_grad
+from gpt2core.tensor import ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.torch_gpt2 import batch, check_finite_differences, model_of, random_parameters, relative
 
@@ -116,17 +116,13 @@ def test_cross_entropy_of_the_logits_equals_the_fused_loss(rng):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_the_forward_pass_without_autograd_has_the_bits_of_the_model(rng, positions):
-    """The same kernels in the same order: also with a cache, and for the last position of a batch."""
+    """The same kernels in the same order. The last position alone is another product, with other rounding errors."""
     config = GPT2Config(29, 12, 2, 2, 8, positions=positions)
     parameters, ids = random_parameters(config, rng, np.float64), batch(rng, config, 3, 12)[0]
     model = model_of(config, parameters, NumpyBackend("fp64"))
-    other, caches = model.without_autograd(), [KVCache(config, model.backend, 3) for _ in range(2)]
+    other = model.without_autograd()
     with no_grad():
         assert_array_equal(other.logits(ids), model.logits(ids).numpy())
-        for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:]):
-            assert_array_equal(other.logits(part, caches[0]), model.logits(part, caches[1]).numpy())
-            for cache in caches:
-                cache.length += part.shape[1]
     assert relative(other.logits(ids, last_only=True), other.logits(ids)[:, -1:]) <= 1e-12
 
 
@@ -158,19 +154,10 @@ def test_logits_with_a_cache_equal_logits_at_once(rng, pieces):
     with no_grad():
         whole = model.logits(ids).numpy()
         for length in pieces:
-            got = model.logits(ids[:, at : at + length], cache).numpy()
+            got = model.without_autograd().logits(ids[:, at : at + length], cache)
             cache.length += length
             assert relative(got, whole[:, at : at + length]) <= 1e-12
             at += length
-
-
-def test_backward_through_a_cache_is_refused(rng):
-    """The cache has the keys and values of earlier calls, whose gradients would be missing."""
-    config, backend = GPT2Config(19, 12, 2, 2, 8), NumpyBackend("fp64")
-    model = model_of(config, random_parameters(config, rng, np.float64), backend)
-    logits = model.logits(batch(rng, config, 2, 3)[0], KVCache(config, backend, batch=2))
-    with pytest.raises(AutogradError, match="cached_attention has no gradient"):
-        logits.backward(np.ones(logits.shape))
 
 
 def test_a_sequence_longer_than_the_block_and_an_unknown_token_are_refused(rng):

@@ -49,7 +49,9 @@ def test_the_text_is_the_book_and_the_entries_without_their_marks(module, tmp_pa
     assert "tokens.bin exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"text" * 99, mtime=0)[:-20], b"\x1f\x8b" + b"x" * 20, None])
+@pytest.mark.parametrize(
+    "content", [b"", b"no gzip", gzip.compress(b"text" * 99, mtime=0)[:-20], b"\x1f\x8b" + b"x" * 20, None]
+)
 def test_another_file_is_refused(module, tmp_path, capsys, content):
     path = tmp_path / "gcide.dict.dz"
     if content is not None:
