@@ -715,8 +715,8 @@ def test_interactive_continues_each_line_as_a_run_with_this_prompt_does(infer, w
     flags = ("--weights", weights["word"], "--max-new-tokens", 6, *draw)
     seeds = range(5, 5 + len(PROMPTS))
     want = [continuation(infer(*flags, "--prompt", text, "--seed", i)) for i, text in zip(seeds, PROMPTS, strict=True)]
-    loads, load = [], inference_command.load_model
-    monkeypatch.setattr(inference_command, "load_model", lambda *args: loads.append(1) or load(*args))
+    loads, load = [], inference_command.load_inference_model
+    monkeypatch.setattr(inference_command, "load_inference_model", lambda *args: loads.append(1) or load(*args))
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS + end))
     result = infer(*flags, "--interactive", "--seed", 5)
     assert (result.code, result.out, result.err) == (0, "".join(want), HOW_TO_TYPE) and loads == [1]
