@@ -56,6 +56,7 @@ class CudaBackend(FusedHead, Backend):
     """
 
     deterministic = False
+    computes_slices = False  # the tokens are sorted before a step, for one slice of the embedding
     decoder_batch = MAX_BATCH
     decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 

@@ -12,7 +12,7 @@ from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError
-from gpt2core.model import initial_parameters
+from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
@@ -171,6 +171,7 @@ class Passes:
         B, T = inputs.shape
         self.backend = backend
         self.trainer = Trainer(config, [backend], batch_size=B, seq_len=T, micro_batches=1, seed=None)
+        self.model = GPT2(config, self.trainer.accumulator.workers[0].tensors)
         self.batch, self.scale = self.trainer.prepare(inputs, targets), 1 / (B * T)
         rng = backend.xp.random.default_rng(0)
         for name, view in self.trainer.arena.views(self.trainer.parameters).items():
@@ -192,8 +193,7 @@ class Passes:
 
     def forward(self, batch):
         with no_grad():
-            model = self.trainer.accumulator.workers[0].model
-            return [model.loss(ids, targets, self.scale).data for part in batch for ids, targets in part]
+            return [self.model.loss(ids, targets, self.scale).data for part in batch for ids, targets in part]
 
     def forward_and_backward(self, batch):
         losses = self.trainer.compute_gradients(batch)

@@ -10,6 +10,7 @@ from gpt2core.backend import Backend
 from gpt2core.data import even_slices
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
+from gpt2core.parallel.tensor_parallel import whole_name
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Workload:
 
     layout: that of the flat arrays `parameters`, which kernels read, and `gradients`, which receives the sum.
     batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
-    recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel.
+    recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel. slices: those of
+    each layer that the rank has (ParallelConfig.slices).
     """
 
     config: GPT2Config
@@ -31,6 +33,7 @@ class Workload:
     dloss: object
     recompute: str = "none"
     merged: int = 1
+    slices: int = 1
 
     @property
     def arena(self):
@@ -51,7 +54,9 @@ class Workload:
 
         With one micro-batch nothing is added after them, so none is named.
         """
-        return [self.config.head] if self.config.tied and self.count > 1 else []
+        if not self.config.tied or self.count == 1:
+            return []
+        return [name for name in self.arena.shapes if whole_name(name) == self.config.head]
 
 
 class Accumulator(ABC):

@@ -36,11 +36,14 @@ class ParallelConfig:
     chunks: int | None = (
         None  # of the layers of each of these ranks; None: 2 for pp_schedule "interleaved", otherwise 1
     )
+    canonical_tp: int | None = None  # S: each layer is S slices, with the bits of `tp=S` for any tp; None: tp
 
     def __post_init__(self):
         if self.chunks is None:
             object.__setattr__(self, "chunks", 2 if self.pp_schedule == "interleaved" else 1)
-        for name in ("tp", "pp", "chunks"):
+        if self.canonical_tp is None:
+            object.__setattr__(self, "canonical_tp", self.tp)
+        for name in ("tp", "canonical_tp", "pp", "chunks"):
             require_size(name, getattr(self, name))
         known = dict(dp=STRATEGIES, zero=ZERO, zero_gather=GATHERS, recompute=RECOMPUTE, pp_schedule=PP_SCHEDULES)
         for name, values in known.items():
@@ -50,8 +53,23 @@ class ParallelConfig:
                 )
         self.check_pairs()
 
+    @property
+    def slices(self):
+        """The slices of each layer that a rank computes one after another."""
+        return self.canonical_tp // self.tp
+
     def check_pairs(self):
         """Raise ConfigError for two options that exclude each other."""
+        if self.canonical_tp % self.tp:
+            raise ConfigError(
+                f"`canonical_tp={self.canonical_tp}` is not a multiple of `tp={self.tp}`: use "
+                f"`canonical_tp={2 * self.tp}` or another multiple"
+            )
+        if not are_slices_of(self.canonical_tp, self.tp):
+            raise ConfigError(
+                f"`canonical_tp={self.canonical_tp}` makes {self.slices} slices on each rank of `tp={self.tp}`, but "
+                f"their number must be a power of two: use `canonical_tp={2 * self.tp}` or `tp={self.canonical_tp}`"
+            )
         if self.zero_gather == "forward" and not self.zero:
             raise ConfigError("`zero_gather=forward` needs `zero=1`, and this is `zero=0`: add `zero=1`, or use end")
         if self.pp > 1:
@@ -100,3 +118,9 @@ class ParallelConfig:
 
 def exclude_each_other(option, other, use, otherwise):
     return ConfigError(f"`{option}` and `{other}` exclude each other: use `{use}` or `{otherwise}`")
+
+
+def are_slices_of(count, tp):
+    """Whether `tp` ranks can divide `count` slices: each rank must add a whole subtree of the canonical sum."""
+    each = count // tp
+    return count % tp == 0 and (tp == 1 or each & (each - 1) == 0)

@@ -12,14 +12,15 @@ import math
 import threading
 from dataclasses import replace
 
+from gpt2core.architecture import unit_names
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.async_all_gather import NoGather
 from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import forward_pass, parts_of
+from gpt2core.parallel.sliced_units import make_units
 from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 
@@ -40,8 +41,8 @@ class Worker:
         self.group, self.completed = group, completed
         self.sums = arena_sums(work, work.used_twice)
         self.tensors = tensors_of(self.sums)
-        self.model = GPT2(work.config, self.tensors, group)
-        self.parts = parts_of(self.model.units, work.backend, work.recompute, before=wait, completed=self.add_unit)
+        units = make_units(unit_names(work.config), work, self.tensors, group)
+        self.parts = parts_of(units, work.backend, work.recompute, before=wait, completed=self.add_unit)
 
     def run(self, batch, scale, losses):
         """batch: [(ids, targets) of each pass]; the sum of their gradients is in `gradients`.

@@ -3,25 +3,30 @@
 import numpy as np
 
 from gpt2core.arena import SEGMENTS, round_up
-from gpt2core.parallel.tensor_parallel import is_replicated
+from gpt2core.parallel.tensor_parallel import is_replicated, whole_name
 
 
 class ModelPages:
     """Joins the page sums of the ranks of a group, each of which has a part of the model.
 
     arenas: those of the ranks of `group`. names: of all parameters, in model order. The result has parameter after
-    parameter, and for each of them the pages of rank 0, rank 1, ... with its shards. A parameter that several ranks
-    have as a whole counts once.
+    parameter, and for each of them the pages of rank 0, rank 1, ... with its shards, each slice after slice. A
+    parameter that several ranks have as a whole counts once.
     """
 
     def __init__(self, arenas, names, group, backend):
         self.group, self.backend, self.rows = group, backend, max(arena.norm_pages for arena in arenas)
+        found = {name: {} for name in names}  # {parameter: {rank: [its pages in the all-gather, slice after slice]}}
+        for rank, arena in enumerate(arenas):
+            for name in arena.slices:
+                pages, start = arena.pages(arena.padded(name)), rank * self.rows
+                own = found[whole_name(name)].setdefault(rank, [])
+                own.extend(range(start + pages.start, start + pages.stop))
         order = []  # indices of the all-gather of the page sums
-        for name in names:
-            ranks = [rank for rank, arena in enumerate(arenas) if name in arena.slices]
-            for rank in ranks[:1] if is_replicated(name) else ranks:
-                pages = arenas[rank].pages(arenas[rank].padded(name))
-                order.extend(range(rank * self.rows + pages.start, rank * self.rows + pages.stop))
+        for name, pages_of in found.items():
+            ranks = list(pages_of.values())
+            for own in ranks[:1] if is_replicated(name) else ranks:
+                order.extend(own)
         self.order = None if len(arenas) == 1 else backend.asarray(np.array(order, np.intp))
 
     def join(self, sums):

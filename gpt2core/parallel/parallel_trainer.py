@@ -8,7 +8,6 @@ from gpt2core.data import even_slices, own_slice
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.accumulator import Workload
 from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather
@@ -24,6 +23,7 @@ from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatch
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import BaseTrainer
@@ -59,7 +59,8 @@ class ParallelTrainer(BaseTrainer):
             raise ConfigError("`precision=fp16` needs a loss scale: use engine.fast_trainer.FastTrainer")
         world, parallel, backend = self.world, self.parallel, self.backend
         self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
-        tensor_parallel.check_tensor_parallel(config, mesh.tensor.size)
+        check_tensor_parallel(config, mesh.tensor.size)
+        check_slices(config, parallel, backend)
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
@@ -67,7 +68,7 @@ class ParallelTrainer(BaseTrainer):
 
         owners = mesh.gradients if parallel.zero == 1 else Solo()  # the ranks that divide the arena
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-        arenas = arenas_of_replica(config, self.placement, parallel.tp, owners.size)
+        arenas = arenas_of_replica(config, self.placement, parallel, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
         if parallel.zero > 1:
             self.layout = layout = UnitShards(arena, mesh.gradients, backend)
@@ -86,6 +87,7 @@ class ParallelTrainer(BaseTrainer):
         work = Workload(
             config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
             dloss=backend.ones((), np.float64) if dloss is None else dloss, recompute=parallel.recompute,
+            slices=parallel.slices,
         )  # fmt: skip
         self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
@@ -187,11 +189,11 @@ def own_rows(batch_size, micro_batches, group):
     return even_slices(batch_size, group.size)[group.rank]
 
 
-def arenas_of_replica(config, placement, tp, owners):
+def arenas_of_replica(config, placement, parallel, owners):
     """The DividedArena of each rank of a replica (Mesh.replica). placement: see ParallelTrainer."""
-    shapes = [tensor_parallel.shard_shapes(parameter_shapes(config), rank, tp) for rank in range(tp)]
+    shapes = [shard_shapes(parameter_shapes(config), rank, parallel.tp, parallel.slices) for rank in range(parallel.tp)]
     return [
-        DividedArena({name: shape for name, shape in shards.items() if placement[name] == rank}, owners)
+        DividedArena({name: shape for name, shape in shards.items() if placement[whole_name(name)] == rank}, owners)
         for rank in range(max(placement.values()) + 1)  # of the pipeline
         for shards in shapes
     ]

@@ -14,7 +14,8 @@
 # dx is the gradient of the input. The embedding is divided by tokens (its rows), and so are the logits. If the number
 # of ranks does not divide the vocabulary, the last rank has fewer tokens. No array is padded, except in a message.
 #
-# model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split.
+# model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split: in
+# one slice for each rank, or in several (ParallelConfig.canonical_tp), which sliced_units.py computes.
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from gpt2core.communicator import SOLO
 from gpt2core.data import own_slice
 from gpt2core.errors import ConfigError
 from gpt2core.inference_model import InferenceModel
+from gpt2core.parallel.config import are_slices_of
 
 # {end of a parameter's name: (axis that is split, number of blocks along this axis)}; each block is split separately
 SPLITS = {
@@ -60,9 +62,32 @@ def shard_shape(name, shape, rank, parts):
     return *shape[:axis], blocks * (own.stop - own.start), *shape[axis + 1 :]
 
 
-def shard_shapes(shapes, rank, parts):
-    """{name: shard_shape()} of the parameters; shapes: the pairs (name, whole shape) of parameter_shapes()."""
-    return {name: shard_shape(name, shape, rank, parts) for name, shape in shapes}
+def shard_shapes(shapes, rank, parts, slices=1):
+    """{name: shard_shape()} of the arrays of a rank; shapes: the pairs (name, whole shape) of parameter_shapes().
+
+    slices: of each divided parameter, which are arrays of their own: see own_slices().
+    """
+    return {
+        each: shard_shape(name, shape, part, parts * slices)
+        for name, shape in shapes
+        for each, part in own_slices(name, rank, slices)
+    }
+
+
+def own_slices(name, rank, slices):
+    """[(name of an array of this rank, the number of its slice among those of all ranks)] of a parameter.
+
+    A rank has the whole parameter if it is replicated, and otherwise `slices` consecutive slices of it: NAME if it is
+    one, or NAME/0, NAME/1, ...
+    """
+    if slices == 1 or is_replicated(name):
+        return [(name, rank)]
+    return [(f"{name}/{i}", rank * slices + i) for i in range(slices)]
+
+
+def whole_name(name):
+    """The name of the parameter of which `name` is a slice: see own_slices()."""
+    return name.partition("/")[0]
 
 
 def shard(name, array, rank, parts):
@@ -117,26 +142,32 @@ def load_model(config, arrays, backend, group=SOLO):
     return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
 
-def gather(name, array, shape, group):
-    """The whole array, of this shape, on every rank. array: this rank's shard. All ranks of the group must call this.
+def gather(name, slices, shape, group):
+    """The whole array, of this shape, on every rank. slices: the list of this rank's slices, often of its one shard.
 
-    A replicated parameter is returned itself; in a group of one the result shares the memory of `array`.
+    All ranks of the group must call this function. A replicated parameter is returned itself; in a group of one, a
+    single slice is returned too.
     """
     if is_replicated(name):
-        return array
-    rows, widest = len(array), shard_shape(name, shape, 0, group.size)
-    if array.shape != widest:  # on the last rank; all ranks send equal shapes
-        array = np.concatenate([array, np.zeros_like(array, shape=(widest[0] - rows, *widest[1:]))])
-    return unshard(name, group.all_gather(array[None]))[: shape[0]]
+        return slices[0]
+    largest, gathered = shard_shape(name, shape, 0, group.size * len(slices)), []
+    for array in slices:
+        if array.shape != largest:  # the last slice has fewer tokens; all ranks send equal shapes
+            missing = np.zeros_like(array, shape=(largest[0] - len(array), *largest[1:]))
+            array = np.concatenate([array, missing])
+        gathered.append(group.all_gather(array[None]))
+    in_order = [each[rank] for rank in range(group.size) for each in gathered]
+    return unshard(name, in_order)[: shape[0]]
 
 
-def check_tensor_parallel(config, parts, flag="`tp`"):
+def check_tensor_parallel(config, parts, flag="`tp`", tp=1):
     """Raise ConfigError, with valid numbers, unless `parts` (the value of `flag`) divides n_head.
 
-    Each rank must also have a token, which it has unless the vocabulary is very small.
+    Each part must also have a token, which it has unless the vocabulary is very small. tp: the ranks that divide the
+    parts.
     """
     heads, V = config.n_head, config.vocab_size
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and are_slices_of(n, tp)]
     valid = [n for n in divisors if own_slice(V, n - 1, n).start < V]
     if parts in valid:
         return
@@ -146,3 +177,15 @@ def check_tensor_parallel(config, parts, flag="`tp`"):
     if parts in divisors:
         problem = f"the vocabulary of {V} is too small for {flag} {parts}, which leaves a rank without a token"
     raise ConfigError(f"{problem}: use {flag} {choices}")
+
+
+def check_slices(config, parallel, backend):
+    """Raise ConfigError unless a ParallelConfig's `canonical_tp` divides n_head and the backend computes its slices."""
+    if parallel.slices == 1:
+        return
+    check_tensor_parallel(config, parallel.canonical_tp, "`canonical_tp`", parallel.tp)
+    if not backend.computes_slices:
+        raise ConfigError(
+            f"`canonical_tp={parallel.canonical_tp}` and `tp={parallel.tp}`: a GPU computes one slice: use "
+            f"`tp={parallel.canonical_tp}`, or stage 1"
+        )

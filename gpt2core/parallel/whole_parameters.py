@@ -21,12 +21,13 @@ def fill(trainer, flat, arrays):
 
     Other ranks pass None for `arrays`.
     """
-    backend, tensor = trainer.backend, trainer.mesh.tensor
+    backend, tensor, slices = trainer.backend, trainer.mesh.tensor, trainer.parallel.slices
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
         array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
         array = trainer.world.broadcast(array, out=array)
-        trainer.layout.put(flat, name, tensor_parallel.shard(name, array, tensor.rank, tensor.size))
+        for each, part in tensor_parallel.own_slices(name, tensor.rank, slices):
+            trainer.layout.put(flat, each, tensor_parallel.shard(name, array, part, tensor.size * slices))
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0):
@@ -59,13 +60,13 @@ def gathered(trainer, flat):
     """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is divided."""
     trainer.check_idle()
     views, mesh, whole = trainer.arena.views(trainer.layout.whole(flat)), trainer.mesh, {}
+    place = mesh.tensor.rank, mesh.tensor.size, trainer.parallel.slices
     for name, shape in parameter_shapes(trainer.config):
-        array = views.get(name)
-        if array is None:
-            own = tensor_parallel.shard_shape(name, shape, mesh.tensor.rank, mesh.tensor.size)
-            array = trainer.backend.empty(own, flat.dtype)
-        array = mesh.pipeline.broadcast(array, trainer.placement[name], out=array)
-        whole[name] = tensor_parallel.gather(name, array, shape, mesh.tensor)
+        arrays = []
+        for each, own in tensor_parallel.shard_shapes([(name, shape)], *place).items():
+            array = views[each] if each in views else trainer.backend.empty(own, flat.dtype)
+            arrays.append(mesh.pipeline.broadcast(array, trainer.placement[name], out=array))
+        whole[name] = tensor_parallel.gather(name, arrays, shape, mesh.tensor)
     return whole
 
 

@@ -28,6 +28,7 @@ PIPELINES = [dict(pp_schedule=name) for name in ("gpipe", "1f1b", "interleaved",
 LAYOUTS = [
     *((ranks, options) for ranks in (1, 2, 3, 4) for options in DATA),
     *((tp, dict(tp=tp, recompute=recompute)) for tp in (2, 4) for recompute in ("none", "block")),
+    (2, dict(tp=2, canonical_tp=4)), (4, dict(tp=2, pp=2, canonical_tp=4)), (2, dict(zero=3, canonical_tp=2)),
     (4, dict(tp=2, zero=1)), (4, dict(tp=2, dp="bucket", compress="int8", **BUCKETS)),
     *((2, dict(pp=2, **options)) for options in PIPELINES),
     *((4, dict(pp=2, recompute="block", zero=zero, **options)) for options in PIPELINES for zero in (0, 1)),

@@ -94,13 +94,14 @@ def record(event, arguments):
 sys.dont_write_bytecode = True
 sys.addaudithook(record)
 import numpy as np
+from gpt2core.parallel.whole_parameters import current_model
 from gpt2core.sampler import generate
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.training import make_trainer
 trainer = make_trainer(None, None)
 tokens = np.zeros((trainer.batch_size, trainer.seq_len), int)
 trainer.step(trainer.prepare(tokens, tokens), 1e-3)
-next(generate(trainer.accumulator.workers[0].model, [1, 2, 3], 1))
+next(generate(current_model(trainer), [1, 2, 3], 1))
 assert not found, found
 """
 

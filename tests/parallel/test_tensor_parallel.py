@@ -91,7 +91,7 @@ def loss_and_gradients_equal_serial(comm, config, B, T, seed, loss_of=GPT2.loss)
     assert list(shapes.items()) == [(name, tensor.shape) for name, tensor in model.parameters.items()]
     for name, tensor in model.parameters.items():
         want = serial.parameters[name].grad
-        near_gradient(name, gather(name, tensor.grad, want.shape, comm), want)
+        near_gradient(name, gather(name, [tensor.grad], want.shape, comm), want)
         if is_replicated(name):  # or replicas would drift apart, update by update
             assert_array_equal(comm.broadcast(tensor.grad), tensor.grad, name)
     assert_array_equal(comm.broadcast(loss.data), loss.data)
@@ -304,7 +304,7 @@ def test_a_group_of_one_shards_and_gathers_without_a_copy():
     for name, shape in parameter_shapes(PRESETS["nano"]):
         whole = np.zeros(shape)
         piece = shard(name, whole, 0, 1)
-        assert np.shares_memory(piece, whole) and np.shares_memory(gather(name, piece, shape, Solo()), whole)
+        assert np.shares_memory(piece, whole) and np.shares_memory(gather(name, [piece], shape, Solo()), whole)
 
 
 def test_a_rank_gets_the_same_heads_of_q_k_and_v():

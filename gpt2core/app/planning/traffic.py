@@ -19,7 +19,7 @@ from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
-from gpt2core.parallel.tensor_parallel import shard_shape, shard_shapes
+from gpt2core.parallel.tensor_parallel import shard_shapes, whole_name
 
 LOSS = 8  # bytes of a loss, which is float64
 CODE = {"fp16": 2 * GROUP, "bf16": 2 * GROUP, "int8": GROUP + FP32}  # bytes of the code of GROUP numbers
@@ -51,9 +51,10 @@ def arena_of(layout, pipeline, tensor=0):
     """The DividedArena of a rank of the pipeline and of its tensor group, in which rank 0 has a largest one."""
     config, parallel = layout.config, layout.parallel
     placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-    shapes = shard_shapes(parameter_shapes(config), tensor, parallel.tp)
+    shapes = shard_shapes(parameter_shapes(config), tensor, parallel.tp, parallel.slices)
     owners = layout.replicas if parallel.zero == 1 else 1
-    return DividedArena({name: shape for name, shape in shapes.items() if placement[name] == pipeline}, owners)
+    own = {name: shape for name, shape in shapes.items() if placement[whole_name(name)] == pipeline}
+    return DividedArena(own, owners)
 
 
 def traffic(layout, place):
@@ -95,8 +96,9 @@ def pipeline_calls(layout, place):
     if P == 1:
         return
     if config.tied and place.pipeline == P - 1:
-        table = shard_shape(config.head, (config.vocab_size, config.n_embd), place.tensor, parallel.tp)
-        yield Call("pipeline", "tied table", "send", math.prod(table), layout.compute_bytes)
+        table = [(config.head, (config.vocab_size, config.n_embd))]
+        for shape in shard_shapes(table, place.tensor, parallel.tp, parallel.slices).values():
+            yield Call("pipeline", "tied table", "send", math.prod(shape), layout.compute_bytes)
     rows = layout.passes()
     for kind, m, chunk in make_schedule(parallel, layout.count, config.tied)[place.pipeline]:
         size = rows[m] * layout.seq_len * config.n_embd, layout.compute_bytes
@@ -163,7 +165,7 @@ def gradient_calls(layout, arena):
 
 def shard_sizes(layout):
     """{unit: the elements of a rank's shard of it}: see UnitShards."""
-    return shard_lengths(DividedArena(parameter_shapes(layout.config)), layout.replicas)
+    return shard_lengths(arena_of(layout, pipeline=0), layout.replicas)
 
 
 def unit_calls(layout):

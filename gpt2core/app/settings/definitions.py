@@ -345,6 +345,14 @@ class TrainSettings(Settings):
         AGAIN,
         metavar="N",
     )
+    canonical_tp: int = setting(
+        RANKS,
+        "S, a multiple of --tp: each layer is computed in S slices, which are added in a fixed order. The results are "
+        "those of --tp S for every --tp, bit for bit. On GPUs, S must be --tp (default: --tp)",
+        None,
+        AGAIN,
+        metavar="S",
+    )
     pp: int = setting(
         RANKS,
         "pipeline-parallel size: the number of ranks that divide the layers; the number of all ranks must be "

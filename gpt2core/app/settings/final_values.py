@@ -120,6 +120,7 @@ def rank_flags(config):
         f"--dp {config.dp}, --collectives {config.collectives}, --compress {config.compress}, --zero {config.zero}"
         + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
         + f", --transport {config.transport}" * bool(config.transport)
+        + f", --canonical-tp {config.canonical_tp}" * bool(config.canonical_tp)
         + f", --pp-schedule {config.pp_schedule}, --chunks {config.parallel.chunks}" * (config.pp > 1)
     )
 

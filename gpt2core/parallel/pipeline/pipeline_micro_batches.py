@@ -4,7 +4,6 @@ PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch e
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-from gpt2core.model import make_unit
 from gpt2core.parallel.accumulator import Accumulator
 from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
 from gpt2core.parallel.part import parts_of
@@ -12,6 +11,9 @@ from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
 from gpt2core.parallel.pipeline.tied_table import TiedTable
+from gpt2core.parallel.sliced_ops import Slice
+from gpt2core.parallel.sliced_units import make_units
+from gpt2core.parallel.tensor_parallel import own_slices
 
 
 class PipelineMicroBatches(Accumulator):
@@ -28,10 +30,12 @@ class PipelineMicroBatches(Accumulator):
         config, backend, pipeline = work.config, work.backend, mesh.pipeline
         self.group, self.on_complete = mesh.tensor, on_complete
         self.sums = arena_sums(work)
-        self.tensors, self.tied = tensors_of(self.sums), None
+        self.tensors, self.tied = tensors_of(self.sums), {}  # {name of a slice of a tied table: its TiedTable}
         if config.tied:
-            self.tied = TiedTable(config, mesh.ends, mesh.tensor, self.tensors.get(config.head), backend)
-            self.tensors |= {config.head: self.tied.tensor} if self.tied.first else {}
+            for name, number in own_slices(config.head, self.group.rank, work.slices):
+                part, stored = Slice(number, self.group.size * work.slices), self.tensors.get(name)
+                self.tied[name] = TiedTable(config, mesh.ends, part, stored, backend)
+            self.tensors |= {name: table.tensor for name, table in self.tied.items() if table.first}
 
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
@@ -43,7 +47,7 @@ class PipelineMicroBatches(Accumulator):
 
     def parts(self, names):
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
-        units = [make_unit(name, self.work.config, self.tensors, self.group) for name in names]
+        units = make_units(names, self.work, self.tensors, self.group)
         first = units[:1] if names[0] == "embedding" else []
         groups = [group for group in (first, units[len(first) :]) if group]
         options = self.backend, self.work.recompute
@@ -63,8 +67,8 @@ class PipelineMicroBatches(Accumulator):
         return [losses[m].item() if m in losses else 0.0 for m in range(self.work.count)]
 
     def refresh(self):
-        if self.tied:
-            self.tied.refresh()
+        for table in self.tied.values():
+            table.refresh()
 
     # -- gradients: called by the Executor -----------------------------------------------------------------------------
 
@@ -73,13 +77,14 @@ class PipelineMicroBatches(Accumulator):
         for unit in self.units[c]:
             if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
                 self.sums[unit].set_destinations()
-        if self.tied and "head" in self.units[c]:
-            self.tied.set_destination()
+        if "head" in self.units[c]:
+            for table in self.tied.values():
+                table.set_destination()
 
     def add_embedding(self, ids, dy):
         """Add the gradient of a tied table for a micro-batch; dy: the gradient of the embedding's output."""
-        gradient = self.tied.add_embedding(ids, dy)
-        self.backend.put(gradient, self.sums["embedding"].destination("transformer.wte.weight"))
+        for name, table in self.tied.items():
+            self.backend.put(table.add_embedding(ids, dy), self.sums["embedding"].destination(name))
         self.unit_completed("embedding")
 
     def unit_completed(self, unit):

@@ -7,9 +7,8 @@ after its forward pass and again after its backward pass; with ZeRO-2 they stay 
 
 from dataclasses import replace
 
-from gpt2core.architecture import parameter_shapes
+from gpt2core.architecture import unit_names
 from gpt2core.communicator import SOLO
-from gpt2core.model import GPT2
 from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.parameter import Parameter
@@ -17,6 +16,7 @@ from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
 from gpt2core.parallel.sharded.units import units_read
+from gpt2core.parallel.sliced_units import make_units
 from gpt2core.tensor import no_grad
 
 
@@ -35,15 +35,14 @@ class ShardedMicroBatches(Accumulator):
         self.shards, self.units = work.layout, list(work.layout.parts)
         self.tensors = {
             name: Parameter(NotInMemory(shape, backend.compute_dtype), backend)
-            for name, shape in parameter_shapes(config)
+            for name, shape in work.arena.shapes.items()
         }
         reads = units_read(config, self.units)
         self.parameters = UnitParameters(self.shards, work.parameters, self.tensors, reads, keeps=zero == 2)
         self.unit_gradients = UnitGradients(work, self.tensors, reads)
-        self.model = GPT2(config, self.tensors)
         self.parts = parts_of(
-            self.model.units, backend, work.recompute, separate=True, before=self.parameters.need,
-            before_backward=self.before_backward, completed=self.unit_gradients.completed,
+            make_units(unit_names(config), work, self.tensors, SOLO), backend, work.recompute, separate=True,
+            before=self.parameters.need, before_backward=self.before_backward, completed=self.unit_gradients.completed,
         )  # fmt: skip
 
     def compute_gradients(self, batch, scale):
@@ -60,7 +59,7 @@ class ShardedMicroBatches(Accumulator):
         """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
         units = [self.shards.whole_size(unit) for unit in self.units]
         # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
-        few = (3 if self.model.config.tied else 2) * max(units)
+        few = (3 if self.work.config.tied else 2) * max(units)
         stacked = (self.work.passes - 1).bit_length() * sum(units)  # 0: one pass
         whole = sum(units) if self.parameters.keeps else few
         number, read = self.gradients.itemsize, self.parameters.flat.itemsize  # bytes; of what kernels read

@@ -1,0 +1,72 @@
+"""The differentiable operations of a rank that has several slices of each layer: see sliced_units.py.
+
+A slice is computed as if it was that of a rank. What collectives do between ranks, these operations do in a rank: the
+canonical tree (tree_sum.py) first adds the slices of a rank, and then the sums of the ranks.
+"""
+
+# V vocabulary, C channels, N rows, S slices of all ranks
+
+from gpt2core import checks
+from gpt2core.communicator import Solo
+from gpt2core.tensor import Tensor
+from gpt2core.tree_sum import tree_reduce
+
+
+class Slice(Solo):
+    """Number `rank` of the `size` slices of a layer. The unit that computes it has it in the place of its group.
+
+    Its collectives return their input, as those of Solo do: the caller adds the slices.
+    """
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+def own_parts(group, count):
+    """[the Slice of each of the `count` slices of this rank]; group: the ranks that divide each layer."""
+    return [Slice(group.rank * count + i, group.size * count) for i in range(count)]
+
+
+def copies(x, count):
+    """`count` tensors with the array of x. Backward: their gradients, added in the canonical order."""
+    add = x.backend.add
+    return Tensor.from_op((x.data,) * count, (x,), lambda *dys: (tree_reduce(dys, add),))
+
+
+def total(parts):
+    """Forward: the sum of the slices' tensors, in the canonical order. Backward: the gradient, for each of them."""
+    y, count = tree_reduce([part.data for part in parts], parts[0].backend.add), len(parts)
+    return Tensor.from_op(y, parts, lambda dy: (dy,) * count)  # backward keeps no array of the parts
+
+
+def sliced_cross_entropy(xs, ws, targets, scale, group, dloss, vocabulary):
+    """ops.unembed_cross_entropy of a rank with several slices of the vocabulary.
+
+    ws: their matrices (V/S, C). xs: for each of them a tensor (..., C) with the same values: see copies().
+    """
+    backend, rows = xs[0].backend, targets.reshape(-1)
+    scale = 1 / targets.size if scale is None else scale
+    statistics, slices = [], []
+    for x, w, part in zip(xs, ws, own_parts(group, len(ws)), strict=True):
+        own, V = checks.own_tokens("unembed_cross_entropy", w.shape[0], part, vocabulary)
+        checks.unembed_cross_entropy(x, w, targets, V)
+        *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.start, scale, V, dloss)
+        statistics.append(each)
+        slices.append((x.data, w.data, aux, own.start))
+    loss, maxima, sums = loss_of_slices(statistics, scale, group, backend)
+
+    def backward(dy):
+        gradients = []
+        for x, w, aux, first in slices:
+            gradients += backend.unembed_cross_entropy_backward(dy, x, w, rows, scale, maxima, sums, aux, first)
+        return gradients
+
+    return Tensor.from_op(loss, [tensor for pair in zip(xs, ws, strict=True) for tensor in pair], backward)
+
+
+def loss_of_slices(statistics, scale, group, backend):
+    """ops.loss_of_rows; statistics: for each slice of this rank [maxima, sums, target_logits], arrays (N)."""
+    row_maxima = group.all_reduce(tree_reduce([maxima for maxima, _, _ in statistics], backend.xp.maximum), "max")
+    rescaled = tree_reduce([backend.loss_rows(*each, row_maxima) for each in statistics], backend.add)
+    sums, target_logits = group.all_reduce(rescaled)
+    return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
