@@ -31,6 +31,8 @@ def train_one(world, parallel, model, batch_size, steps):
         model, [NumpyBackend()], batch_size=batch_size, seq_len=model.block_size, micro_batches=MICRO_BATCHES,
         world=world, parallel=parallel,
     )  # fmt: skip
+    if parallel.pp > 1:
+        trainer.accumulator.executor.record_times()
     batch = read_batch(trainer, windows)
     for _ in range(2):
         trainer.step(batch, LR)

@@ -2,8 +2,12 @@
 
 import pytest
 
-from benchmarks.ranks.grid import errors, layouts, line, name_of
+from benchmarks.ranks.grid import compare, errors, layouts, line, name_of
+from benchmarks.ranks.grid_ranks import train_all
+from gpt2core.app.planning.machine import h100
+from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import ParallelConfig
+from tests.support.mpi import run_mpi
 
 
 def test_every_grid_of_2_and_4_ranks_is_in_the_list():
@@ -19,3 +23,11 @@ def test_the_errors_are_relative_except_that_of_the_bubble():
     assert errors([result], "memory") == (0.5, 0.5) and errors([result], "bytes") == (0.0, 0.0)
     assert errors([result], "bubble") == pytest.approx((0.1, 0.1)) and errors([result], "ms") is None
     assert "2.00 /   1.00" in line(result) and line(result).endswith("5.0 /       -")
+
+
+def test_ranks_train_each_layout_and_send_what_is_predicted():
+    configs = [ParallelConfig(zero=1), ParallelConfig(pp=2, pp_schedule="zero-bubble")]
+    of_ranks = run_mpi(2, train_all, configs, PRESETS["nano"], 16, 2)
+    found = [compare(2, *each, h100("fp32")) for each in zip(configs, zip(*of_ranks, strict=True), strict=True)]
+    assert [result["exact"] for result in found] == [True, True]
+    assert found[0]["measured"]["bubble"] == 0 < found[1]["measured"]["bubble"] < 1
