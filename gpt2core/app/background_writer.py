@@ -6,6 +6,7 @@ thread instead of a process would hold Python's GIL for a part of the time. The 
 ends at the end of its input, so nothing remains if the trainer is killed, except an incomplete step with a hidden name.
 """
 
+import itertools
 import mmap
 import os
 import pickle
@@ -72,7 +73,7 @@ class BackgroundWriter(AbstractContextManager):
         if self.memory is None:
             self.descriptor = shared_memory(sum(sizes))
             self.memory = mmap.mmap(self.descriptor, sum(sizes))
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        *offsets, _ = itertools.accumulate(sizes, initial=0)
         for array, offset in zip(arrays, offsets, strict=True):
             np.copyto(view(self.memory, array.shape, offset), array, casting="no")
         return offsets

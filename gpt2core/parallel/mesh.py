@@ -92,10 +92,9 @@ class Mesh:
     def total_loss(self, losses, request=0):
         """(the sum of all ranks' losses in the canonical order, the largest request), as Python numbers.
 
-        request: a whole number, for example of a signal; it needs no message of its own.
-
-        The ranks of a tensor-parallel group have equal losses, so only the losses of its first rank are added. In a
-        pipeline, only the last rank has losses.
+        request: a whole number, for example of a signal; so it needs no message of its own. The ranks of a
+        tensor-parallel group have equal losses, so only those of its first rank are added. In a pipeline, only the last
+        rank has losses.
         """
         own = np.array([request, *losses], np.float64)
         shape = self.pipeline.size, self.data.size, self.tensor.size, len(own)
