@@ -197,11 +197,12 @@ EXERCISES = (
         "tensor-parallel-duals",
         "the dual operations of tensor parallelism",
         (2, 40),
-        functions("gpt2core/ops.py", "copy_to_group", "reduce_from_group", "gather_from_group"),
+        functions("gpt2core/ops.py", "copy_to_group", "reduce_from_group", "gather_from_group")
+        + functions("gpt2core/vocabulary.py", "gather_columns"),
         {
             "copy_to_group": "copy_to_group has the right dual: forward and backward",
             "reduce_from_group": "reduce_from_group has the right dual: forward and backward",
-            "gather_from_group": "gather_from_group has the right dual: forward and backward",
+            "gather_from_group": "gather_from_group has the right dual, for any number of columns",
             "tensor_parallel_model": "dividing a model over 2 ranks does not change its loss and its gradients",
         },
     ),

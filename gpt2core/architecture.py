@@ -116,6 +116,11 @@ class Plan(NamedTuple):
     norm: list  # [weight, bias], each (C)
     head: object  # (V, C)
 
+    @property
+    def rotates(self):
+        """Whether attention rotates q and k (rotary positions)."""
+        return self.wpe is None
+
 
 def forward_plan(config, parameters, operations, decoder):
     """The Plan with the arrays of `parameters`, {Hugging Face's name: array}, for a decoder.

@@ -156,25 +156,21 @@ class Backend(ABC):
     def gelu_backward(self, dy, x):
         """dy, x of one shape -> dx of the same shape."""
 
+    @abstractmethod
     def linear_gelu_forward(self, x, w, b):
         """x (..., C), w (C, K), b (K) -> y = gelu(x @ w + b) (..., K), aux."""
-        h = self.linear_forward(x, w, b)
-        return self.gelu_forward(h), h
 
+    @abstractmethod
     def linear_gelu_backward(self, dy, x, w, aux):
         """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
-        return self.linear_backward(self.gelu_backward(dy, aux), x, w)
 
+    @abstractmethod
     def mlp_forward(self, x, w, b, w2):
         """x (..., C), w (C, K), b (K), w2 (K, C) -> y = gelu(x @ w + b) @ w2 (..., C), aux."""
-        h, aux = self.linear_gelu_forward(x, w, b)
-        return self.linear_forward(h, w2), (h, aux)
 
+    @abstractmethod
     def mlp_backward(self, dy, x, w, w2, aux):
         """dy (..., C) -> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
-        h, aux = aux
-        dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False)
-        return *self.linear_gelu_backward(dh, x, w, aux), dw2
 
     @abstractmethod
     def layernorm_forward(self, x, w, b, eps):
@@ -184,24 +180,21 @@ class Backend(ABC):
     def layernorm_backward(self, dy, w, aux):
         """dy (..., C) -> dx (..., C), dw (C), db (C)."""
 
+    @abstractmethod
     def residual_add_forward(self, x, a, a_bias):
         """x (..., C), output a (..., C) of a branch, its bias a_bias (C) -> s = x + (a + a_bias) (..., C)."""
-        return x + (a + a_bias)
 
     @abstractmethod
     def bias_backward(self, dy):
         """dy (..., C) of a sum x + bias -> the gradient of the bias (C)."""
 
+    @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
         """x, a (..., C), a_bias, w, b (C) -> s = x + (a + a_bias), LN(s), aux. LN reads s in the dtype of s."""
-        s = self.residual_add_forward(x, a, a_bias)
-        return s, *self.layernorm_forward(s, w, b, eps)
 
+    @abstractmethod
     def residual_layernorm_backward(self, ds, dy, w, aux):  # aux: also of layernorm_forward
         """ds (..., C) or None, dy (..., C) of LN(s) -> dx (..., C), which is also da; da_bias (C), dw (C), db (C)."""
-        dx, dw, db = self.layernorm_backward(dy, w, aux)
-        dx = dx if ds is None else self.add(dx, ds)
-        return dx, self.bias_backward(dx), dw, db
 
     @abstractmethod
     def rotary_forward(self, qkv, n_head, position=0):
@@ -269,21 +262,17 @@ class Backend(ABC):
         maxima, sums (N): over the whole vocabulary: from forward, or combined over ranks by ops.loss_of_rows.
         """
 
+    @abstractmethod
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (..., C), w (V, C).
 
         scale: that of backward. vocabulary: the tokens of all ranks. If w has all of them and backward may follow
         (is_recording), forward may compute the gradients and keep them in aux. dloss: backward's dy, None: not known.
         """
-        logits = self.unembed_forward(x, w).reshape(-1, len(w))
-        *statistics, aux = self.cross_entropy_forward(logits, targets, first)
-        return *statistics, (logits, aux)
 
+    @abstractmethod
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         """dy: array of one element -> dx (..., C), which may be a function too; dw (V, C)."""
-        logits, aux = aux
-        dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
-        return self.unembed_backward(dlogits.reshape(*x.shape[:-1], -1), x, w)
 
     @abstractmethod
     def loss_rows(self, maxima, sums, target_logits, row_maxima):

@@ -6,7 +6,6 @@ The arguments are those of the operation of the same name. Arrays (B, T, ...) of
 
 import numpy as np
 
-from gpt2core.data import own_slice
 from gpt2core.errors import ConfigError, ShapeError, require_size
 
 
@@ -40,24 +39,22 @@ def rotary(qkv, n_head):
         raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
 
 
-def own_tokens(operation, count, group, vocabulary):
-    """(the slice of this rank's tokens, the vocabulary); count: their number. See the comment in ops.py."""
-    vocabulary = count * group.size if vocabulary is None else vocabulary
-    own = own_slice(vocabulary, group.rank, group.size)
-    if count != own.stop - own.start:
+def own_tokens(operation, count, vocabulary):
+    """`count` is the number of this rank's tokens."""
+    if count != vocabulary.count:
         raise ShapeError(
-            f"{operation}: this rank has {count} of the {vocabulary} tokens, but {own.stop - own.start} are its share"
+            f"{operation}: this rank has {count} of the {vocabulary.size} tokens, but {vocabulary.count} are its share"
         )
-    return own, vocabulary
 
 
 def embedding(backend, ids, wte, wpe, position, vocabulary):
+    own_tokens("embedding", wte.shape[0], vocabulary)
     axes("embedding", backend, ids.shape, 2)
     if wpe is not None:
         require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
         if not 0 <= position <= wpe.shape[0] - ids.shape[-1]:
             raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    backend.check_tokens("embedding", ids, vocabulary)
+    backend.check_tokens("embedding", ids, vocabulary.size)
 
 
 def unembed(operation, x, w):
@@ -65,17 +62,23 @@ def unembed(operation, x, w):
 
 
 def unembed_cross_entropy(x, w, targets, vocabulary):
+    own_tokens("unembed_cross_entropy", w.shape[0], vocabulary)
     unembed("unembed_cross_entropy", x, w)
-    cross_entropy("unembed_cross_entropy", x, targets, vocabulary)
+    row_targets("unembed_cross_entropy", x, targets, vocabulary)
     if x.ndim > 3:
         axes("unembed_cross_entropy", x.backend, x.shape, 3)
 
 
-def cross_entropy(operation, x, targets, vocabulary):
+def cross_entropy(logits, targets, vocabulary):
+    own_tokens("cross_entropy", logits.shape[-1], vocabulary)
+    row_targets("cross_entropy", logits, targets, vocabulary)
+
+
+def row_targets(operation, x, targets, vocabulary):
     """`targets` has a token for each row of x (..., K)."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
-    x.backend.check_tokens(operation, targets, vocabulary)
+    x.backend.check_tokens(operation, targets, vocabulary.size)
 
 
 def require(condition, operation, *tensors):

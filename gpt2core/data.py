@@ -16,12 +16,6 @@ def even_slices(n, parts):
     return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def own_slice(n, rank, parts):
-    """The slice of range(n) that one of `parts` ranks has: ceil(n / parts) items, fewer at the end of the range."""
-    each = math.ceil(n / parts)
-    return slice(min(rank * each, n), min((rank + 1) * each, n))
-
-
 class Windows:
     """Windows of seq_len tokens in a circular buffer: after its last token follows its first. No window is padded.
 

@@ -3,7 +3,6 @@
 # B batch, T time, C channels, V vocabulary
 
 import functools
-import math
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from gpt2core import checks
 from gpt2core.architecture import forward_plan
 from gpt2core.communicator import SOLO
 from gpt2core.recording import no_grad
+from gpt2core.vocabulary import Vocabulary, gather_columns
 
 
 class InferenceModel:
@@ -25,7 +25,7 @@ class InferenceModel:
 
     def __init__(self, config, arrays, backend, group=SOLO):
         self.config, self.arrays, self.backend, self.group = config, arrays, backend, group
-        self.n_head = config.n_head // group.size
+        self.n_head, self.vocabulary = config.n_head // group.size, Vocabulary(config.vocab_size, group)
 
     @functools.cached_property
     def plan(self):
@@ -50,14 +50,8 @@ class InferenceModel:
     @no_grad()
     def logits(self, ids, cache=None, last_only=False):
         """ids (B, T) -> logits (B, T, V), or with last_only those of the last position, (B, 1, V)."""
-        group, V = self.group, self.config.vocab_size
-        y = self.backend.unembed_forward(self.normed(ids, cache, last_only), self.plan.head)  # of this rank's tokens
-        own, K = y.reshape(-1, y.shape[-1]), math.ceil(V / group.size)
-        if own.shape[1] < K:  # the last rank has fewer tokens, but all ranks send equal shapes
-            tokens, own = own, self.backend.zeros((len(own), K), y.dtype)
-            own[:, : tokens.shape[1]] = tokens
-        shards = group.all_gather(own).reshape(group.size, -1, K)
-        return shards.swapaxes(0, 1).reshape(*y.shape[:-1], group.size * K)[..., :V]
+        own = self.backend.unembed_forward(self.normed(ids, cache, last_only), self.plan.head)  # of this rank's tokens
+        return gather_columns(own, self.group, self.config.vocab_size, self.backend)
 
     @no_grad()
     def normed(self, ids, cache=None, last_only=False):
@@ -83,10 +77,9 @@ class InferenceModel:
     def embedding(self, ids, position):
         """ids (B, T) from `position` on -> (B, T, C)."""
         (wte, wpe), group = self.plan[:2], self.group
-        own, V = checks.own_tokens("embedding", wte.shape[0], group, self.config.vocab_size)
-        checks.embedding(self.backend, ids, wte, wpe, position, V)
+        checks.embedding(self.backend, ids, wte, wpe, position, self.vocabulary)
         added = wpe if group.is_root else None  # on one rank, or the sum would contain it once for each rank
-        x = self.backend.embedding_forward(ids, wte, added, position, own.start)
+        x = self.backend.embedding_forward(ids, wte, added, position, self.vocabulary.first)
         return group.all_reduce(x, out=x)
 
     def normalize(self, x, branch, norm):
@@ -99,7 +92,7 @@ class InferenceModel:
     def attention(self, y, sublayer, layer, cache, position):
         """y (B, T, C) -> the branch (a, bias) of attention; a (B, T, C)."""
         qkv = self.backend.linear_forward(y, *sublayer.linear_in)  # (B, T, 3C / group.size)
-        if self.plan.wpe is None:
+        if self.plan.rotates:
             qkv = self.backend.rotary_forward(qkv, self.n_head, position)
         attend = self.backend.attention_forward
         a = cache.attend(qkv, layer, self.n_head) if cache else attend(qkv, self.n_head)[0]

@@ -12,6 +12,7 @@ from gpt2core.communicator import SOLO
 from gpt2core.forward_arguments import FIRST_TOKENS, ForwardArguments
 from gpt2core.inference_model import InferenceModel
 from gpt2core.stream import Branch, Stream
+from gpt2core.vocabulary import Vocabulary
 
 
 class GPT2:
@@ -50,8 +51,7 @@ class GPT2:
     def unembed(self, y):
         """The final LayerNorm's output (B, T, C) -> logits (B, T, V)."""
         logits = ops.unembed(ops.copy_to_group(y, self.group), self.head.w)  # of this rank's tokens
-        V, p = self.config.vocab_size, self.group.size
-        return ops.with_columns(ops.gather_from_group(ops.with_columns(logits, math.ceil(V / p)), self.group), V)
+        return ops.gather_from_group(logits, self.group, self.config.vocab_size)
 
     def loss(self, ids, targets, scale=None):
         """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
@@ -83,12 +83,13 @@ class Embedding:
     name = "embedding"
 
     def __init__(self, config, parameters, group):
-        self.wte, self.group, self.vocabulary = parameters["transformer.wte.weight"], group, config.vocab_size
+        self.wte, self.group = parameters["transformer.wte.weight"], group
         self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
+        self.vocabulary = Vocabulary(config.vocab_size, group)
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
         """ids (B, T) -> the Stream (B, T, C)."""
-        return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.group, self.vocabulary))
+        return Stream(ops.embedding(ids, self.wte, self.wpe, arguments.position, self.vocabulary))
 
 
 class Head:
@@ -99,13 +100,13 @@ class Head:
     def __init__(self, config, parameters, group):
         self.ln_f = LayerNorm(parameters, "transformer.ln_f", config.layer_norm_epsilon)
         self.w = parameters[config.head]  # (V, C): the logits of y (..., C) are y @ w.T
-        self.group, self.vocabulary = group, config.vocab_size
+        self.group, self.vocabulary = group, Vocabulary(config.vocab_size, group)
 
     def __call__(self, x, arguments):
         """The loss of a Stream: see GPT2.loss."""
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
         y = ops.copy_to_group(self.ln_f(x), self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.group, dloss, self.vocabulary)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.vocabulary, dloss)
 
 
 class Block:

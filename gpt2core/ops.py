@@ -1,15 +1,14 @@
 """One function per differentiable operation: it computes the result and defines how backward() computes gradients."""
 
 from gpt2core import checks
-from gpt2core.communicator import SOLO
 from gpt2core.tensor import Tensor
+from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
-# graph keeps only the arrays that a backward kernel reads. A group of p ranks divides the vocabulary: rank r has the
-# tokens [r V/p, (r+1) V/p), their rows of an embedding (V, C), and computes their logits. V/p is rounded up, so the
-# last rank may have fewer. The argument `vocabulary` is V; None means p times the tokens of this rank. SOLO is the
-# group of one rank, which has all tokens; its collectives return their input.
+# graph keeps only the arrays that a backward kernel reads. The argument `vocabulary`, a Vocabulary, says which tokens
+# this rank has if p ranks divide them: V/p rows of an embedding, V/p logits. By default one rank has all tokens. The
+# collectives of a group of one return their input.
 
 
 def linear(x, w, b=None):
@@ -104,15 +103,15 @@ def rotary(qkv, n_head, position=0):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
 
 
-def embedding(ids, wte, wpe=None, position=0, group=SOLO, vocabulary=None):
+def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
     wpe: (block_size, C), or None to add no position embedding. wte (V/p, C) has the rows of this rank's tokens; other
     tokens give 0, and the all-reduce adds the rows of all ranks.
     """
-    own, V = checks.own_tokens("embedding", wte.shape[0], group, vocabulary)
-    backend, first = wte.backend, own.start
-    checks.embedding(backend, ids, wte, wpe, position, V)
+    vocabulary = vocabulary or Vocabulary(wte.shape[0])
+    backend, group, first = wte.backend, vocabulary.group, vocabulary.first
+    checks.embedding(backend, ids, wte, wpe, position, vocabulary)
     added = None if wpe is None or not group.is_root else wpe.data  # on one rank, or the sum would contain it p times
     y = backend.embedding_forward(ids, wte.data, added, position, first)
     y = group.all_reduce(y, out=y)
@@ -132,19 +131,19 @@ def unembed(x, w):
     return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
 
 
-def cross_entropy(logits, targets, scale=None, group=SOLO, vocabulary=None):
+def cross_entropy(logits, targets, scale=None, vocabulary=None):
     """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
 
     logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
     ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
-    own, V = checks.own_tokens("cross_entropy", logits.shape[-1], group, vocabulary)
-    checks.cross_entropy("cross_entropy", logits, targets, V)
+    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
+    checks.cross_entropy(logits, targets, vocabulary)
     scale = 1 / targets.size if scale is None else scale
-    backend, first, shape = logits.backend, own.start, logits.shape
+    backend, first, shape = logits.backend, vocabulary.first, logits.shape
     targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
     *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
@@ -153,40 +152,23 @@ def cross_entropy(logits, targets, scale=None, group=SOLO, vocabulary=None):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None, vocabulary=None):
-    """cross_entropy(unembed(x, w), targets, scale, group, vocabulary), fused: not all logits are in memory at once.
+def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, dloss=None):
+    """cross_entropy(unembed(x, w), targets, scale, vocabulary), fused: not all logits are in memory at once.
 
     A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss, the
     array of shape () with which backward() will be called, if it is given: fp16 scales the loss with it.
     """
-    own, V = checks.own_tokens("unembed_cross_entropy", w.shape[0], group, vocabulary)
-    checks.unembed_cross_entropy(x, w, targets, V)
+    vocabulary = vocabulary or Vocabulary(w.shape[0])
+    checks.unembed_cross_entropy(x, w, targets, vocabulary)
     scale = 1 / targets.size if scale is None else scale
-    backend, first, targets = x.backend, own.start, targets.reshape(-1)
+    backend, first, V, targets = x.backend, vocabulary.first, vocabulary.size, targets.reshape(-1)
     *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
-    loss, maxima, sums = loss_of_rows(*statistics, scale, group, backend)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
 
     def backward(dy):
         return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)
 
     return Tensor.from_op(loss, (x, w), backward)
-
-
-def with_columns(x, count):
-    """The first `count` columns of x (..., K); zeros follow them if count > K. backward() does the same with K columns.
-
-    Ranks with fewer columns than others use it, because all ranks of a collective send equal shapes.
-    """
-
-    def resized(array, count):
-        K = array.shape[-1]
-        if K >= count:
-            return array[..., :count]
-        y = x.backend.zeros((*array.shape[:-1], count), array.dtype)
-        y[..., :K] = array
-        return y
-
-    return Tensor.from_op(resized(x.data, count), (x,), lambda dy: (resized(dy, x.shape[-1]),))
 
 
 def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
@@ -210,9 +192,11 @@ def reduce_from_group(x, group):
     return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
 
 
-def gather_from_group(x, group):
-    """Forward: all ranks' columns x (..., K) side by side (..., pK). Backward: this rank's columns of the gradient."""
-    K, p = x.shape[-1], group.size
-    shards = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
-    y = shards.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
-    return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
+def gather_from_group(x, group, total=None):
+    """Forward: all ranks' columns x (..., K) side by side, (..., total). Backward: this rank's columns of the gradient.
+
+    total: pK by default; the last rank may have fewer than K columns (vocabulary.own_slice).
+    """
+    total = total or group.size * x.shape[-1]
+    own = own_slice(total, group.rank, group.size)
+    return Tensor.from_op(gather_columns(x.data, group, total, x.backend), (x,), lambda dy: (dy[..., own],))

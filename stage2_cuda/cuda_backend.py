@@ -273,7 +273,8 @@ class CudaBackend(FusedHead, Backend):
     def mlp_forward(self, x, w, b, w2):
         shape = x.size // x.shape[-1], w.shape[1]
         if not self.products.fuses_gelu(*shape):
-            return super().mlp_forward(x, w, b, w2)
+            h, aux = self.linear_gelu_forward(x, w, b)
+            return self.linear_forward(h, w2), (h, aux)
         h, y = self.xp.empty(shape, x.dtype), self.xp.empty(shape, x.dtype)
         self.products.gelu_product(y, h, rows(x), w, b)
         return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y)

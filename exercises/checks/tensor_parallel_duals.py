@@ -72,22 +72,29 @@ def reduce_from_group():
 def gather_from_group():
     from gpt2core.ops import gather_from_group
 
-    xs, dy = arrays(3, 2, 5, 4), arrays(1, 2, 5, 12, seed=10)[0]
-    want = np.concatenate(xs, axis=-1)
-    for rank, (y, dx) in enumerate(through(gather_from_group, xs, [dy] * 3)):
+    gather_columns_of(4, 12, gather_from_group)
+    gather_columns_of(4, 10, lambda x, group: gather_from_group(x, group, 10))  # rank 2 has 2 columns
+
+
+def gather_columns_of(K, total, gather):
+    """Check gather(x, group) on 3 ranks, whose columns are K, K and total - 2 K of y (2, 5, total)."""
+    want, dy = random(0).standard_normal((2, 5, total)), random(10).standard_normal((2, 5, total))
+    edges = [slice(K * rank, min(K * (rank + 1), total)) for rank in range(3)]
+    xs = [want[..., own] for own in edges]
+    even = total == 3 * K
+    for rank, (y, dx) in enumerate(through(gather, xs, [dy] * 3)):
+        wrong = [(np.concatenate(xs[::-1], axis=-1), "The ranks are in reverse order.")]
+        if even:
+            mixed = "The ranks' columns are mixed: all_gather joins along axis 0, so swap the axes of ranks and rows."
+            wrong.append((np.concatenate(xs).reshape(want.shape), mixed))
+        what = "x" if even else f"x of {' + '.join(str(x.shape[-1]) for x in xs)} columns"
+        name = f"gather_from_group({what}) on rank {rank}"
+        expect(name, y, want, FP64, wrong, "the forward pass of gather_from_group")
+        own = dy[..., edges[rank]]
         wrong = [
-            (
-                np.concatenate(xs).reshape(want.shape),
-                "The ranks' columns are mixed: all_gather joins along axis 0, so swap the axes of ranks and rows.",
-            ),
-            (np.concatenate(xs[::-1], axis=-1), "The ranks are in reverse order."),
-        ]
-        expect(f"gather_from_group(x) on rank {rank}", y, want, FP64, wrong, "the forward pass of gather_from_group")
-        own = dy[..., 4 * rank : 4 * rank + 4]
-        wrong = [
-            (dy[..., :4], "Every rank returns the columns of rank 0: use group.rank."),
+            (dy[..., edges[0]], "Every rank returns the columns of rank 0: use group.rank."),
             (3 * own, "backward adds the gradients of the ranks: dy is equal on all ranks, so take its columns."),
-            (dy[..., rank::3], "The columns are taken with a stride: rank r has the columns [r K, (r + 1) K)."),
+            (dy[..., rank::3], "The columns are taken with a stride: a rank has neighbouring columns."),
         ]
         expect(f"the gradient on rank {rank}", dx, own, FP64, wrong, "the backward pass of gather_from_group")
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import KW_ONLY, dataclass
 
 from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError, UserError
@@ -24,50 +25,59 @@ class LogLost(UserError):
         self.steps, self.shared = steps, shared  # updates made; whether every rank raises this error
 
 
-def run(
-    trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
-    save_seconds=math.inf, verify_every=0, sample=None, sample_every=0, received_signal=lambda: 0,
-):  # fmt: skip
+def run(trainer, windows, schedule, steps, **options):
     """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
-    schedule(i) is the learning rate of step number i (from 0). After each step, run() calls on_step(step,
-    validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it is
-    the last step. save(trainer, last), if given, writes a checkpoint every `save_every` steps, after the first step
-    that ends `save_seconds` or more after the last save or the start, by the clock of rank 0, and at the end, where
-    `last` is true. If a parameter is not finite, Diverged is raised instead of saving. The `validation` windows are
-    evaluated every `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every`
-    steps and at the end. An interval of 0 means only at the end. sample(trainer) is called every `sample_every` steps,
-    but not at the end; 0: never.
-
-    received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
-    OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
+    schedule(i) is the learning rate of step number i (from 0). options: the other fields of Loop. If on_step raises
+    ConfigError or OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is
+    BrokenPipeError.
     """
-    intervals = {"verify": verify_every}  # steps between two pauses of a kind; 0: only at the end
-    if validation is not None:
-        intervals["evaluate"] = eval_every
-    if save is not None:
-        intervals["save"] = save_every
-    if sample_every:
-        intervals["sample"] = sample_every
-    loop = Loop(
-        trainer, windows, schedule, steps, intervals, save_seconds, on_step, validation, save, sample, received_signal
-    )
+    loop = Loop(trainer, windows, schedule, steps, **options)
     while loop.goes_on():
         loop.step()
     return loop.finish()
 
 
+@dataclass(eq=False)
 class Loop:
-    """The state of run(): the next batch, and what ends training."""
+    """What run() does, and when; the attributes of __post_init__ are its state.
 
-    def __init__(
-        self, trainer, windows, schedule, steps, intervals, save_seconds, on_step, validation, save, sample,
-        received_signal,
-    ):  # fmt: skip
-        self.trainer, self.windows, self.schedule, self.steps = trainer, windows, schedule, steps
-        self.intervals, self.on_step, self.validation, self.save = intervals, on_step, validation, save
-        self.sample, self.received_signal = sample, received_signal
-        self.save_seconds = save_seconds if save is not None and trainer.world.is_root else math.inf
+    After each step, on_step(step, validation_loss, last) reports it. step: a Step; validation_loss: a number or None;
+    last: whether it is the last step. save(trainer, last), if given, writes a checkpoint every `save_every` steps,
+    after the first step that ends `save_seconds` or more after the last save or the start, by the clock of rank 0, and
+    at the end, where `last` is true. If a parameter is not finite, Diverged is raised instead of saving. The
+    `validation` windows are evaluated every `eval_every` steps and at the end. The replicas of the parameters are
+    compared every `verify_every` steps and at the end. An interval of 0 means only at the end. sample(trainer) is
+    called every `sample_every` steps, but not at the end; 0: never. received_signal() is the number of the signal that
+    this rank has received, or 0.
+    """
+
+    trainer: object
+    windows: object
+    schedule: object
+    steps: int
+    _: KW_ONLY
+    on_step: object
+    validation: object = None
+    eval_every: int = 0
+    save: object = None
+    save_every: int = 0
+    save_seconds: float = math.inf
+    verify_every: int = 0
+    sample: object = None
+    sample_every: int = 0
+    received_signal: object = lambda: 0
+
+    def __post_init__(self):
+        self.intervals = {"verify": self.verify_every}  # steps between two pauses of a kind; 0: only at the end
+        if self.validation is not None:
+            self.intervals["evaluate"] = self.eval_every
+        if self.save is not None:
+            self.intervals["save"] = self.save_every
+        if self.sample_every:
+            self.intervals["sample"] = self.sample_every
+        if self.save is None or not self.trainer.world.is_root:
+            self.save_seconds = math.inf  # the root's clock decides
         self.last_save = time.monotonic()
         self.save_is_due = False  # by the clock of the root; equal on all ranks
         self.batch = None  # the batch that was read last; it may be that of the newest step in flight

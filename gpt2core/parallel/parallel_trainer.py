@@ -4,7 +4,7 @@ import numpy as np
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
-from gpt2core.data import even_slices, own_slice
+from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
@@ -27,6 +27,7 @@ from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_paralle
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import BaseTrainer
+from gpt2core.vocabulary import Vocabulary
 
 
 class ParallelTrainer(BaseTrainer):
@@ -155,10 +156,9 @@ class ParallelTrainer(BaseTrainer):
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
         inputs, targets = self.checked(inputs, targets)
-        tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
-        own = own_slice(self.config.vocab_size, tensor.rank, tensor.size)  # rows of the token embedding on this rank
+        own, prepare = Vocabulary(self.config.vocab_size, self.mesh.tensor), self.backend.prepare_tokens
         return [
-            [(prepare(x, own.stop - own.start, own.start), prepare(y)) for x, y in worker_batch]
+            [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 

@@ -10,6 +10,7 @@ from gpt2core import checks
 from gpt2core.communicator import Solo
 from gpt2core.tensor import Tensor
 from gpt2core.tree_sum import tree_reduce
+from gpt2core.vocabulary import Vocabulary
 
 
 class Slice(Solo):
@@ -39,20 +40,21 @@ def total(parts):
     return Tensor.from_op(y, parts, lambda dy: (dy,) * count)  # backward keeps no array of the parts
 
 
-def sliced_cross_entropy(xs, ws, targets, scale, group, dloss, vocabulary):
+def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, dloss):
     """ops.unembed_cross_entropy of a rank with several slices of the vocabulary.
 
-    ws: their matrices (V/S, C). xs: for each of them a tensor (..., C) with the same values: see copies().
+    ws: their matrices (V/S, C). xs: for each of them a tensor (..., C) with the same values: see copies(). vocabulary:
+    that of the rank, a Vocabulary.
     """
     backend, rows = xs[0].backend, targets.reshape(-1)
     scale = 1 / targets.size if scale is None else scale
-    statistics, slices = [], []
+    group, V, statistics, slices = vocabulary.group, vocabulary.size, [], []
     for x, w, part in zip(xs, ws, own_parts(group, len(ws)), strict=True):
-        own, V = checks.own_tokens("unembed_cross_entropy", w.shape[0], part, vocabulary)
-        checks.unembed_cross_entropy(x, w, targets, V)
-        *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.start, scale, V, dloss)
+        own = Vocabulary(V, part)
+        checks.unembed_cross_entropy(x, w, targets, own)
+        *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.first, scale, V, dloss)
         statistics.append(each)
-        slices.append((x.data, w.data, aux, own.start))
+        slices.append((x.data, w.data, aux, own.first))
     loss, maxima, sums = loss_of_slices(statistics, scale, group, backend)
 
     def backward(dy):

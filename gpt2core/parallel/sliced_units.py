@@ -55,7 +55,7 @@ class SlicedHead(Head):
     def __call__(self, x, arguments):
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
         ys = copies(ops.copy_to_group(self.ln_f(x), self.group), len(self.ws))
-        return sliced_cross_entropy(ys, self.ws, targets, scale, self.group, dloss, self.vocabulary)
+        return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, dloss)
 
 
 class SlicedBlock(Block):

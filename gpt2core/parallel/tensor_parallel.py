@@ -22,10 +22,10 @@ import numpy as np
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import SOLO
-from gpt2core.data import own_slice
 from gpt2core.errors import ConfigError
 from gpt2core.inference_model import InferenceModel
 from gpt2core.parallel.config import are_slices_of
+from gpt2core.vocabulary import own_slice
 
 # {end of a parameter's name: (axis that is split, number of blocks along this axis)}; each block is split separately
 SPLITS = {

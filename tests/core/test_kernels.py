@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
-from gpt2core.communicator import address
+from gpt2core.communicator import SOLO, address
 from gpt2core.errors import ConfigError
 from gpt2core.optimizer import adamw_coefficients
 from gpt2core.plain_backend import PlainBackend
@@ -330,7 +330,7 @@ def test_cross_entropy(backend, rng, N, V):
     dy = np.asarray(rng.uniform(0.5, 2))
     want, gradients = oracle(lambda x: torch_cross_entropy(x, targets, scale), (logits,), dy)
     *whole, aux = backend.cross_entropy_forward(logits, targets)
-    loss, maxima, sums = ops.loss_of_rows(*whole, scale, ops.SOLO, backend)
+    loss, maxima, sums = ops.loss_of_rows(*whole, scale, SOLO, backend)
     assert loss.shape == () and loss.dtype == np.float64  # summed in float64 whatever the precision
     assert abs(loss - want[0]) <= TOLERANCE[backend.dtype] * scale * N  # a row's loss: a difference of numbers near 1
     rows = targets, scale, maxima, sums
@@ -357,7 +357,7 @@ def test_columns_of_the_logits_give_the_cross_entropy_of_all(backend, rng, shift
         sums, picked = (sum(piece[i] for piece in pieces) for i in (2, 3))
         rows = targets, scale, maxima, sums
         got = [backend.cross_entropy_backward(dy, own, *rows, aux, first) for own, first, _, _, aux in pieces]
-        loss = ops.loss_of_rows(maxima, sums, picked, scale, ops.SOLO, backend)[0]
+        loss = ops.loss_of_rows(maxima, sums, picked, scale, SOLO, backend)[0]
     near(loss, want[0], TOLERANCE[backend.dtype])
     check(backend, [np.concatenate(got, 1)], gradients)
 
@@ -372,7 +372,7 @@ def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rn
     dy, scale = np.asarray(1.5), 1 / N
     want, gradients = oracle(lambda x, w: torch_cross_entropy(x @ w.T, targets, scale), (x, w), dy)
     *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)
-    loss, maxima, sums = ops.loss_of_rows(*whole, scale, ops.SOLO, backend)
+    loss, maxima, sums = ops.loss_of_rows(*whole, scale, SOLO, backend)
     if isinstance(backend, NumpyBackend):
         assert (aux is None) == (chunk is not None and chunk < N)  # in chunks, no logits are kept
     near(loss, want[0], TOLERANCE[backend.dtype])
@@ -387,7 +387,7 @@ def test_logits_that_do_not_fit_even_one_row_are_taken_row_by_row(rng, monkeypat
     x, w, targets = normal(rng, backend, 4, 8), normal(rng, backend, 172, 8), rng.integers(0, 172, 4)
     *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)
     assert aux is None
-    loss = ops.loss_of_rows(*whole, 1.0, ops.SOLO, backend)[0]
+    loss = ops.loss_of_rows(*whole, 1.0, SOLO, backend)[0]
     assert_allclose(loss, oracle(lambda x: torch_cross_entropy(x, targets, 1.0), (x @ w.T,), 1.0)[0][0], rtol=1e-12)
 
 
@@ -401,7 +401,7 @@ def test_extreme_logits_neither_overflow_nor_lose_the_loss(backend, rng):
         extreme = sealed((logits * scale).astype(backend.dtype))
         with np.errstate(over="raise", invalid="raise", divide="raise"):
             *whole, aux = backend.cross_entropy_forward(extreme, targets)
-            loss, maxima, sums = ops.loss_of_rows(*whole, 1 / N, ops.SOLO, backend)
+            loss, maxima, sums = ops.loss_of_rows(*whole, 1 / N, SOLO, backend)
             dlogits = backend.cross_entropy_backward(np.asarray(1.0), extreme, targets, 1 / N, maxima, sums, aux)
         want, gradients = oracle(lambda x: torch_cross_entropy(x, targets, 1 / N), (extreme,), 1.0)
         near(loss, want[0], TOLERANCE[backend.dtype])

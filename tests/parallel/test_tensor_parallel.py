@@ -15,8 +15,7 @@ from numpy.testing import assert_array_equal
 from gpt2core import ops
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes
-from gpt2core.communicator import Solo
-from gpt2core.data import own_slice
+from gpt2core.communicator import SOLO, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.tensor_parallel import (
@@ -31,6 +30,7 @@ from gpt2core.parallel.tensor_parallel import (
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.sampler import KVCache, Sampling, generate
 from gpt2core.tensor import ShapeError, Tensor, no_grad
+from gpt2core.vocabulary import Vocabulary, own_slice
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.mpi import run_mpi
@@ -54,7 +54,7 @@ def random_parameters(config, rng):
     return parameters
 
 
-def model_of(config, parameters, group=ops.SOLO):
+def model_of(config, parameters, group=SOLO):
     """A float64 model of this rank's shards of `parameters`, with gradients."""
     backend = NumpyBackend("fp64")
     shards = {name: shard(name, array, group.rank, group.size).copy() for name, array in parameters.items()}
@@ -152,7 +152,7 @@ def test_a_group_of_one_gives_the_bits_of_no_group(seed):
     config, B, T = SIZES[2]
     rng = np.random.default_rng(seed)
     parameters, (ids, targets) = random_parameters(config, rng), rng.integers(0, config.vocab_size, (2, B, T))
-    models = [model_of(config, parameters, group) for group in (ops.SOLO, Solo(), Copying())]
+    models = [model_of(config, parameters, group) for group in (SOLO, Solo(), Copying())]
     results = []
     for model in models:
         loss = model.loss(ids, targets)
@@ -174,7 +174,7 @@ def cross_entropy_of_own_columns(comm, logits, targets, scale):
     V = logits.shape[-1]
     leaf = Tensor(logits[:, own_slice(V, comm.rank, comm.size)], NumpyBackend("fp64"), requires_grad=True)
     with np.errstate(over="raise", invalid="raise", divide="raise"):
-        loss = ops.cross_entropy(leaf, targets, scale, comm, V)
+        loss = ops.cross_entropy(leaf, targets, scale, Vocabulary(V, comm))
         loss.backward()
     return loss.item(), np.concatenate(comm.all_gather_object(leaf.grad), -1)
 

@@ -8,8 +8,8 @@ table, and the last rank adds the rows of dy to the gradient of the head, which 
 
 # B batch, T time, C channels, V vocabulary, p ranks of the tensor group
 
-from gpt2core.data import own_slice
 from gpt2core.tensor import Tensor
+from gpt2core.vocabulary import Vocabulary
 
 
 class TiedTable:
@@ -23,10 +23,10 @@ class TiedTable:
     def __init__(self, config, ends, group, stored, backend):
         self.ends, self.backend, self.tensor = ends, backend, stored
         self.first, self.last = bool(ends) and ends.is_root, stored is not None
-        own = own_slice(config.vocab_size, group.rank, group.size)
+        own = Vocabulary(config.vocab_size, group)
         if self.first:
-            self.tensor = Tensor(backend.zeros((own.stop - own.start, config.n_embd), backend.compute_dtype), backend)
-        self.first_token = own.start
+            self.tensor = Tensor(backend.zeros((own.count, config.n_embd), backend.compute_dtype), backend)
+        self.first_token = own.first
         self.waiting = []  # gradients of the head, oldest micro-batch first
 
     def refresh(self):
