@@ -1,0 +1,93 @@
+"""How much longer does training take if it saves checkpoints, in the training process or in another one?
+
+Each run is the command of a user. Its time is measured from the line of one step to that of another, so it includes
+the checkpoints between them, but not the start and the end. --stage 0 measures on the CPU.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.harness.processes import BenchmarkFailed, run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.rounds import interleaved
+from gpt2core.app.presets import PRESETS
+from testing.jobs import ROOT
+
+BENCHMARK = "benchmarks.gpu.checkpoints"
+LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
+MODULES = {"cpu": "stage0_serial.train_gpt2", "gpu": "stage2_cuda.train_gpt2"}
+PROGRAMS = {  # {name: flags}
+    "no checkpoint": ["--no-save"],
+    "checkpoints": [],
+    "--async-checkpoints": ["--async-checkpoints"],
+}
+
+
+def seconds_of(words, steps, timeout):
+    """Run a training command -> the seconds from the line of step LEAD_IN to that of step `steps` - 1."""
+    seen = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, "-u", *words]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            for line in process.stdout:
+                found = re.match(r"step +(\d+) \|", line)
+                if found:
+                    seen[int(found[1])] = time.perf_counter()
+            status = process.wait(timeout)
+        errors.seek(0)
+        if status:
+            raise BenchmarkFailed(f"{words} ended with {status}:\n{errors.read()[-2000:]}")
+    return seen[steps - 1] - seen[LEAD_IN]
+
+
+def main():
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "GPT-2 on a GPU"), ("--device cpu --preset tiny", "on a CPU"))
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
+    add("--device", choices=MODULES, default="gpu", help="the device (default gpu)")
+    add_flags(add, rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300)
+    add_save_flags(add, "checkpoints")
+    args = parser.parse_args()
+
+    words = ["-m", MODULES[args.device], "--preset", args.preset, "--steps", args.steps, "--batch-size",
+             args.batch_size, "--sample", 0]  # fmt: skip
+    if args.device == "gpu":
+        words += ["--precision", "bf16"]
+    with tempfile.TemporaryDirectory() as folder:
+        saving = ["--checkpoint-every", args.checkpoint_every, "--out", folder, "--overwrite"]
+        programs = {
+            name: [str(word) for word in [*words, *(flags if name == "no checkpoint" else [*saving, *flags])]]
+            for name, flags in PROGRAMS.items()
+        }
+        functions = {
+            name: lambda words=words: seconds_of(words, args.steps, args.timeout) for name, words in programs.items()
+        }
+        seconds = interleaved(functions, args.rounds)
+    timed = args.steps - 1 - LEAD_IN
+    results = [
+        {
+            "name": name,
+            "preset": args.preset,
+            "steps": timed,
+            "checkpoint_every": args.checkpoint_every,
+            "totals": seconds[name],
+            "times": paired_ratio(seconds[name], seconds["no checkpoint"]),
+        }
+        for name in PROGRAMS
+    ]
+    print_table([
+        {
+            "": each["name"],
+            "ms per step": f"{sorted(each['totals'])[len(each['totals']) // 2] / timed * 1e3:.2f}",
+            "times": f"{each['times']['median']:.3f}",
+        }
+        for each in results
+    ])  # fmt: skip
+    save(BENCHMARK, results, args, args.save_as)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,136 @@
+"""What do rotary positions cost, compared with learned ones: a training step, a generated token, a long context?
+
+After the end of the block, the cache of rotary positions slides. With --device cpu, only tokens are measured.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.harness.ours import CudaSteps
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.rounds import interleaved, random_batch
+from gpt2core.app.presets import PRESETS
+from gpt2core.architecture import POSITIONS
+from gpt2core.model import initial_parameters
+from gpt2core.parallel.tensor_parallel import load_inference_model
+from gpt2core.sampler import generate
+
+BENCHMARK = "benchmarks.gpu.positions"
+SEED = 20260101
+LEAD_IN = 3  # steps, and tokens, that are not timed
+TOKENS = 64  # timed tokens before the end of the block, and after it
+
+
+def step_function(config, batch_size, steps):
+    """Return run_round(): the median seconds of `steps` steps on random tokens."""
+    program, rng = CudaSteps(config, batch_size, config.block_size), np.random.default_rng(SEED)
+
+    def run_round():
+        batches = [random_batch(rng, config.vocab_size, batch_size, config.block_size) for _ in range(LEAD_IN + steps)]
+        program.announce(batches)
+        return statistics.median(time_calls(lambda batch: program(*batch), batches))
+
+    return run_round
+
+
+def time_calls(function, arguments):
+    """The seconds of each call of `function` with one of the `arguments`, without the first LEAD_IN calls."""
+    seconds = []
+    for argument in arguments:
+        started = time.perf_counter()
+        function(argument)
+        seconds.append(time.perf_counter() - started)
+    return seconds[LEAD_IN:]
+
+
+def token_function(config, backend):
+    """Return run_round(): the median seconds of a token before and after the end of the block, as a list."""
+    arrays = {name: backend.asarray(array, backend.compute_dtype) for name, array in initial_parameters(config, SEED)}
+    model, decoders = load_inference_model(config, arrays, backend), {}
+    prompt = np.random.default_rng(SEED).integers(0, config.vocab_size, config.block_size - TOKENS - LEAD_IN)
+
+    def run_round():
+        tokens = generate(model, prompt, 2 * (TOKENS + LEAD_IN), decoders=decoders)
+        halves = [range(TOKENS + LEAD_IN)] * 2  # the first token of the second half is the first after the block
+        return [statistics.median(time_calls(lambda _: next(tokens), half)) for half in halves]
+
+    return run_round
+
+
+def long_context(preset, length, steps):
+    """The result of training with one sequence of `length` tokens, the same in each step."""
+    config = replace(PRESETS[preset], positions="rotary", block_size=length)
+    program, rng = CudaSteps(config, 1, length, recompute="block"), np.random.default_rng(SEED)
+    batch = random_batch(rng, config.vocab_size, 1, length)
+    losses, seconds = [], []
+    for _ in range(LEAD_IN + steps):
+        started = time.perf_counter()
+        losses.append(program(*batch))
+        seconds.append(time.perf_counter() - started)
+    return {
+        "tokens": length,
+        "seconds": [seconds[LEAD_IN:]],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        **program.memory(),
+    }
+
+
+def main():
+    parser = benchmark_parser(BENCHMARK, __doc__, ("", "on a GPU"), ("--device cpu --preset paper", "tokens on a CPU"))
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
+    add("--device", choices=["cpu", "gpu"], default="gpu", help="the device (default gpu)")
+    add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
+    add_flags(add, rounds=7, steps_per_round=10, batch_size=64)
+    add_save_flags(add, "positions")
+    args = parser.parse_args()
+
+    config = PRESETS[args.preset]
+    configs = {positions: replace(config, positions=positions) for positions in POSITIONS}
+    results = {"preset": args.preset, "steps": None, "contexts": []}
+    if args.device == "cpu":
+        from stage0_serial.numpy_backend import NumpyBackend
+
+        backend = NumpyBackend()
+    else:
+        from stage2_cuda.cuda_backend import CudaBackend
+
+        results["steps"] = measure_steps(configs, args)
+        results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
+        backend = CudaBackend("bf16")
+    results["tokens"] = measure_tokens(configs, backend, args)
+    save(BENCHMARK, results, args, args.save_as)
+
+
+def measure_steps(configs, args):
+    functions = {name: step_function(each, args.batch_size, args.steps_per_round) for name, each in configs.items()}
+    seconds = interleaved(functions, args.rounds)
+    times = paired_ratio(seconds["rotary"], seconds["learned"])
+    print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")
+    return {"seconds": seconds, "rotary_times": times}
+
+
+def measure_tokens(configs, backend, args):
+    rows, results = [], {}
+    for name, rounds in interleaved(
+        {name: token_function(each, backend) for name, each in configs.items()}, args.rounds
+    ).items():
+        before, after = zip(*rounds, strict=True)
+        results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
+        rows.append({
+            "positions": name,
+            "before the end of the block": f"{statistics.median(before) * 1e6:.0f} µs",
+            "after it": f"{statistics.median(after) * 1e6:.0f} µs",
+            "times": f"{results[name]['after_times']['median']:.2f}",
+        })  # fmt: skip
+    print_table(rows)
+    return results
+
+
+if __name__ == "__main__":
+    run_main(main)
