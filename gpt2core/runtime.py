@@ -4,6 +4,8 @@ import contextlib
 import sys
 import time
 
+import numpy as np
+
 from gpt2core.errors import ConfigError
 
 
@@ -16,6 +18,24 @@ class Results:
     def wait(self):
         """Wait until the arrays are computed, and return them as host arrays."""
         return self.arrays
+
+
+class HostCopy:
+    """Copies of arrays of a device to arrays of the host. When it is made, the arrays may change.
+
+    pairs: [(array, its copy)], of equal shapes and dtypes. On the host, the copies are complete at once.
+    """
+
+    def __init__(self, pairs):
+        for array, out in pairs:
+            np.copyto(out, array, casting="no")
+
+    def is_complete(self):
+        """Whether the copies are complete."""
+        return True
+
+    def wait(self):
+        """Return when the copies are complete."""
 
 
 class Compiled:
@@ -96,6 +116,14 @@ class Runtime:
 
     def release_cached_memory(self):
         """Return the unused blocks of the memory pool to the device; otherwise arrays of other sizes fragment them."""
+
+    def copy_to_host(self, pairs):
+        """The HostCopy of these pairs; a device may copy while later work continues."""
+        return HostCopy(pairs)
+
+    def pin(self, array):
+        """A context manager: a device copies faster to `array`, an array of bytes on the host, until it ends."""
+        return contextlib.nullcontext()
 
     def peak_memory(self):
         """The maximum number of bytes of device memory allocated so far, or None if it is not counted."""

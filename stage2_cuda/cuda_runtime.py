@@ -1,5 +1,6 @@
 """The Runtime of one GPU: CUDA graphs, a side stream, tuning by timing, memory use, and names for a profiler."""
 
+import contextlib
 import weakref
 from operator import attrgetter
 
@@ -14,6 +15,7 @@ from stage2_cuda.runtime import cupti, gpu_clock, nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from stage2_cuda.runtime.snapshot_copy import SnapshotCopy
 from stage2_cuda.tuning.tuner import Tuner
 
 # parameters: training a larger model in Triton's interpreter prints a warning. One with more than LIMIT_INTERPRETED is
@@ -97,6 +99,23 @@ class CudaRuntime(SideStreamRuntime):
         graph_memories = [*(step.graph_memory for step in self.compiled), *self.decoding_memories]
         pools = [self.xp.get_default_memory_pool(), *(memory.pool for memory in graph_memories)]
         return sum(pool.total_bytes() for pool in pools)
+
+    def copy_to_host(self, pairs):
+        return SnapshotCopy(self.xp, pairs)
+
+    @contextlib.contextmanager
+    def pin(self, array):
+        address, size, runtime = array.ctypes.data, array.nbytes, self.xp.cuda.runtime
+        del array  # the caller may free its memory after this context
+        try:
+            runtime.hostRegister(address, size, 0)
+        except runtime.CUDARuntimeError:  # the system limits locked memory: the copies are slower, and training waits
+            yield
+            return
+        try:
+            yield
+        finally:
+            runtime.hostUnregister(address)
 
     def peak_memory(self):
         return max([self.held_memory(), *(step.held_before for step in self.compiled)])

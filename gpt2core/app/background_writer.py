@@ -2,11 +2,14 @@
 
 The trainer copies all arrays to memory that both processes share, sends a request through a pipe, and continues; the
 writer saves the checkpoint as save_checkpoint() does, so the files are the same, and answers through another pipe. A
-thread instead of a process would hold Python's GIL for a part of the time. The shared memory has no name and the writer
-ends at the end of its input, so nothing remains if the trainer is killed, except an incomplete step with a hidden name.
+thread instead of a process would hold Python's GIL for a part of the time. A GPU copies while the next steps run; the
+request is sent when the copies are complete. The shared memory has no name and the writer ends at the end of its input,
+so nothing remains if the trainer is killed, except an incomplete step with a hidden name.
 """
 
+import contextlib
 import itertools
+import math
 import mmap
 import os
 import pickle
@@ -34,32 +37,47 @@ class BackgroundWriter(AbstractContextManager):
     """Saves the checkpoints of a run, one at a time. Its context waits for the last one, and ends the process.
 
     on_error(text) is called, once for each checkpoint that could not be saved, by the next method that is called.
+    runtime: the Runtime of the arrays.
     """
 
-    def __init__(self, on_error):
-        self.on_error, self.process, self.busy = on_error, None, False
+    def __init__(self, on_error, runtime):
+        self.on_error, self.runtime = on_error, runtime
+        self.process, self.busy = None, False  # busy: whether the process saves a checkpoint
         self.memory, self.descriptor = None, None  # an mmap, and the file descriptor of its memory
+        self.pinned = contextlib.ExitStack()
+        self.copying, self.request = None, None  # a HostCopy, and the request that is sent when it is complete
+
+    def prepare(self, shapes):
+        """Start the process, and allocate memory for float32 arrays of these shapes, unless it was done before.
+
+        The first save() does it too, but then training waits. Raises OSError if there is too little memory.
+        """
+        if self.memory is None:
+            size = sum(sizes_of(shapes))
+            self.descriptor = shared_memory(size)
+            self.memory = mmap.mmap(self.descriptor, size)
+            self.pinned.enter_context(self.runtime.pin(np.frombuffer(self.memory, np.uint8)))
+        self.start()
 
     def save(self, directory, step, *, parameters, moments, tokenizer, settings_text, command, **options):
         """Begin to save a checkpoint, after the one before is complete.
 
-        settings_text, command: see after_save(). The other arguments are those of save_checkpoint(). When this method
-        returns, the arrays may change.
+        parameters, moments: arrays of the device. settings_text, command: see after_save(). The other arguments are
+        those of save_checkpoint(). When this method returns, the arrays may change.
         """
         self.poll(wait=True)
         arrays = [*parameters.values(), *(array for pair in moments.values() for array in pair)]
+        shapes = [array.shape for array in arrays]
+        places = list(zip(shapes, itertools.accumulate(sizes_of(shapes), initial=0), strict=False))
+        self.request = directory, step, list(parameters), places, tokenizer.to_bytes(), options, settings_text, command
         try:
-            layout = self.copy(arrays)
-            self.start()
-            places = [(array.shape, offset) for array, offset in zip(arrays, layout, strict=True)]
-            request = directory, step, list(parameters), places, tokenizer.to_bytes(), options, settings_text, command
-            pickle.dump(request, self.process.stdin)
-            self.process.stdin.flush()
-        except OSError as error:  # too little memory; or the writer was killed
-            reason = error.strerror or error
-            self.failed(f"{directory}: step {step} cannot be saved in another process ({reason})")
+            self.prepare(shapes)
+            outs = [view(self.memory, *place) for place in places]
+            self.copying = self.runtime.copy_to_host(list(zip(arrays, outs, strict=True)))
+        except OSError as error:
+            self.not_saved(error)
         else:
-            self.busy = True
+            self.poll()
 
     def save_now(self, directory, step, *, settings_text, command, **options):
         """The same, but this process saves the checkpoint; raises CheckpointError if it cannot be saved."""
@@ -67,16 +85,20 @@ class BackgroundWriter(AbstractContextManager):
         save_checkpoint(directory, step, **options)
         after_save(directory, settings_text, command)
 
-    def copy(self, arrays):
-        """Copy arrays, float32, to the shared memory; return the offset of each, in bytes."""
-        sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-        if self.memory is None:
-            self.descriptor = shared_memory(sum(sizes))
-            self.memory = mmap.mmap(self.descriptor, sum(sizes))
-        *offsets, _ = itertools.accumulate(sizes, initial=0)
-        for array, offset in zip(arrays, offsets, strict=True):
-            np.copyto(view(self.memory, array.shape, offset), array, casting="no")
-        return offsets
+    def send(self):
+        """Send the request whose arrays are in the shared memory."""
+        try:
+            self.start()
+            pickle.dump(self.request, self.process.stdin)
+            self.process.stdin.flush()
+        except OSError as error:  # the writer was killed
+            self.not_saved(error)
+        else:
+            self.busy = True
+
+    def not_saved(self, error):
+        directory, step, *_ = self.request
+        self.failed(f"{directory}: step {step} cannot be saved in another process ({error.strerror or error})")
 
     def start(self):
         """Start the process, unless it runs. Its signals are those of a session of its own: Ctrl-C does not end it."""
@@ -91,7 +113,14 @@ class BackgroundWriter(AbstractContextManager):
             )  # fmt: skip
 
     def poll(self, wait=False):
-        """Call on_error if the checkpoint that is saved meanwhile has failed. wait: until it is complete or failed."""
+        """Continue to save: send the request whose copies are complete, and read the answer of the process.
+
+        Calls on_error if the checkpoint has failed. wait: until it is complete or failed.
+        """
+        if self.copying and (wait or self.copying.is_complete()):
+            self.copying.wait()
+            self.copying = None
+            self.send()
         if self.busy and (wait or select.select([self.process.stdout], [], [], 0)[0]):
             self.busy = False
             try:
@@ -116,10 +145,18 @@ class BackgroundWriter(AbstractContextManager):
         if not (kind and issubclass(kind, KeyboardInterrupt)):  # a second Ctrl-C does not wait
             self.poll(wait=True)
         self.end()
+        if self.copying:
+            self.copying.wait()  # otherwise a device writes to memory that is freed here
+        self.pinned.close()
         if self.memory is not None:
             self.memory.close()
             os.close(self.descriptor)
             self.memory = None
+
+
+def sizes_of(shapes):
+    """The bytes in the shared memory of float32 arrays of these shapes."""
+    return [-(-4 * math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
 
 
 def shared_memory(size):

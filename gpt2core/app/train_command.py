@@ -20,13 +20,14 @@ from gpt2core.app.resume import run_state
 from gpt2core.app.settings.config_file import earlier_settings, text_of
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_setup import Training, make_training, open_run
+from gpt2core.architecture import parameter_shapes
 from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.parallel.launcher_env import tell_launcher
 from gpt2core.parallel.micro_batch_count import possible_ranks
 from gpt2core.parallel.pipeline.measured import pictures
-from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
+from gpt2core.parallel.whole_parameters import current_model, gathered, named_arrays, on_host, parameter_hash
 
 
 @contextlib.contextmanager
@@ -162,13 +163,17 @@ class Outputs:
     def __post_init__(self):
         self.config, self.corpus, self.trainer = self.training.config, self.training.corpus, self.training.trainer
         self.first_step = self.trainer.steps
-        self.writer = BackgroundWriter(on_error=lambda text: self.log.print_error(text))
+        runtime = self.trainer.backend.runtime
+        self.writer = BackgroundWriter(on_error=lambda text: self.log.print_error(text), runtime=runtime)
+        if self.config.out and self.config.async_checkpoints and self.trainer.world.is_root:
+            with contextlib.suppress(OSError):  # the first checkpoint reports it
+                self.writer.prepare(3 * [shape for _, shape in parameter_shapes(self.trainer.config)])
 
     def save(self, trainer, last):
-        parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
+        waits = last or not self.config.async_checkpoints
+        parameters, moments = named_arrays(trainer, on_host if waits else gathered)  # collectives: all ranks call them
         if not trainer.world.is_root:
             return
-        waits = last or not self.config.async_checkpoints
         save = self.writer.save_now if waits else self.writer.save
         save(
             self.config.out,

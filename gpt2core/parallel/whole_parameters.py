@@ -81,10 +81,16 @@ def named_parameters(trainer):
     return on_host(trainer, trainer.parameters)
 
 
-def named_moments(trainer):
-    """{Hugging Face name: (first, second moment)} on the host: the arrays of the rule's STATES."""
-    states = [on_host(trainer, flat) for flat in trainer.optimizer.gathered_states()]
-    return {name: tuple(state[name] for state in states) for name in trainer.placement}
+def named_arrays(trainer, whole=on_host):
+    """What a checkpoint has: ({Hugging Face name: parameter}, {name: its moments, the arrays of the rule's STATES}).
+
+    whole: on_host(); or gathered(), for arrays of the device, which are views of those of the trainer if nothing is
+    divided.
+    """
+    trainer.optimizer.gather_parameters()
+    parameters = whole(trainer, trainer.parameters)
+    states = [whole(trainer, flat) for flat in trainer.optimizer.gathered_states()]
+    return parameters, {name: tuple(state[name] for state in states) for name in trainer.placement}
 
 
 def current_model(trainer):

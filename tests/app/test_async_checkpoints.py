@@ -1,5 +1,7 @@
 """Checkpoints that another process saves: the same files, and no damage by a kill, a full disk or a dead writer."""
 
+import contextlib
+import mmap
 import os
 import resource
 import signal
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.directory import HIDDEN, load_checkpoint
 from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.runtime import HostCopy, Runtime
 from gpt2core.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +67,7 @@ def test_a_flag_without_an_interval_is_noted(train, tmp_path):
 
 def test_an_array_may_change_while_its_checkpoint_is_saved_and_the_context_waits(tmp_path):
     errors = []
-    with BackgroundWriter(errors.append) as writer:
+    with BackgroundWriter(errors.append, Runtime()) as writer:
         save(writer, tmp_path, 1, 1.0)
         save(writer, tmp_path, 2, 2.0)
         process = writer.process
@@ -71,10 +75,46 @@ def test_an_array_may_change_while_its_checkpoint_is_saved_and_the_context_waits
     assert (tmp_path / "step-00000001").is_dir() and not list(tmp_path.glob(".step*"))
 
 
+class SlowCopy(HostCopy):
+    """As on a GPU: the arrays may change at once, but the host has their copies only after `complete` is set."""
+
+    def __init__(self, pairs):
+        self.pairs, self.complete = [(array.copy(), out) for array, out in pairs], False
+
+    def is_complete(self):
+        return self.complete
+
+    def wait(self):
+        super().__init__(self.pairs)
+        self.pairs = []  # the memory of the host arrays is freed later
+
+
+class SlowRuntime(Runtime):
+    def copy_to_host(self, pairs):
+        self.copy = SlowCopy(pairs)
+        return self.copy
+
+
+def test_a_checkpoint_is_saved_when_its_copies_are_complete_and_training_does_not_wait_for_them(tmp_path):
+    errors, runtime = [], SlowRuntime()
+    with BackgroundWriter(errors.append, runtime) as writer:
+        save(writer, tmp_path, 1, 1.0)
+        writer.poll()
+        assert not writer.busy and not list(tmp_path.iterdir())
+        runtime.copy.complete = True
+        writer.poll()
+        assert writer.busy
+        save(writer, tmp_path, 2, 2.0)  # waits for the first
+        assert value_of(tmp_path) == (1, 1.0)
+        save(writer, tmp_path, 3, 3.0)  # waits for the copies of the second, too
+        assert value_of(tmp_path) == (2, 2.0)
+    assert value_of(tmp_path) == (3, 3.0) and errors == []
+
+
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
 def test_a_full_disk_and_a_killed_writer_are_one_message_each_and_the_next_checkpoint_is_saved(tmp_path):
     errors = []
-    with BackgroundWriter(errors.append) as writer:
+    with BackgroundWriter(errors.append, Runtime()) as writer:
         save(writer, tmp_path, 1, 1.0)
         writer.poll(wait=True)
         limits = resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE)
@@ -99,10 +139,11 @@ KILLED = """
 import os, pathlib, signal, sys
 from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.architecture import GPT2Config
+from gpt2core.runtime import Runtime
 from test_async_checkpoints import save
 
 folder, wide = pathlib.Path(sys.argv[1]), GPT2Config(37, 16, 1, 2, 300, tied=True)
-writer = BackgroundWriter(print)
+writer = BackgroundWriter(print, Runtime())
 save(writer, folder, 1, 1.0, wide)
 writer.poll(wait=True)
 save(writer, folder, 2, 2.0, wide)
@@ -124,6 +165,28 @@ def test_a_killed_trainer_leaves_the_checkpoint_before_and_no_process(tmp_path):
         time.sleep(0.01)
     assert not writer.exists() or "Z" in (writer / "stat").read_text().split()[2]  # its new parent may never wait
     assert value_of(tmp_path) in ((1, 1.0), (2, 2.0))  # 2: it was complete before the kill
-    with BackgroundWriter(print) as following:
+    with BackgroundWriter(print, Runtime()) as following:
         save(following, tmp_path, 3, 3.0, GPT2Config(37, 16, 1, 2, 300, tied=True))
     assert value_of(tmp_path) == (3, 3.0) and not [path for path in tmp_path.iterdir() if HIDDEN.fullmatch(path.name)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_arrays_of_a_gpu_may_change_while_they_are_copied_to_the_host(pinned):
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    backend = CudaBackend("fp32")
+    rng, memory = np.random.default_rng(), mmap.mmap(-1, 1 << 26)
+    wanted = [rng.standard_normal((1000, 8000), np.float32), rng.standard_normal(77, np.float32)]
+    arrays = [backend.asarray(array) for array in wanted]
+    outs = [
+        np.ndarray(array.shape, np.float32, memory, offset) for array, offset in zip(wanted, (0, 1 << 25), strict=True)
+    ]
+    with backend.runtime.pin(np.frombuffer(memory, np.uint8)) if pinned else contextlib.nullcontext():
+        copy = backend.runtime.copy_to_host(list(zip(arrays, outs, strict=True)))
+        for array in arrays:
+            array.fill(np.nan)  # as the next step does
+        copy.wait()
+        assert copy.is_complete()
+        for out, array in zip(outs, wanted, strict=True):
+            assert_array_equal(out, array)
