@@ -49,8 +49,7 @@ def time_calls(function, arguments):
 
 def token_function(config, backend):
     """Return run_round(): the median seconds of a token before and after the end of the block, as a list."""
-    arrays = {name: backend.asarray(array, backend.compute_dtype) for name, array in initial_parameters(config, SEED)}
-    model, decoders = load_inference_model(config, arrays, backend), {}
+    model, decoders = load_inference_model(config, dict(initial_parameters(config, SEED)), backend), {}
     prompt = np.random.default_rng(SEED).integers(0, config.vocab_size, config.block_size - TOKENS - LEAD_IN)
 
     def run_round():

@@ -40,8 +40,8 @@ class ArenaLayout(FlatLayout):
     def gather(self, flat):
         self.owners.all_gather(flat[self.own], out=flat)
 
-    def gather_own(self, own):
-        return self.owners.all_gather(self.backend.to_host(own))
+    def gather_own(self, own, on_host=True):
+        return self.owners.all_gather(self.backend.to_host(own) if on_host else own)
 
     def put(self, flat, name, array):
         if name in self.arena.slices:  # otherwise another rank of the pipeline stores it

@@ -144,9 +144,9 @@ class DividedOptimizer:
         """Bytes of the states that this rank holds."""
         return sum(state.nbytes for state in self.states.values())
 
-    def gathered_states(self):
-        """Yield each state as a flat array of the layout. All ranks must call this method."""
-        return (self.layout.gather_own(state) for state in self.states.values())
+    def gathered_states(self, on_host=True):
+        """Yield each state as a flat array of the layout, which may be on the host. All ranks must call this method."""
+        return (self.layout.gather_own(state, on_host) for state in self.states.values())
 
     def load_states(self, flats):
         """Load the results of gathered_states(), after the parameters: an interrupted update has left nothing."""

@@ -39,8 +39,8 @@ class FlatLayout(ABC):
         """Copy what other ranks have updated to this rank, if it stores it too. All ranks call this method."""
 
     @abstractmethod
-    def gather_own(self, own):
-        """A flat array on the host, from arrays of the size of `own`. All ranks call this method."""
+    def gather_own(self, own, on_host=True):
+        """A flat array, from arrays of the size of `own`; it may be on the host if `on_host`. All ranks call it."""
 
     @abstractmethod
     def put(self, flat, name, array):

@@ -81,15 +81,15 @@ def named_parameters(trainer):
     return on_host(trainer, trainer.parameters)
 
 
-def named_arrays(trainer, whole=on_host):
+def named_arrays(trainer, to_host=True):
     """What a checkpoint has: ({Hugging Face name: parameter}, {name: its moments, the arrays of the rule's STATES}).
 
-    whole: on_host(); or gathered(), for arrays of the device, which are views of those of the trainer if nothing is
-    divided.
+    to_host: False for arrays of the device, which are views of those of the trainer if nothing is divided.
     """
+    whole = on_host if to_host else gathered
     trainer.optimizer.gather_parameters()
     parameters = whole(trainer, trainer.parameters)
-    states = [whole(trainer, flat) for flat in trainer.optimizer.gathered_states()]
+    states = [whole(trainer, flat) for flat in trainer.optimizer.gathered_states(to_host)]
     return parameters, {name: tuple(state[name] for state in states) for name in trainer.placement}
 
 

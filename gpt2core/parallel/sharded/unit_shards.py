@@ -73,7 +73,7 @@ class UnitShards(FlatLayout):
     def gather(self, flat):
         pass  # no other rank updates what this rank stores
 
-    def gather_own(self, own):
+    def gather_own(self, own, on_host=True):
         return own
 
     def decays(self):
