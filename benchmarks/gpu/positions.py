@@ -15,6 +15,7 @@ from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parse
 from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
+from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_inference_model
 from gpt2core.sampler import generate
@@ -90,6 +91,9 @@ def main():
     args = parser.parse_args()
 
     config = PRESETS[args.preset]
+    if config.block_size <= TOKENS + LEAD_IN:
+        shortest = TOKENS + LEAD_IN + 1
+        raise UserError(f"--preset {args.preset}: its block of {config.block_size} tokens is shorter than {shortest}")
     configs = {positions: replace(config, positions=positions) for positions in POSITIONS}
     results = {"preset": args.preset, "steps": None, "contexts": []}
     if args.device == "cpu":

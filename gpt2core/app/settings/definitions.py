@@ -184,7 +184,8 @@ class TrainSettings(Settings):
     async_checkpoints: bool = setting(
         OUTPUTS,
         "save checkpoints, except the last one, in another process while training continues; rank 0 then needs 12 more "
-        "bytes of memory for each parameter, and an error of a save does not end the run (default: training waits)",
+        "bytes of memory for each parameter, on a GPU also of its memory, and an error of a save does not end the run "
+        "(default: training waits)",
         False,
         AGAIN,
     )
