@@ -13,8 +13,6 @@ from stage2_cuda.kernels.cast import scale_in_place
 class FusedHead:
     """The methods of CudaBackend for lm_head and the loss. The docstrings of the public ones are in Backend."""
 
-    logits_alignment = LOGITS_ALIGNMENT
-
     def unembed_forward(self, x, w):
         return self.product(rows(x), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
 
