@@ -52,7 +52,6 @@ class Backend(ABC):
 
     deterministic = True  # the default; False on GPUs, where many small micro-batches are slower
     uses_threads = False  # whether the batch is divided over worker threads, each with a backend of its own
-    logits_alignment = 1  # the matrix of the logits may be read up to a number of rows that this divides, see FusedHead
     merges_micro_batches = False  # whether one call may compute several micro-batches
     computes_slices = True  # whether a rank may have several slices of each layer (ParallelConfig.canonical_tp)
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)

@@ -85,6 +85,9 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
     head_gradient = FP32 * V * C * share.has_head
     layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
+    # a copy of the head's matrix, with padding rows if V needs them, or in two fp16 arrays
+    copies_matrix = share.has_head and (splits_operands or math.ceil(config.vocab_size / tp) != V)
+    head_copy = BYTES[precision] * V * C * copies_matrix
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V * share.has_head
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
@@ -129,10 +132,15 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
         "activations": (4 * kept + 2 + inputs) * activation + 12 * kept * activation // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * kept + 2 + config.n_head * kept // tp),
-        # the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands; or in the backward
-        # pass of an MLP, its gradients
+        # the larger of two peaks: in the loss, a chunk of logits, the copy of the matrix and the gradients of both
+        # operands; or in the backward pass of an MLP, its gradients
         "temporary arrays": max(
-            activation + logits + head_gradient + splits_operands * (logits + activation) + before_gradients,
+            activation
+            + logits
+            + head_gradient
+            + head_copy
+            + splits_operands * (logits + activation)
+            + before_gradients,
             (1 + (tp > 1)) * activation
             + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
             + partial_sums

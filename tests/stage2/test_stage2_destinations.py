@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core import ops
-from gpt2core.arena import round_up
 from gpt2core.parallel.parameter import Destination, Parameter, call, deliver
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
@@ -85,40 +83,30 @@ def test_gradients_that_are_computed_later_keep_no_parameter_alive(backend, tied
     check_that_parameters_are_freed(backend, tied)
 
 
-# -- views with padding rows ---------------------------------------------------------------------------------------
+# -- the padding rows of the head ----------------------------------------------------------------------------------
 
 
-class OnDevice:
-    """What with_padding_rows() reads of a CuPy array: here of a NumPy array."""
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole vocabulary", "a part of the vocabulary"])
+def test_the_bits_of_the_head_do_not_depend_on_the_memory_after_its_matrix(rng, precision, whole):
+    """An arena has other parameters there, or no memory at all; it depends on the layout of the ranks.
 
-    def __init__(self, array, base=None):
-        self.array, self.base, self.data = array, base, SimpleNamespace(ptr=array.ctypes.data)
-        self.shape, self.strides, self.dtype, self.ndim = array.shape, array.strides, array.dtype, array.ndim
-        self.nbytes, self.flags = array.nbytes, array.flags
-
-    def __len__(self):
-        return len(self.array)
-
-
-def test_only_a_contiguous_part_of_a_flat_buffer_is_extended_by_padding_rows():
-    """Rows with gaps have other strides; the memory after a part of another array may hold NaN."""
-    rows, columns, padded = 20, 4, round_up(20, fused_head.LOGITS_ALIGNMENT)
-    head = fused_head.FusedHead()
-    head.xp = SimpleNamespace(ndarray=lambda shape, dtype, memory: (shape, memory.ptr))
-    flat, wide, tall = (np.zeros(shape, np.float32) for shape in (1000 + padded * columns, (padded, 9), (padded, 4)))
-    short = flat[: rows * columns + 1]
-
-    def result(view, base):
-        w = OnDevice(view, OnDevice(base))
-        extended = head.with_padding_rows(w)
-        return None if extended is w else extended
-
-    view = flat[100 : 100 + rows * columns].reshape(rows, columns)
-    assert result(view, flat) == ((padded, columns), view.ctypes.data)
-    assert result(wide[:rows, :columns], wide) is None
-    assert result(tall[:rows], tall) is None
-    assert result(short[: rows * columns].reshape(rows, columns), short) is None
-    assert result(flat[: 9 * rows].reshape(rows, 9)[:, :columns], flat) is None
+    Small numbers in the matrix lose bits if the numbers after it are in their block (fp16x3), and a sum over 10,000 or
+    10,048 logits is divided in different ways (bf16).
+    """
+    backend, (N, V, C) = CudaBackend(precision), (512, 10_000, 768) if precision == "bf16" else (64, 100, 64)
+    w = (rng.standard_normal((V, C)) * 10.0 ** rng.integers(-8, -1, (V, C))).astype(np.float32)
+    x, targets, dy = rng.standard_normal((N, C), np.float32), rng.integers(0, V, N), backend.ones((), np.float64)
+    x, found = backend.asarray(x, backend.compute_dtype), []
+    for after in (np.empty((0, C)), np.zeros((64, C)), np.full((64, C), 1e4)):
+        flat = backend.asarray(np.concatenate([w, after]).reshape(-1).astype(np.float32), backend.compute_dtype)
+        arguments = x, flat[: w.size].reshape(w.shape), targets
+        *rows, aux = backend.unembed_cross_entropy_forward(*arguments, 0, 1 / N, V if whole else V + 1, dy)
+        gradients = backend.unembed_cross_entropy_backward(dy, *arguments, 1 / N, *rows[:2], aux)
+        found.append([backend.to_host(array).copy() for array in (*rows, *gradients)])
+    for name, *arrays in zip(("maxima", "sums", "target logits", "dx", "dw"), *found, strict=True):
+        for array in arrays[1:]:
+            assert_array_equal(array, arrays[0], strict=True, err_msg=name)
 
 
 # -- the side stream -------------------------------------------------------------------------------------------------

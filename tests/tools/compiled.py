@@ -44,7 +44,6 @@ from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.parallel import parallel_trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
-from gpt2core.parallel.gpu_memory import LOGITS_ALIGNMENT  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402
@@ -209,13 +208,6 @@ class Backend(cuda_backend.CudaBackend):
 
     def empty(self, shape, dtype):
         return np.zeros(shape, dtype)  # token arrays must hold valid tokens
-
-    def with_padding_rows(self, w):
-        rows = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
-        first = 0 if w.base is None else w.ctypes.data - w.base.ctypes.data
-        if w.base is None or first + rows * w.strides[0] > w.base.nbytes:
-            return w
-        return np.ndarray((rows, w.shape[1]), w.dtype, w.base, first)
 
 
 # -- programs to record -----------------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
     rank 1   | embedding | h.0   | head |                          the second halves
 """
 
-import math
-
 import numpy as np
 
-from gpt2core.arena import PAGE, round_up
+from gpt2core.arena import PAGE
 from gpt2core.parallel.divided_arena import gaps
 from gpt2core.parallel.flat_layout import FlatLayout
 from gpt2core.parallel.sharded.units import shard_lengths
@@ -112,32 +110,13 @@ class UnitShards(FlatLayout):
         return self.group.size * (part.stop - part.start)
 
     def allocate(self, unit, dtype):
-        """An uninitialised array for a whole unit; an all-gather of the shards of all ranks fills it.
-
-        Zeros may follow the array in memory, see length_with_rows().
-        """
-        memory, whole = self.backend.empty((self.length_with_rows(unit),), dtype), self.whole_size(unit)
-        memory[whole:] = 0
-        return memory[:whole]
+        """An uninitialised array for a whole unit; an all-gather of the shards of all ranks fills it."""
+        return self.backend.empty((self.whole_size(unit),), dtype)
 
     def clear_padding(self, unit, array):
         """Set the padding of the array of a whole unit to 0."""
         for gap in gaps(self.parameter_slices(unit).values(), len(array)):
             array[gap] = 0
-
-    def length_with_rows(self, unit):
-        """whole_size(), or more if the last matrix needs it for a number of rows that Backend.logits_alignment divides.
-
-        A product with the matrix of the logits reads such rows if the flat array has memory for them (FusedHead in
-        stage 2). It has memory here if the arena has it, so the product has the same bits.
-        """
-        most, length = self.arena.size - self.arena.unit_slice(unit).start, self.whole_size(unit)
-        for name, part in self.parameter_slices(unit).items():
-            rows, *columns = self.arena.shapes[name]
-            stop = part.start + round_up(rows, self.backend.logits_alignment) * math.prod(columns)
-            if columns and stop <= most:
-                length = max(length, stop)
-        return length
 
     def parameter_slices(self, unit):
         """{name: the slice of this parameter} in the array of a whole unit."""
