@@ -48,6 +48,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Without a GPU, select Triton's interpreter before any test imports triton, as transformers does."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles every module
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
