@@ -20,7 +20,9 @@ import importlib
 import inspect
 from types import SimpleNamespace
 
-PRIVATE = "_patch_lang", "_patch_builtin", "_get_np_dtype", "interpreter_semantic", "InterpretedFunction"
+PRIVATE = (
+    "_patch_lang", "_patch_builtin", "_LangPatchScope", "_get_np_dtype", "interpreter_semantic", "InterpretedFunction",
+)  # fmt: skip
 
 
 @functools.cache
@@ -29,10 +31,11 @@ def install():
     interpreter = importlib.import_module("triton.runtime.interpreter")
     if not all(hasattr(interpreter, name) for name in PRIVATE):
         return
-    semantic = interpreter.interpreter_semantic
+    semantic, language = interpreter.interpreter_semantic, importlib.import_module("triton.language")
     if not hasattr(getattr(semantic.builder, "options", None), "sanitize_overflow"):
         return
-    language = importlib.import_module("triton.language")
+    if not hasattr(semantic, "binary_op_type_checking_impl") or not hasattr(language.core, "_unwrap_if_constexpr"):
+        return
     patch_once_per_kernel(interpreter, language)
     keep_shapes(language.core, semantic.builder)
     interpreter._get_np_dtype = cached_by_name(interpreter._get_np_dtype)
