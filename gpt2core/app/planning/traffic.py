@@ -6,6 +6,7 @@ data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the no
 
 # B sequences and T tokens of a pass, N = B*T rows, C channels, V vocabulary
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -49,10 +50,16 @@ class Call(NamedTuple):
 
 def arena_of(layout, pipeline, tensor=0):
     """The DividedArena of a rank of the pipeline and of its tensor group, in which rank 0 has a largest one."""
-    config, parallel = layout.config, layout.parallel
-    placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
-    shapes = shard_shapes(parameter_shapes(config), tensor, parallel.tp, parallel.slices)
-    owners = layout.replicas if parallel.zero == 1 else 1
+    parallel, owners = layout.parallel, layout.replicas if layout.parallel.zero == 1 else 1
+    return divided_arena(
+        layout.config, parallel.pp, parallel.chunks, pipeline, parallel.tp, parallel.slices, tensor, owners
+    )
+
+
+@functools.lru_cache(256)  # many layouts, and all places of one, ask for the same arenas
+def divided_arena(config, pp, chunks, pipeline, tp, slices, tensor, owners):
+    placement = ranks_of_parameters(config, pp, chunks)
+    shapes = shard_shapes(parameter_shapes(config), tensor, tp, slices)
     own = {name: shape for name, shape in shapes.items() if placement[whole_name(name)] == pipeline}
     return DividedArena(own, owners)
 
