@@ -63,6 +63,11 @@ class GPT2Config:
             )
 
     @property
+    def learns_positions(self):
+        """Whether each position has a vector of parameters; otherwise attention rotates q and k."""
+        return self.positions == "learned"
+
+    @property
     def head(self):
         """The name of the matrix (V, C) of the logits: the logits of y (..., C) are y @ head.T."""
         return "transformer.wte.weight" if self.tied else "lm_head.weight"
@@ -144,7 +149,7 @@ def forward_plan(config, parameters, operations, decoder):
 
     return Plan(
         parameters["transformer.wte.weight"],
-        parameters["transformer.wpe.weight"] if config.positions == "learned" else None,
+        parameters["transformer.wpe.weight"] if config.learns_positions else None,
         [[sublayer(names, f"transformer.h.{layer}") for names in SUBLAYERS] for layer in range(config.n_layer)],
         module("transformer.ln_f"),
         parameters[config.head],
@@ -171,7 +176,7 @@ def parameter_shapes(config):
     """
     C, V = config.n_embd, config.vocab_size
     yield "transformer.wte.weight", (V, C)
-    if config.positions == "learned":
+    if config.learns_positions:
         yield "transformer.wpe.weight", (config.block_size, C)
     for layer in range(config.n_layer):
         for each in SUBLAYERS:
@@ -197,7 +202,7 @@ def flops_per_token(config, seq_len):
     These are 6 per parameter, forward and backward, and 12 * n_layer * n_embd * seq_len for attention. Embeddings that
     are only looked up are not counted; a tied token embedding is counted, because it is also the matrix of the logits.
     """
-    position_embedding = config.block_size * config.n_embd * (config.positions == "learned")
+    position_embedding = config.block_size * config.n_embd * config.learns_positions
     token_embedding = config.vocab_size * config.n_embd
     looked_up = position_embedding + (0 if config.tied else token_embedding)
     return 6 * (parameter_count(config) - looked_up) + 12 * config.n_layer * config.n_embd * seq_len

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 
-from gpt2core.architecture import unit_of
-
 PAGE = 1024  # elements; each parameter starts at a multiple of PAGE, so no page has elements of two parameters
 SEGMENTS = 64  # equal slices of whole pages; 1, 2, 4, ... or 64 threads or ranks can divide them
 
@@ -24,9 +22,6 @@ class Arena:
             self.slices[name] = slice(end, end + math.prod(shape))
             end = round_up(self.slices[name].stop, PAGE)
         self.size = round_up(end, SEGMENTS * PAGE)
-        self.units = {}  # {unit: [its parameters, which are neighbours]}
-        for name in self.shapes:
-            self.units.setdefault(unit_of(name), []).append(name)
 
     def views(self, flat):
         """{name: view of flat (size) in the shape of this array}."""

@@ -84,7 +84,7 @@ class Embedding:
 
     def __init__(self, config, parameters, group):
         self.wte, self.group = parameters["transformer.wte.weight"], group
-        self.wpe = parameters["transformer.wpe.weight"] if config.positions == "learned" else None
+        self.wpe = parameters["transformer.wpe.weight"] if config.learns_positions else None
         self.vocabulary = Vocabulary(config.vocab_size, group)
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
@@ -114,7 +114,7 @@ class Block:
 
     def __init__(self, config, parameters, group, layer):
         self.layer, self.group, self.n_head = layer, group, config.n_head // group.size
-        self.rotary = config.positions == "rotary"
+        self.rotary = not config.learns_positions
         self.name, eps = f"h.{layer}", config.layer_norm_epsilon
         prefix = f"transformer.{self.name}"
         self.ln_1, self.ln_2 = (LayerNorm(parameters, f"{prefix}.{norm}", eps) for norm in ("ln_1", "ln_2"))

@@ -6,9 +6,9 @@ from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
-# graph keeps only the arrays that a backward kernel reads. The argument `vocabulary`, a Vocabulary, says which tokens
-# this rank has if p ranks divide them: V/p rows of an embedding, V/p logits. By default one rank has all tokens. The
-# collectives of a group of one return their input.
+# graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor and reads w.data in
+# backward, because parallel/sharded/ frees the array between forward and backward, and gathers it again. The order of
+# the parents is that in which their gradients are passed on; it changes no value.
 
 
 def linear(x, w, b=None):
@@ -103,6 +103,19 @@ def rotary(qkv, n_head, position=0):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
 
 
+def unembed(x, w):
+    """x (..., C), w (V, C) -> logits (..., V); w may be the token embedding itself."""
+    checks.unembed("unembed", x, w)
+    backend = x.backend
+    y = backend.unembed_forward(x.data, w.data)
+    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
+
+
+# -- operations with tokens, whose vocabulary several ranks can divide -------------------------------------------------
+# `vocabulary`, a Vocabulary (vocabulary.py), says which of the V tokens this rank has if p ranks divide them: V/p rows
+# of an embedding, and V/p logits. By default one rank has all tokens, and collectives of its group return their input.
+
+
 def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
@@ -121,14 +134,6 @@ def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
         return backend.embedding_backward(dy, ids, wte.data, positions, position, first)
 
     return Tensor.from_op(y, (wte, wpe), backward)
-
-
-def unembed(x, w):
-    """x (..., C), w (V, C) -> logits (..., V); w may be the token embedding itself."""
-    checks.unembed("unembed", x, w)
-    backend = x.backend
-    y = backend.unembed_forward(x.data, w.data)
-    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
 
 
 def cross_entropy(logits, targets, scale=None, vocabulary=None):

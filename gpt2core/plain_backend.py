@@ -2,8 +2,8 @@
 
 Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
 gradient of the loss with respect to y. Every formula below follows from dx = J' dy, where the Jacobian J of y has the
-derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. Some kernels call others, and their
-backward follows the chain rule; a faster backend computes each of them at once.
+derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. ComposedKernels calls these kernels
+for what a faster backend computes at once: the MLP, the residual stream with its LayerNorm, the logits with their loss.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from gpt2core.arena import PAGE
-from gpt2core.backend import Backend
+from gpt2core.composed_kernels import ComposedKernels
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 
@@ -23,8 +23,8 @@ A = math.sqrt(2 / math.pi)
 BASE = 10000.0  # of rotary positions: from one position to the next, pair i of channels turns by BASE^(-2i / D)
 
 
-class PlainBackend(Backend):
-    """A subclass replaces the kernels that it makes faster, and keeps the others."""
+class PlainBackend(ComposedKernels):
+    """A complete Backend. A subclass replaces the kernels that it makes faster, and keeps the others."""
 
     name = "plain"
     xp = np
@@ -66,24 +66,6 @@ class PlainBackend(Backend):
         slope = (1 + t) / 2 + x * (1 - t * t) / 2 * A * (1 + 3 * 0.044715 * x * x)
         return dy * slope
 
-    # -- mlp: y = gelu(x w + b) w2, three operations; backward goes through them in the reverse order -----------------
-
-    def linear_gelu_forward(self, x, w, b):
-        h = self.linear_forward(x, w, b)
-        return self.gelu_forward(h), h
-
-    def linear_gelu_backward(self, dy, x, w, aux):
-        return self.linear_backward(self.gelu_backward(dy, aux), x, w)
-
-    def mlp_forward(self, x, w, b, w2):
-        h, aux = self.linear_gelu_forward(x, w, b)
-        return self.linear_forward(h, w2), (h, aux)
-
-    def mlp_backward(self, dy, x, w, w2, aux):
-        h, aux = aux
-        dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False)
-        return *self.linear_gelu_backward(dh, x, w, aux), dw2
-
     # -- layernorm: h = (x - mean) r,  r = 1 / sqrt(variance + eps),  y = h w + b --------------------------------------
     #    dmean/dx_i = 1 / C, dvariance/dx_i = 2 (x_i - mean) / C, so dr/dx_i = -r^3 / 2 times this = -r^2 h_i / C,
     #    and dh_j/dx_i = r ((1 if i = j else 0) - 1 / C - h_i h_j / C), because x_j - mean = h_j / r.
@@ -100,21 +82,6 @@ class PlainBackend(Backend):
         g = dy * w
         dx = r * (g - g.mean(-1, keepdims=True) - h * (g * h).mean(-1, keepdims=True))
         return dx, rows(dy * h).sum(0), rows(dy).sum(0)
-
-    # -- the residual stream and its layernorm: s = x + (a + bias), y = LN(s); s has two uses, so their gradients are
-    #    added:  dx = da = ds + LN's dx,  dbias = sum of dx over the rows
-
-    def residual_add_forward(self, x, a, a_bias):
-        return x + (a + a_bias)
-
-    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        s = self.residual_add_forward(x, a, a_bias)
-        return s, *self.layernorm_forward(s, w, b, eps)
-
-    def residual_layernorm_backward(self, ds, dy, w, aux):
-        dx, dw, db = self.layernorm_backward(dy, w, aux)
-        dx = dx if ds is None else dx + ds
-        return dx, self.bias_backward(dx), dw, db
 
     # -- rotary positions: channels i and i + D / 2 of each q and k are a point of the plane, (a, b), which is rotated:
     #    (a cos - b sin, b cos + a sin), angle = position 10000^(-2i / D);  backward rotates by the opposite angle
@@ -180,16 +147,6 @@ class PlainBackend(Backend):
         p = np.exp(logits - maxima[:, None]) / sums[:, None]  # softmax
         p[np.flatnonzero(own), token[own]] -= 1
         return p * p.dtype.type(float(dy) * scale)
-
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
-        logits = rows(self.unembed_forward(x, w))
-        *statistics, aux = self.cross_entropy_forward(logits, targets, first)
-        return *statistics, (logits, aux)
-
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
-        logits, aux = aux
-        dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
-        return self.unembed_backward(dlogits.reshape(*x.shape[:-1], -1), x, w)
 
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
         return np.stack([sums * np.exp(maxima - row_maxima), target_logits])

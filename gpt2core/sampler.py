@@ -106,7 +106,7 @@ class CachedSequence:
     def step(self):
         """Sample the next token and return it."""
         config = self.model.config
-        if config.positions == "learned" and self.cache.length + len(self.uncached) > config.block_size:
+        if config.learns_positions and self.cache.length + len(self.uncached) > config.block_size:
             self.clear_cache()
         return self.append(self.next_logits(self.uncached, self.cache))
 

@@ -4,7 +4,6 @@
 
 import math
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from gpt2core import checks
@@ -30,18 +29,35 @@ class Step:
     seconds: float
 
 
-class BaseTrainer(ABC):
-    """A trainer without its arrays, which a subclass makes.
+class Trainer:
+    """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
 
-    config: GPT2Config. batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` parts,
-    one after another; their sizes differ by at most one sequence. Raises ConfigError for sizes that do not fit.
+    batch_size (B), seq_len (T): the sizes of a batch, which is computed in `micro_batches` parts, one after another;
+    their sizes differ by at most one sequence. optimizer: a dict of `clip` and AdamW.OPTIONS. seed: of the initial
+    parameters. Raises ConfigError for sizes that do not fit, and for a backend that rounds the parameters that kernels
+    read.
+
+    parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are the same if
+    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster.
     """
 
-    gradients: object  # the flat array to which compute_gradients() writes
-    optimizer: object  # an Optimizer
-    rows: slice  # of the global batch: those that this process reads
+    def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
+        self.set_sizes(config, batch_size, seq_len, micro_batches)
+        checks.whole_precision(backend)
+        backend.check_model(config)
+        options = optimizer or {}
+        require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))
+        self.backend, self.rows = backend, slice(0, batch_size)  # the rows of the batch that this process reads
+        self.arena = Arena(parameter_shapes(config))
+        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
+        views = self.arena.views(self.parameters)
+        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
+        for name, array in initial_parameters(config, seed):
+            views[name][...] = backend.asarray(array, backend.dtype)
+        self.model = GPT2(config, self.tensors)
+        self.optimizer = Optimizer(self.arena, self.parameters, backend, **options)
 
-    def __init__(self, config, batch_size, seq_len, micro_batches):
+    def set_sizes(self, config, batch_size, seq_len, micro_batches):
         checks.sizes(config, batch_size, seq_len, micro_batches)
         self.config, self.batch_size, self.seq_len, self.micro_batches = config, batch_size, seq_len, micro_batches
         self.scale = 1 / (batch_size * seq_len)  # the loss is the mean over all tokens: their sum, times scale
@@ -61,65 +77,12 @@ class BaseTrainer(ABC):
     def update(self, batch, coefficients):
         """The formula of a step -> (losses of the micro-batches, gradient norm).
 
-        coefficients: the numbers of AdamW. The host reads no device value here, so that a device can capture this
-        method once and replay it.
+        coefficients: the numbers of AdamW. The host reads no value of the device here.
         """
         losses = self.compute_gradients(batch)
         norm, factor = self.optimizer.norm_and_factor(self.gradients)
         self.optimizer.update(self.gradients, factor, coefficients)
         return losses, norm
-
-    def total_loss(self, losses):
-        """The loss of the batch, from those of its micro-batches (Python numbers)."""
-        return tree_sum(losses)
-
-    @abstractmethod
-    def compute_gradients(self, batch):
-        """Write the gradient of the batch to self.gradients -> the losses of its micro-batches, arrays of shape ()."""
-
-    @abstractmethod
-    def prepare(self, inputs, targets):
-        """inputs, targets: this process's rows of the batch, integers (B, T) -> the argument `batch` of step()."""
-
-    def count_step(self, loss, norm, lr, seconds):
-        """Count a step whose update is complete, and return its Step.
-
-        Raises Diverged if the loss or the gradient norm is not finite.
-        """
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise diverged(self.steps, loss, norm, lr, self.optimizer.rule.keeps_zeros)
-        self.steps, self.position = self.steps + 1, self.position + self.batch_size
-        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
-
-    def checked(self, *arrays):
-        """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
-        return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)
-
-
-class Trainer(BaseTrainer):
-    """A model and AdamW in one process: flat arrays of parameters and of gradients, and tensors that are views of them.
-
-    parallel.parallel_trainer.ParallelTrainer divides the same step over threads and ranks; the bits are the same if
-    their numbers are powers of two. engine.fast_trainer.FastTrainer also makes it faster. optimizer: a dict of `clip`
-    and AdamW.OPTIONS. seed: of the initial parameters. The other arguments are those of BaseTrainer. Raises ConfigError
-    for sizes that do not fit, and for a backend that rounds the parameters that kernels read.
-    """
-
-    def __init__(self, config, backend, *, batch_size, seq_len, micro_batches=1, optimizer=None, seed=0):
-        super().__init__(config, batch_size, seq_len, micro_batches)
-        checks.whole_precision(backend)
-        backend.check_model(config)
-        options = optimizer or {}
-        require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))
-        self.backend, self.rows = backend, slice(0, batch_size)
-        self.arena = Arena(parameter_shapes(config))
-        self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
-        views = self.arena.views(self.parameters)
-        self.tensors = {name: Tensor(view, backend, requires_grad=True) for name, view in views.items()}
-        for name, array in initial_parameters(config, seed):
-            views[name][...] = backend.asarray(array, backend.dtype)
-        self.model = GPT2(config, self.tensors)
-        self.optimizer = Optimizer(self.arena, self.parameters, backend, **options)
 
     def compute_gradients(self, batch):
         """The losses of the micro-batches, arrays of shape (); the sum of their gradients is in self.gradients.
@@ -142,6 +105,17 @@ class Trainer(BaseTrainer):
             view[...] = self.tensors[name].grad
         return flat, [loss.data]
 
+    def total_loss(self, losses):
+        """The loss of the batch, from those of its micro-batches (Python numbers)."""
+        return tree_sum(losses)
+
+    def count_step(self, loss, norm, lr, seconds):
+        """Count a step whose update is complete, and return its Step; raises Diverged: see step()."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise diverged(self.steps, loss, norm, lr, self.optimizer.rule.keeps_zeros)
+        self.steps, self.position = self.steps + 1, self.position + self.batch_size
+        return Step(self.steps - 1, loss, lr, norm, self.batch_size * self.seq_len / seconds, seconds)
+
     def prepare(self, inputs, targets):
         """The argument `batch` of step(): [(ids, targets) of each micro-batch].
 
@@ -150,3 +124,7 @@ class Trainer(BaseTrainer):
         """
         inputs, targets = self.checked(inputs, targets)
         return [(inputs[part], targets[part]) for part in even_slices(self.batch_size, self.micro_batches)]
+
+    def checked(self, *arrays):
+        """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
+        return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)

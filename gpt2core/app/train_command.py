@@ -27,7 +27,7 @@ from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.parallel.launcher_env import tell_launcher
 from gpt2core.parallel.micro_batch_count import possible_ranks
 from gpt2core.parallel.pipeline.measured import pictures
-from gpt2core.parallel.whole_parameters import current_model, named_arrays, parameter_hash
+from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Outputs:
 
     def save(self, trainer, last):
         waits = last or not self.config.async_checkpoints
-        parameters, moments = named_arrays(trainer, to_host=waits)  # collectives: all ranks call them
+        parameters, moments = named_parameters(trainer, to_host=waits), named_moments(trainer, to_host=waits)
         if not trainer.world.is_root:
             return
         save = self.writer.save_now if waits else self.writer.save

@@ -2,6 +2,7 @@
 
 import math
 
+from gpt2core.architecture import unit_of
 from gpt2core.arena import PAGE, SEGMENTS, Arena, round_up
 
 
@@ -9,11 +10,15 @@ class DividedArena(Arena):
     """An Arena that consists of equal `segments`. owners: the number of ranks that divide it, in whole segments.
 
     The segments are the same for 1, 2, 4, ... and 64 owners; for other numbers, such as 3, there are more of them, so
-    that all shares are equal. norm_pages: the pages of the norm, the same for any number of owners.
+    that all shares are equal. norm_pages: the pages of the norm, the same for any number of owners. units: {unit: [its
+    parameters, which are neighbours]}.
     """
 
     def __init__(self, shapes, owners=1):
         super().__init__(shapes)
+        self.units = {}
+        for name in self.shapes:
+            self.units.setdefault(unit_of(name), []).append(name)
         self.norm_pages, self.segments = self.size // PAGE, math.lcm(SEGMENTS, owners)
         self.size = round_up(self.size, self.segments * PAGE)
 

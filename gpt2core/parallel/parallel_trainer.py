@@ -26,12 +26,12 @@ from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
-from gpt2core.trainer import BaseTrainer
+from gpt2core.trainer import Trainer
 from gpt2core.vocabulary import Vocabulary
 
 
-class ParallelTrainer(BaseTrainer):
-    """A training step whose model and optimizer are divided; the workers of its accumulator have the tensors.
+class ParallelTrainer(Trainer):
+    """A Trainer whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank (WorkerPool limits BLAS to one thread). batch_size,
     seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and of `clip`, `rounding` and
@@ -52,7 +52,7 @@ class ParallelTrainer(BaseTrainer):
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
         seed=0, dloss=None, guard=None,
     ):  # fmt: skip
-        super().__init__(config, batch_size, seq_len, micro_batches)
+        self.set_sizes(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
         self.pool = WorkerPool(list_of_backends(backends), blas_threads=1)
         self.backend = backends[0]

@@ -70,27 +70,22 @@ def gathered(trainer, flat):
     return whole
 
 
-def on_host(trainer, flat):
-    """The result of gathered(), on the host."""
-    return {name: trainer.backend.to_host(array) for name, array in gathered(trainer, flat).items()}
+def whole(trainer, flat, to_host):
+    """The result of gathered(), on the host if `to_host`."""
+    convert = trainer.backend.to_host if to_host else lambda array: array
+    return {name: convert(array) for name, array in gathered(trainer, flat).items()}
 
 
-def named_parameters(trainer):
-    """{Hugging Face name: parameter} on the host."""
+def named_parameters(trainer, to_host=True):
+    """{Hugging Face name: parameter} on the host; or on the device, as views of the trainer's if nothing is divided."""
     trainer.optimizer.gather_parameters()
-    return on_host(trainer, trainer.parameters)
+    return whole(trainer, trainer.parameters, to_host)
 
 
-def named_arrays(trainer, to_host=True):
-    """What a checkpoint has: ({Hugging Face name: parameter}, {name: its moments, the arrays of the rule's STATES}).
-
-    to_host: False for arrays of the device, which are views of those of the trainer if nothing is divided.
-    """
-    whole = on_host if to_host else gathered
-    trainer.optimizer.gather_parameters()
-    parameters = whole(trainer, trainer.parameters)
-    states = [whole(trainer, flat) for flat in trainer.optimizer.gathered_states(to_host)]
-    return parameters, {name: tuple(state[name] for state in states) for name in trainer.placement}
+def named_moments(trainer, to_host=True):
+    """{Hugging Face name: (first, second moment)}: the arrays of the rule's STATES. See named_parameters()."""
+    states = [whole(trainer, flat, to_host) for flat in trainer.optimizer.gathered_states(to_host)]
+    return {name: tuple(state[name] for state in states) for name in trainer.placement}
 
 
 def current_model(trainer):

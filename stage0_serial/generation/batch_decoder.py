@@ -32,7 +32,7 @@ class BatchDecoder(Decoder):
 
     def step(self):
         config, logits = self.model.config, {}  # {number of a sequence: its logits}
-        block, slides = config.block_size, config.positions == "rotary"
+        block, slides = config.block_size, not config.learns_positions
         together = {
             number: each
             for number, each in enumerate(self.sequences)

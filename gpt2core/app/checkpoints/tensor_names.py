@@ -36,7 +36,7 @@ PREFIXES = {
 
 def stored_name(config, name):
     """The name in model.safetensors of a parameter of parameter_shapes(config)."""
-    if config.positions == "learned":
+    if config.learns_positions:
         return name
     module, kind = name.rsplit(".", 1)
     if inside := LAYER.fullmatch(module):
@@ -60,7 +60,7 @@ def stored_shapes(config):
 
 def to_stored(config, parameters):
     """{name in model.safetensors: array} for {name of parameter_shapes(config): array}."""
-    if config.positions == "learned":
+    if config.learns_positions:
         return parameters
     stored = {}
     for name, array in parameters.items():
@@ -72,7 +72,7 @@ def to_stored(config, parameters):
 
 def from_stored(config, stored):
     """The inverse of to_stored(); each array is contiguous. `stored` has the names and shapes of stored_shapes()."""
-    if config.positions == "learned":
+    if config.learns_positions:
         return stored
     parameters = {}
     for name, _ in parameter_shapes(config):
@@ -87,7 +87,7 @@ def from_stored(config, stored):
 def is_transposed(config, name):
     """Whether the file has the transposed matrix: those of the layers in GPT-NeoX."""
     return (
-        config.positions == "rotary"
+        not config.learns_positions
         and name.startswith("transformer.h.")
         and name.endswith(".weight")
         and (".ln_" not in name)
