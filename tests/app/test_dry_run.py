@@ -15,6 +15,7 @@ from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory
 from gpt2core.parallel.mesh import Grid
+from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from tests.support.jobs import succeeded
 from tests.support.training import make_trainer
@@ -142,9 +143,10 @@ def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options,
             trainer.config, trainer.parallel, 16, 16, micro_batches, ranks, trainer.accumulator.merged
         )  # fmt: skip
         if trainer.parallel.zero > 1:
-            return host_terms(plan, Grid()), sum(trainer.accumulator.memory())
+            return host_terms(plan, Grid()), sum(memory(trainer.accumulator.work, trainer.parallel.zero))
         flat = trainer.gradients.nbytes  # of one buffer of each unit
-        sums = [flat for each in trainer.accumulator.workers for _ in next(iter(each.sums.values())).buffers]
+        workers = [next(iter(each.unit_gradients.sums.values())) for each in trainer.accumulator.workers]
+        sums = [flat for unit_sum in workers for _ in unit_sum.buffers]
         return host_terms(plan, Grid()), trainer.parameters.nbytes + moments + sum(sums)
 
     for terms, stored in run_ranks(ranks, arrays):

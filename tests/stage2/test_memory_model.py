@@ -277,6 +277,9 @@ SHARED = [
     ("parameters", 4, ParallelConfig(zero=3)),
     ("one pass", 4, ParallelConfig(zero=2)),
     ("one pass", 4, ParallelConfig(zero=3)),
+    ("layers", 2, ParallelConfig(tp=2, zero=2)),
+    ("head", 2, ParallelConfig(tp=2, zero=3)),
+    ("parameters", 4, ParallelConfig(tp=2, zero=3)),
     ("parameters", 2, ParallelConfig(compress="fp16")),
     ("parameters", 2, ParallelConfig(compress="bf16")),
     ("parameters", 4, ParallelConfig(compress="int8", zero=1)),
@@ -294,7 +297,8 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
-    shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
+    mesh.world = EqualRanks(ranks * parallel.tp)
+    shared = dict(world=mesh.world, parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
     terms = training_memory(config, batch, seq_len, "fp32", micro_batches, ranks, parallel)
     elsewhere = sum(
@@ -327,7 +331,8 @@ def test_the_model_of_zero_2_and_3_equals_the_memory_in_cupy_s_pools(
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=config.block_size, micro_batches=micro_batches * ranks)
-    shared = dict(world=EqualRanks(ranks), parallel=parallel)
+    mesh.world = EqualRanks(ranks)
+    shared = dict(world=mesh.world, parallel=parallel)
     trainer, update = trainer_of(monkeypatch, backend, config, batch, **sizes, **shared)
     trainer.layout.order = np.zeros(len(trainer.layout.order), int)  # the fake has no values
     for _ in range(3):

@@ -15,19 +15,21 @@ import numpy as np
 from gpt2core.arena import PAGE, round_up
 from gpt2core.parallel.divided_arena import gaps
 from gpt2core.parallel.flat_layout import FlatLayout
+from gpt2core.parallel.model_pages import ModelPages
 from gpt2core.parallel.sharded.units import shard_lengths
 
 
 class UnitShards(FlatLayout):
     """The layout of flat arrays with this rank's shard of each unit; the rank updates all that it stores.
 
-    group: the ranks that divide the arena. A shard has whole pages, so a unit may have padding at its end. parts:
-    {unit: the slice of its shard}. pieces: of each parameter of which this rank has elements {name: (slice of the flat
-    array, slice of the elements)}.
+    group: the ranks that divide the arena. pages: see ArenaLayout. A shard has whole pages, so a unit may have padding
+    at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has elements {name:
+    (slice of the flat array, slice of the elements)}.
     """
 
-    def __init__(self, arena, group, backend):
+    def __init__(self, arena, group, backend, pages=None):
         self.arena, self.group, self.backend, self.owner = arena, group, backend, group.rank
+        self.model_pages = pages or ModelPages.undivided(arena, backend)
         self.parts, self.size = {}, 0
         for unit, length in shard_lengths(arena, group.size).items():
             self.parts[unit] = slice(self.size, self.size + length)
@@ -91,7 +93,7 @@ class UnitShards(FlatLayout):
     def join(self, sums):
         joined = self.backend.zeros((self.arena.norm_pages,), sums.dtype)
         joined[: len(self.order)] = self.group.all_gather(sums)[self.order]
-        return joined
+        return self.model_pages.join(joined)
 
     def put(self, flat, name, array):
         if name in self.pieces:
