@@ -581,3 +581,16 @@ def test_the_ranks_of_a_pipeline_divide_the_memory_of_the_model(tied):
     assert activations["1f1b"] < activations["interleaved"] < activations["gpipe"]
     assert activations["gpipe"] == pytest.approx(16 * whole["activations"] / 2, rel=0.05)
     assert terms(pp=2, recompute="block")["activations"] < activations["1f1b"] / 4
+
+
+def test_zero_divides_the_part_of_a_rank_of_a_grid():
+    config, sizes = PRESETS["gpt2-medium"], (32, 1024, "bf16", 16, 4)
+    for how in (dict(tp=4), dict(pp=2), dict(tp=4, pp=2)):
+        plain, zero_2, zero_3 = (
+            training_memory(config, *sizes, ParallelConfig(zero=zero, **how)) for zero in (0, 2, 3)
+        )  # fmt: skip
+        for name in ("parameters", "moments"):
+            assert zero_2[name] == zero_3[name] == pytest.approx(plain[name] / 4, rel=0.001)
+        assert zero_2["whole parameters"] == pytest.approx(plain["parameters"] / 2, rel=0.001)  # bf16
+        blocks = config.n_layer // how.get("pp", 1)
+        assert zero_3["whole parameters"] < zero_2["whole parameters"] * 2 / blocks

@@ -37,11 +37,6 @@ class UnitShards(FlatLayout):
         self.own, self.pieces = slice(0, self.size), dict(self.own_pieces())
         self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
 
-    def length(self, unit):
-        """The elements of a unit, without the padding for the number of ranks."""
-        whole = self.arena.unit_slice(unit)
-        return whole.stop - whole.start
-
     def own_pieces(self):
         """Yield the items of `pieces`."""
         for unit, part in self.parts.items():
@@ -60,8 +55,8 @@ class UnitShards(FlatLayout):
 
     def pages_of(self, unit):
         """The index of each page of a unit among the pages of rank 0, rank 1, ..."""
-        part = self.arena.pages(self.parts[unit])
-        rank, page = np.divmod(np.arange(self.length(unit) // PAGE), part.stop - part.start)
+        whole, part = (self.arena.pages(each) for each in (self.arena.unit_slice(unit), self.parts[unit]))
+        rank, page = np.divmod(np.arange(whole.stop - whole.start), part.stop - part.start)
         return rank * (self.size // PAGE) + part.start + page
 
     # -- the methods of FlatLayout -------------------------------------------------------------------------------------
@@ -103,7 +98,8 @@ class UnitShards(FlatLayout):
     def whole(self, flat):
         result = self.backend.zeros((self.arena.size,), flat.dtype)
         for unit, part in self.parts.items():
-            result[self.arena.unit_slice(unit)] = self.group.all_gather(flat[part])[: self.length(unit)]
+            whole = result[self.arena.unit_slice(unit)]
+            whole[...] = self.group.all_gather(flat[part])[: len(whole)]
         return result
 
     # -- whole units ---------------------------------------------------------------------------------------------------
