@@ -104,7 +104,7 @@ class ParallelTrainer(BaseTrainer):
         owners: the ranks that divide the arena.
         """
         parallel, mesh, bucket_mb = self.parallel, self.mesh, self.bucket_mb
-        if parallel.zero > 1:
+        if parallel.zero > 1:  # a UnitGradients sums over the ranks what is complete
             if parallel.pp > 1:
                 accumulator = PipelineMicroBatches(work, self.pool, mesh, parallel, None)
             else:

@@ -51,7 +51,7 @@ class ShardedMicroBatches(Accumulator):
         streams = [ids for ids, _ in passes]
         with self.parameters.reading(self.units):
             for part in self.parts:
-                part.skip()  # if all micro-batches of this rank are empty
+                part.skip()  # gathers, also if all micro-batches of this rank are empty
                 streams = [
                     part.forward(x, self.work.arguments(targets, scale)).y.data if len(x) else x
                     for x, (_, targets) in zip(streams, passes, strict=True)
