@@ -119,7 +119,7 @@ class PlainBackend(ComposedKernels):
         return y if wpe is None else y + wpe[position : position + ids.shape[-1]]
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
-        (token, own), dwte = local_tokens(ids, first, len(wte)), np.zeros_like(wte)
+        (token, own), dwte = local_tokens(ids, first, len(wte)), np.zeros(wte.shape, wte.dtype)
         np.add.at(dwte, token[own], dy[own])
         if wpe is None:
             return dwte, None

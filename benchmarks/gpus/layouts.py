@@ -34,11 +34,12 @@ def layouts(rng, ranks, count, config, stage):
     found = [(1, {})]
     while len(found) < count:
         tp, pp = (int(rng.choice(divisors(ranks))) for _ in range(2))
-        threads = int(rng.choice((1, 2))) if stage == 1 else 1
+        threads, zero = int(rng.choice((1, 2))) if stage == 1 else 1, choice(rng, ZERO)
         options = dict(
-            tp=tp, pp=pp, zero=choice(rng, ZERO), dp=choice(rng, STRATEGIES), bucket_mb=choice(rng, BUCKETS),
-            recompute=choice(rng, RECOMPUTE), pp_schedule=choice(rng, SCHEDULES) if pp > 1 else "1f1b",
-            zero_gather=choice(rng, ("end", "forward")),
+            tp=tp, pp=pp, zero=zero, dp=choice(rng, STRATEGIES if zero < 2 else ["flat"]),
+            bucket_mb=choice(rng, BUCKETS), recompute=choice(rng, RECOMPUTE),
+            pp_schedule=choice(rng, SCHEDULES) if pp > 1 else "1f1b",
+            zero_gather=choice(rng, ("end", "forward") if zero < 2 else ["end"]),
         )  # fmt: skip
         if (threads, options) not in found and fits(ranks, threads, options, config):
             found.append((threads, options))

@@ -64,7 +64,7 @@ def count_calls(trainer, batch):
         counts.append(name)
         return call()
 
-    workers = [worker.group for worker in trainer.accumulator.workers]
+    workers = [group for worker in trainer.accumulator.workers for group in worker.groups]
     groups = [mesh.world, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, *workers]
     for group in {id(group): group for group in groups}.values():
         if isinstance(group, MpiCommunicator):

@@ -6,7 +6,10 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 
 
 def usable_cores(config, cores):
-    """How many of the `cores` of this rank training uses: in a pipeline and with ZeRO-2 and 3 it has one thread."""
+    """How many of the `cores` of this rank training uses without --threads: in a pipeline and with ZeRO-2 and 3, one.
+
+    In a pipeline each thread needs as many micro-batches as there are ranks, so more threads could be refused.
+    """
     return 1 if config.pp > 1 or config.zero > 1 else cores
 
 

@@ -43,8 +43,8 @@ def needed_memory(config, parallel, threads, local_ranks, replicas):
     gradients with 2, and also the parameters with 3. With 2 and 3, the shards of all four are in memory, and besides
     them whole parameters of the model (2) or of one unit (3), and whole gradients of one unit.
     """
-    part = smallest_part(config, parallel) // parallel.tp
-    return int(local_ranks * sum(array_terms(part, largest_unit(config), parallel, threads, replicas).values()))
+    part, unit = smallest_part(config, parallel) // parallel.tp, largest_unit(config) // parallel.tp
+    return int(local_ranks * sum(array_terms(part, unit, parallel, threads, replicas).values()))
 
 
 def array_terms(part, unit, parallel, threads, replicas):

@@ -171,6 +171,7 @@ class Outputs:
 
     def save(self, trainer, last):
         waits = last or not self.config.async_checkpoints
+        # collectives: all ranks call them
         parameters, moments = named_parameters(trainer, to_host=waits), named_moments(trainer, to_host=waits)
         if not trainer.world.is_root:
             return

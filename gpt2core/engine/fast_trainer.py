@@ -163,5 +163,6 @@ class FastTrainer(ParallelTrainer):
 
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""
-        groups = *self.mesh.groups().values(), *(worker.group for worker in self.accumulator.workers)
+        groups = [*self.mesh.groups().values()]
+        groups += [group for worker in self.accumulator.workers for group in worker.groups]
         return sum(group.bytes_sent for group in {id(group): group for group in groups}.values())

@@ -63,7 +63,7 @@ class Accumulator(ABC):
     """Computes the sum of the gradients of a Workload in the canonical order (tree_sum.py), times its `dloss`.
 
     loss_arrays: for each micro-batch an array of shape () for its loss, the same ones in each step. workers: the
-    objects that compute passes, each with `tensors` ({name: Tensor}) and `group` (the ranks that divide each layer).
+    objects that compute passes, each with `tensors` ({name: Tensor}) and `groups` (in which it sends activations).
     """
 
     def __init__(self, work):

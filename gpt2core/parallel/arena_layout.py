@@ -17,7 +17,7 @@ class ArenaLayout(FlatLayout):
     def __init__(self, arena, backend, owners=None, pages=None):
         self.arena, self.size, self.backend = arena, arena.size, backend
         self.owners = owners or Solo()
-        self.model_pages = pages or ModelPages([arena], list(arena.slices), Solo(), backend)
+        self.model_pages = pages or ModelPages.undivided(arena, backend)
         (self.own,) = self.shares(1)
 
     def shares(self, workers):

@@ -80,7 +80,7 @@ class ParallelConfig:
                 )
             self.refuse("pp", "pp=1", zero_gather="end", compress="none")
         if self.zero > 1:
-            self.refuse("zero", "zero=1", tp=1, pp=1, dp="flat", zero_gather="end", compress="none")
+            self.refuse("zero", "zero=1", dp="flat", zero_gather="end", compress="none")
 
     def refuse(self, option, otherwise, **only):
         """Raise ConfigError if an option has another value than the only one that fits together with `option`."""
@@ -96,23 +96,24 @@ class ParallelConfig:
         count: the number of micro-batches of each of the `replicas`.
         """
         pp = self.pp
-        if threads > 1 and (pp > 1 or self.zero > 1):
-            option, otherwise = (f"pp={pp}", "pp=1") if pp > 1 else (f"zero={self.zero}", "zero=1")
-            raise exclude_each_other(option, f"threads={threads}", "threads=1", otherwise)
+        if threads > 1 and self.zero > 1:
+            raise exclude_each_other(f"zero={self.zero}", f"threads={threads}", "threads=1", "zero=1")
         if pp > 1 and config.n_layer < pp * self.chunks:
             raise ConfigError(
                 f"`n_layer={config.n_layer}` is less than {pp * self.chunks}, the number of chunks on `pp={pp}` ranks "
                 f"with {counted(self.chunks, 'chunk')} each: use fewer ranks or chunks"
             )
-        if count < pp:
+        each = count // threads
+        owner = "each thread of a replica" if threads > 1 else "each replica"
+        if each < pp:
             raise ConfigError(
-                f"each replica has {counted(count, 'micro-batch')}, fewer than `pp={pp}`: use "
-                f"`micro_batches={pp * replicas}` or more"
+                f"{owner} has {counted(each, 'micro-batch')}, fewer than `pp={pp}`: use "
+                f"`micro_batches={pp * threads * replicas}` or more"
             )
-        if pp > 1 and self.pp_schedule == "interleaved" and count % pp:
+        if pp > 1 and self.pp_schedule == "interleaved" and each % pp:
             raise ConfigError(
-                f"`pp_schedule=interleaved`: each replica has {counted(count, 'micro-batch')}, not divisible by "
-                f"`pp={pp}` ranks: use `micro_batches={count // pp * pp * replicas}`"
+                f"`pp_schedule=interleaved`: {owner} has {counted(each, 'micro-batch')}, not divisible by "
+                f"`pp={pp}` ranks: use `micro_batches={each // pp * pp * threads * replicas}`"
             )
 
 

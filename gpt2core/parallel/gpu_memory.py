@@ -107,13 +107,14 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
         shards = shard_lengths(arena, ranks)
         units = {unit: ranks * length for unit, length in shards.items()}
         size, message, both = sum(shards.values()), max(units.values()), most_at_once(config, units)
+        block = max(length for unit, length in units.items() if unit.startswith("h."))
         # in the backward pass of the last layer: its parameters and those of the layer before; the gradients of the
         # unit that is computed and of the one that is sent, or those of all units if there are several passes
-        whole_parameters = BYTES[precision] * (sum(units.values()) if parallel.zero == 2 else 2 * units["h.0"])
+        whole_parameters = BYTES[precision] * (sum(units.values()) if parallel.zero == 2 else 2 * block)
         whole_gradients = FP32 * (sums * sum(units.values()) if accumulates else both)
         sums = 1
         # the head has other parameters in memory, and its gradients are not there before those of the layers
-        before_gradients = BYTES[precision] * (both - 2 * units["h.0"]) * (parallel.zero == 3)
+        before_gradients = BYTES[precision] * (both - 2 * block) * (parallel.zero == 3)
         before_gradients -= whole_gradients * (not accumulates)
     # a bucket size of None is measured later: assume the maximum, one bucket for all gradients
     if parallel.dp != "flat" and parallel.bucket_mb is not None:

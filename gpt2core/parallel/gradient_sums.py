@@ -68,22 +68,45 @@ class UnitSum:
         return a
 
 
-def arena_sums(work, used_twice=()):
-    """{unit: its UnitSum} of a Workload with the layout of an arena; the buffers are kept for all steps.
+class ArenaGradients:
+    """The gradients of all units of a Workload with the layout of an arena. UnitGradients has the same methods.
 
-    The tensors are views of work.parameters, and work.gradients receives the sums. used_twice: the names of the
-    parameters in UnitSum.separate.
+    The buffers are kept for all steps; work.gradients receives the sums. tensors: {name: Parameter} of all parameters,
+    in the order of the arena: views of work.parameters. sums: {unit: its UnitSum}. on_complete(unit) is called when the
+    sum of a unit is complete. used_twice: the names of the parameters in UnitSum.separate.
     """
-    arena, backend = work.arena, work.backend
-    tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
-    zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
-    flats = [work.gradients, *zeros]
-    views = [arena.views(flat) for flat in flats]
-    separate, sums = separate_arrays(work, only(used_twice, tensors)), {}
-    for unit, names in arena.units.items():
-        buffers = [flat[arena.unit_slice(unit)] for flat in flats]
-        sums[unit] = UnitSum(work, only(names, tensors), buffers, views, only(names, separate))
-    return sums
+
+    def __init__(self, work, on_complete, used_twice=()):
+        arena, backend, self.on_complete, self.sums = work.arena, work.backend, on_complete, {}
+        self.tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
+        zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
+        flats = [work.gradients, *zeros]
+        views, separate = [arena.views(flat) for flat in flats], separate_arrays(work, only(used_twice, self.tensors))
+        for unit, names in arena.units.items():
+            buffers = [flat[arena.unit_slice(unit)] for flat in flats]
+            self.sums[unit] = UnitSum(work, only(names, self.tensors), buffers, views, only(names, separate))
+
+    def begin(self):
+        """Called before the passes of a step."""
+        for each in self.sums.values():
+            each.begin()
+
+    def begin_pass(self):
+        """Set the destinations of all gradients of the next pass."""
+        for unit in self.sums:
+            self.set_destinations(unit)
+
+    def set_destinations(self, unit):
+        """Set the destinations of the gradients of a unit in the next pass."""
+        self.sums[unit].set_destinations()
+
+    def sum_of(self, unit):
+        return self.sums[unit]
+
+    def completed(self, unit):
+        """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
+        if self.sums[unit].complete():
+            self.on_complete(unit)
 
 
 def separate_arrays(work, tensors):

@@ -43,6 +43,18 @@ def rank_in(place, sizes, axes):
     return rank
 
 
+class WorkerGroups(NamedTuple):
+    """The groups in which a worker thread sends activations: those of the Mesh with these names."""
+
+    tensor: object
+    pipeline: object
+    ends: object
+
+    def all(self):
+        """A list of these groups."""
+        return [group for group in self if group]
+
+
 class Mesh:
     """The communicators of this rank: the GROUPS, and `ends`, the first and the last rank of the pipeline.
 
@@ -75,6 +87,11 @@ class Mesh:
         self.ends = None
         if pp > 1:
             self.ends = self.pipeline.split(0 if place.pipeline in (0, pp - 1) else None, key=place.pipeline)
+
+    def groups_of_workers(self, count):
+        """[the WorkerGroups of each of the `count` workers of this rank], of their own: they send at the same time."""
+        groups = WorkerGroups(self.tensor, self.pipeline, self.ends)
+        return [groups] + [WorkerGroups(*(each and each.split(0) for each in groups)) for _ in range(count - 1)]
 
     def groups(self):
         """{title: communicator} of all groups of this rank, each group once."""

@@ -17,7 +17,7 @@ from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.async_all_gather import NoGather
-from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
+from gpt2core.parallel.gradient_sums import ArenaGradients
 from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.part import forward_pass, parts_of
 from gpt2core.parallel.sliced_units import make_units
@@ -30,64 +30,59 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 class Worker:
     """One thread's model, with shared parameters, its own backend, and its gradients.
 
-    work: the Workload of this worker; its `gradients` receive the sum. group: the ranks that divide each layer. sums:
-    {unit: UnitSum}: where kernels write the gradients of a pass; in every second pass they add them. Each pass must
-    reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is called before the
-    forward pass of a unit, completed(unit) when its sum is complete.
+    work: the Workload of this worker; its `gradients` receive the sum. group: the ranks that divide each layer.
+    unit_gradients: the ArenaGradients: where kernels write the gradients of a pass; in every second pass they add them.
+    Each pass must reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is
+    called before the forward pass of a unit, completed(unit) when its sum is complete.
     """
 
     def __init__(self, work, group, wait, completed):
-        self.work, self.backend, self.gradients = work, work.backend, work.gradients
-        self.group, self.completed = group, completed
-        self.sums = arena_sums(work, work.used_twice)
-        self.tensors = tensors_of(self.sums)
+        self.work, self.backend, self.gradients, self.groups = work, work.backend, work.gradients, [group]
+        self.unit_gradients = ArenaGradients(work, completed, work.used_twice)
+        self.tensors = self.unit_gradients.tensors
         units = make_units(unit_names(work.config), work, self.tensors, group)
-        self.parts = parts_of(units, work.backend, work.recompute, before=wait, completed=self.add_unit)
+        hooks = dict(before=wait, completed=self.unit_gradients.completed)
+        self.parts = parts_of(units, work.backend, work.recompute, **hooks)
 
     def run(self, batch, scale, losses):
         """batch: [(ids, targets) of each pass]; the sum of their gradients is in `gradients`.
 
         losses: see compute_passes().
         """
-        for each in self.sums.values():
-            each.begin()
-        compute_passes(self.work, self.parts, batch, scale, losses, self.set_destinations)
+        self.unit_gradients.begin()
+        compute_passes(self.work, self.parts, batch, scale, losses, self.unit_gradients.begin_pass)
 
-    def set_destinations(self):
-        for each in self.sums.values():
-            each.set_destinations()
+    def losses(self, batch, scale):
+        """See Accumulator.losses; batch: [(ids, targets) of each micro-batch]."""
 
-    def add_unit(self, unit):
-        """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
-        if self.sums[unit].complete():
-            self.completed(unit)
+        def loss(ids, targets):
+            return forward_pass(self.parts, ids, self.work.arguments(targets, scale))[1].item()
+
+        return [loss(ids, targets) if len(ids) else 0.0 for ids, targets in batch]
 
 
-class MicroBatches(Accumulator):
+class ThreadedMicroBatches(Accumulator):
     """One rank's micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    work: a Workload with the layout of an arena. pool: the WorkerPool, whose first backend is that of `work`.
-    tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because workers call
-    collectives at the same time. on_complete(unit) is called during backward when this rank's gradient of a unit is
-    complete: by any worker's thread, one call at a time, in the same order on every rank. all_gather: the
-    AsyncAllGather of the parameters, if workers must wait for a unit before they read it. Raises ConfigError unless
-    pool.size divides the number of micro-batches.
+    work: a Workload. pool: the WorkerPool, whose first backend is that of `work`. make_worker(number, work, completed)
+    returns a worker, with the methods and attributes of Worker. on_complete(unit) is called during backward when this
+    rank's gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every rank.
+    Raises ConfigError unless pool.size divides the number of micro-batches.
     """
 
-    def __init__(self, work, pool, tensor_group, on_complete, all_gather=None):
+    def __init__(self, work, pool, make_worker, on_complete):
         if work.count % pool.size:
             raise ConfigError(
                 f"{work.count} micro-batches per rank are not divisible by {pool.size} threads: "
                 f"use `threads={math.gcd(work.count, pool.size)}` or another `micro_batches`"
             )
-        super().__init__(replace(work, merged=merged_micro_batches(work, pool.size, tensor_group)))
-        self.pool, self.on_complete, self.all_gather = pool, on_complete, all_gather or NoGather()
+        super().__init__(work)
+        self.pool, self.on_complete, self.workers = pool, on_complete, []
         self.lock, self.completed = threading.Lock(), {}
-        wait, completed, self.workers = self.all_gather.wait_for_unit, self.worker_completed, []
-        for backend in pool.backends:
-            flat = backend.zeros((work.arena.size,), backend.dtype) if self.workers else work.gradients
-            own = replace(self.work, backend=backend, gradients=flat, count=work.count // pool.size)
-            self.workers.append(Worker(own, tensor_group.split(0), wait, completed))
+        for number, backend in enumerate(pool.backends):
+            flat = backend.zeros((work.layout.size,), backend.dtype) if number else work.gradients
+            own = replace(work, backend=backend, gradients=flat, count=work.count // pool.size)
+            self.workers.append(make_worker(number, own, self.worker_completed))
         self.losses_of_workers = [self.loss_arrays[part] for part in even_slices(work.count, pool.size)]
 
     def compute_gradients(self, batch, scale):
@@ -95,8 +90,7 @@ class MicroBatches(Accumulator):
             worker.run(part, scale, losses)
 
         self.completed = dict.fromkeys(self.work.arena.units, 0)
-        with self.all_gather:  # the previous update may still be sending parameters
-            self.pool.map(run, self.workers, batch, self.losses_of_workers)
+        self.pool.map(run, self.workers, batch, self.losses_of_workers)
         return self.loss_arrays
 
     def worker_completed(self, unit):
@@ -115,11 +109,30 @@ class MicroBatches(Accumulator):
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
-        def loss(worker, ids, targets):
-            return forward_pass(worker.parts, ids, self.work.arguments(targets, scale))[1].item()
-
         def run(worker, part):
-            return [loss(worker, ids, targets) if len(ids) else 0.0 for ids, targets in part]
+            return worker.losses(part, scale)
 
         losses = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
         return [loss for worker in losses for loss in worker]
+
+
+class MicroBatches(ThreadedMicroBatches):
+    """The micro-batches of a rank that has all units.
+
+    tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because workers call
+    collectives at the same time. all_gather: the AsyncAllGather of the parameters, if workers must wait for a unit
+    before they read it. The other arguments are those of ThreadedMicroBatches.
+    """
+
+    def __init__(self, work, pool, tensor_group, on_complete, all_gather=None):
+        self.all_gather = all_gather or NoGather()
+
+        def make_worker(number, own, completed):
+            return Worker(own, tensor_group.split(0), self.all_gather.wait_for_unit, completed)
+
+        merged = merged_micro_batches(work, pool.size, tensor_group)
+        super().__init__(replace(work, merged=merged), pool, make_worker, on_complete)
+
+    def compute_gradients(self, batch, scale):
+        with self.all_gather:  # the previous update may still be sending parameters
+            return super().compute_gradients(batch, scale)

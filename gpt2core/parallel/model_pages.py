@@ -3,6 +3,7 @@
 import numpy as np
 
 from gpt2core.arena import SEGMENTS, round_up
+from gpt2core.communicator import Solo
 from gpt2core.parallel.tensor_parallel import is_replicated, whole_name
 
 
@@ -28,6 +29,11 @@ class ModelPages:
             for own in ranks[:1] if is_replicated(name) else ranks:
                 order.extend(own)
         self.order = None if len(arenas) == 1 else backend.asarray(np.array(order, np.intp))
+
+    @classmethod
+    def undivided(cls, arena, backend):
+        """The ModelPages of a rank that has the whole model."""
+        return cls([arena], list(arena.slices), Solo(), backend)
 
     def join(self, sums):
         """The page sums of the model, from those of this rank's arena. All ranks of the group must call this method."""

@@ -71,10 +71,10 @@ class ParallelTrainer(Trainer):
         self.placement = ranks_of_parameters(config, parallel.pp, parallel.chunks)
         arenas = arenas_of_replica(config, self.placement, parallel, owners.size)
         self.arena = arena = arenas[mesh.replica.rank]
+        pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
         if parallel.zero > 1:
-            self.layout = layout = UnitShards(arena, mesh.gradients, backend)
+            self.layout = layout = UnitShards(arena, mesh.gradients, backend, pages)
         else:
-            pages = ModelPages(arenas, list(self.placement), mesh.replica, backend)
             self.layout = layout = ArenaLayout(arena, backend, owners, pages)
         self.parameters, self.gradients = (backend.zeros((layout.size,), backend.dtype) for _ in range(2))
         self.compute_parameters, copy = self.parameters, None
@@ -105,15 +105,18 @@ class ParallelTrainer(Trainer):
         owners: the ranks that divide the arena.
         """
         parallel, mesh, bucket_mb = self.parallel, self.mesh, self.bucket_mb
-        if parallel.zero > 1:
-            accumulator = ShardedMicroBatches(work, parallel.zero)
+        if parallel.zero > 1:  # a UnitGradients sums over the ranks what is complete
+            if parallel.pp > 1:
+                accumulator = PipelineMicroBatches(work, self.pool, mesh, parallel, None)
+            else:
+                accumulator = ShardedMicroBatches(work, mesh, parallel.zero)
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb
         )
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
-            return PipelineMicroBatches(work, mesh, parallel, on_complete), data_parallel
+            return PipelineMicroBatches(work, self.pool, mesh, parallel, on_complete), data_parallel
         if parallel.zero_gather == "forward":
             all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, bucket_mb))
         return MicroBatches(work, self.pool, mesh.tensor, on_complete, all_gather), data_parallel

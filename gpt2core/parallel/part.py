@@ -47,6 +47,11 @@ class Part:
         graph.y = x.tensor() if isinstance(x, Stream) else x
         return graph
 
+    def skip(self):
+        """Call the hooks of forward() for an empty micro-batch: other ranks may gather parameters there."""
+        for unit in self.units:
+            self.before(unit.name)
+
 
 class Graph:
     """What Part.forward() has recorded. y: the Tensor (B, T, C) of the stream that leaves, or the loss, of shape ()."""

@@ -174,9 +174,10 @@ def category(kernel):
 
 def groups(trainer):
     """Yield (title, group) of the groups that a Trainer uses, each group once."""
-    titles = trainer.mesh.groups()
+    titles, names = trainer.mesh.groups(), ("tensor-parallel group", "pipeline", "ends of the pipeline")
     for number, worker in enumerate(trainer.accumulator.workers):
-        titles[f"tensor-parallel group of worker {number}"] = worker.group
+        for name, group in zip(names, worker.groups, strict=False):
+            titles[f"{name} of worker {number}"] = group
     seen = set()
     for title, group in titles.items():
         if id(group) not in seen:

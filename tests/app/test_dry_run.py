@@ -14,7 +14,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.gpu_memory import training_memory
-from gpt2core.parallel.mesh import Grid
+from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from tests.support.jobs import succeeded
 from tests.support.training import make_trainer
@@ -132,20 +132,24 @@ def test_recomputed_blocks_are_counted_apart():
     assert computed - needed == 5 * block * 8 * 256  # all but the last one
 
 
-@pytest.mark.parametrize("options, ranks", [({}, 1), (dict(zero=1), 2), (dict(zero=2), 2), (dict(zero=3), 2)])
-@pytest.mark.parametrize("micro_batches", [2, 8])
+@pytest.mark.parametrize("options, ranks, micro_batches", [
+    *(({}, 1, count) for count in (2, 8)), *((dict(zero=zero), 2, count) for zero in (1, 2, 3) for count in (2, 8)),
+    *((dict(zero=zero, **how), 4, 8) for zero in (2, 3) for how in (dict(tp=2), dict(pp=2))),
+], ids=str)  # fmt: skip
 def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options, ranks, micro_batches):
     def arrays(comm):
         trainer = make_trainer(comm, ParallelConfig(**options), micro_batches=micro_batches)
         moments = trainer.optimizer.nbytes
         plan = Layout(
-            trainer.config, trainer.parallel, 16, 16, micro_batches, ranks, trainer.accumulator.merged
+            trainer.config, trainer.parallel, 16, 16, micro_batches, trainer.mesh.data.size, trainer.accumulator.merged
         )  # fmt: skip
+        place = plan.places()[comm.rank]
         if trainer.parallel.zero > 1:
-            return host_terms(plan, Grid()), sum(trainer.accumulator.memory())
+            return host_terms(plan, place), sum(memory(trainer.accumulator.work, trainer.parallel.zero))
         flat = trainer.gradients.nbytes  # of one buffer of each unit
-        sums = [flat for each in trainer.accumulator.workers for _ in next(iter(each.sums.values())).buffers]
-        return host_terms(plan, Grid()), trainer.parameters.nbytes + moments + sum(sums)
+        workers = [next(iter(each.unit_gradients.sums.values())) for each in trainer.accumulator.workers]
+        sums = [flat for unit_sum in workers for _ in unit_sum.buffers]
+        return host_terms(plan, place), trainer.parameters.nbytes + moments + sum(sums)
 
     for terms, stored in run_ranks(ranks, arrays):
         assert terms.pop("activations") > 0

@@ -20,7 +20,8 @@ FP32 = 4 * parameter_count(TINY)  # bytes of the parameters
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_lower_bound_is_at_most_the_flat_buffers_of_a_trainer(threads):
     trainer = Trainer(TINY, [NumpyBackend() for _ in range(threads)], batch_size=8, seq_len=4, micro_batches=8)
-    sums = [worker.gradients for worker in trainer.accumulator.workers for _ in worker.sums["head"].buffers]
+    workers = trainer.accumulator.workers
+    sums = [worker.gradients for worker in workers for _ in worker.unit_gradients.sums["head"].buffers]
     buffers = [trainer.parameters, *trainer.optimizer.states.values(), *sums]
     needed = needed_memory(TINY, ParallelConfig(), threads, 1, 1)
     assert needed == (3 + threads) * FP32 <= sum(buffer.nbytes for buffer in buffers)

@@ -69,7 +69,7 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
 def test_a_thousand_gpus_are_planned_without_one(run):
     code, out, err = run("--preset", "gpt2-xl", "--gpus", 1024)
     assert (code, err) == (0, "") and "1024 x 1024 tokens per step" in out
-    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --pp 16 --zero 1 --pp-sch", out, re.M), out
+    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --pp 8 --zero 2 --pp-sch", out, re.M), out
 
 
 @pytest.mark.parametrize(

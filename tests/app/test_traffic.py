@@ -1,6 +1,7 @@
 """The predicted calls and bytes of a step are those that are counted, for every layout."""
 
 import collections
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from gpt2core.app.planning.traffic import Call, by_collective, bytes_sent, gathe
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Communicator
 from gpt2core.data import Windows
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import ZERO, ParallelConfig
+from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.tracing.hooks import COLLECTIVES, Hooks
 from gpt2core.training_loop import read_batch
@@ -29,10 +31,11 @@ LAYOUTS = [
     *((ranks, options) for ranks in (1, 2, 3, 4) for options in DATA),
     *((tp, dict(tp=tp, recompute=recompute)) for tp in (2, 4) for recompute in ("none", "block")),
     (2, dict(tp=2, canonical_tp=4)), (4, dict(tp=2, pp=2, canonical_tp=4)), (2, dict(zero=3, canonical_tp=2)),
-    (4, dict(tp=2, zero=1)), (4, dict(tp=2, dp="bucket", compress="int8", **BUCKETS)),
+    *((4, dict(tp=2, zero=zero)) for zero in (1, 2, 3)), (4, dict(tp=2, zero=3, canonical_tp=4, recompute="block")),
+    (4, dict(tp=2, dp="bucket", compress="int8", **BUCKETS)),
     *((2, dict(pp=2, **options)) for options in PIPELINES),
-    *((4, dict(pp=2, recompute="block", zero=zero, **options)) for options in PIPELINES for zero in (0, 1)),
-    (4, dict(pp=2, tp=2)), (8, dict(pp=2, tp=2, zero=1, recompute="block")), (4, dict(pp=4)),
+    *((4, dict(pp=2, recompute="block", zero=zero, **options)) for options in PIPELINES for zero in ZERO),
+    (4, dict(pp=2, tp=2)), *((8, dict(pp=2, tp=2, zero=zero, recompute="block")) for zero in (1, 3)), (4, dict(pp=4)),
 ]  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def counted_step(comm, parallel, options):
     trainer, windows = make_trainer(comm, parallel, **options), Windows(TOKENS, 16)
     trainer.step(read_batch(trainer, windows), 1e-3)
     calls, hooks, mesh = collections.Counter(), Hooks(), trainer.mesh
-    workers = [worker.group for worker in trainer.accumulator.workers]
+    workers = [group for worker in trainer.accumulator.workers for group in worker.groups]
     groups = [comm, mesh.data, mesh.tensor, mesh.pipeline, mesh.replica, mesh.ends, *workers]
     for group in {id(group): group for group in groups if group}.values():
         if group.size > 1:
@@ -93,7 +96,9 @@ def test_the_predicted_calls_and_bytes_are_those_that_are_counted(ranks, options
     assert_predicted(ranks, ParallelConfig(**options), config=model(tied), **batch)
 
 
-@pytest.mark.parametrize("options", [dict(tp=2), dict(zero=1), dict(dp="bucket", **BUCKETS)], ids=str)
+@pytest.mark.parametrize("options", [
+    dict(tp=2), dict(zero=1), dict(dp="bucket", **BUCKETS), dict(pp=2), dict(pp=2, pp_schedule="zero-bubble")
+], ids=str)  # fmt: skip
 def test_also_with_several_threads_and_unequal_micro_batches(options):
     assert_predicted(2, ParallelConfig(**options), config=model(True), threads=2)
     assert_predicted(2, ParallelConfig(**options), config=model(True), batch_size=14, micro_batches=4)
@@ -101,9 +106,24 @@ def test_also_with_several_threads_and_unequal_micro_batches(options):
 
 def test_a_passed_unit_is_gathered_again_with_zero_3_only():
     units = ["embedding", "h.0", "h.1", "h.2", "head"]
-    assert gathers(model(False), units, 2, keeps=True) == dict.fromkeys(units, 1)
+
+    def counts(zero):
+        config = replace(model(False), n_layer=3)
+        return gathers(Layout(config, ParallelConfig(zero=zero), 8, 16, micro_batches=2), Grid(), units)
+
+    assert counts(2) == dict.fromkeys(units, 1)
     # the unit that is computed and the next one stay: h.2 while the head is computed, h.0 between two passes
-    assert gathers(model(False), units, 2, keeps=False) == {"embedding": 3, "h.0": 3, "h.1": 4, "h.2": 2, "head": 2}
+    assert counts(3) == {"embedding": 3, "h.0": 3, "h.1": 4, "h.2": 2, "head": 2}
+
+
+def test_zero_3_in_a_pipeline_gathers_the_units_of_a_rank_again_for_each_action():
+    def counts(pipeline, units, **options):
+        layout = Layout(model(True), ParallelConfig(zero=3, pp=2, **options), 8, 16, micro_batches=4)
+        return gathers(layout, Grid(pipeline=pipeline), units)
+
+    # gpipe on the first rank: embedding, h.0, h.1, four times; then back, four times; h.0 and h.1 stay between them
+    assert counts(0, ["embedding", "h.0", "h.1"], pp_schedule="gpipe") == {"embedding": 8, "h.0": 7, "h.1": 7}
+    assert counts(1, ["embedding", "h.2", "h.3", "head"])["embedding"] == 5  # once to send the table; with each head
 
 
 def test_a_call_of_the_loss_is_on_the_host():

@@ -53,9 +53,10 @@ LAYOUTS = [  # (ranks, layout), all with the bits of tp = 4
     (1, {}), (2, dict(tp=2)), (1, dict(recompute="block")), (2, dict(zero=1)), (2, dict(zero=2)), (2, dict(zero=3)),
     (2, dict(pp=2)), (4, dict(tp=2, zero=1, dp="bucket", bucket_mb=0.002)), (4, dict(tp=2, pp=2)),
     (4, dict(tp=2, pp=2, pp_schedule="zero-bubble", recompute="block")), (8, dict(tp=2, pp=2, zero=1)),
-    (8, dict(tp=4, pp=2)),
+    (8, dict(tp=4, pp=2)), (4, dict(tp=2, zero=3)), (8, dict(tp=2, pp=2, zero=2)),
 ]  # fmt: skip
-SHORT = [(0, False), (1, True), (5, False), (8, True)]  # of LAYOUTS, with `tied`: those that are not only in test-long
+# of LAYOUTS, with `tied`: those that are not only in test-long
+SHORT = [(0, False), (1, True), (5, False), (8, True), (12, True)]
 
 
 @pytest.mark.parametrize("ranks, layout, tied, clip", [

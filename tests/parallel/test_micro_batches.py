@@ -248,7 +248,7 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
     rng, completed = np.random.default_rng(seed), []
     worker = worker_of(TIED, count, completed=completed.append)
     unit = unit_of(name)
-    sums = worker.sums[unit]
+    sums = worker.unit_gradients.sums[unit]
     assert len(sums.buffers) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
     for _ in range(2):
         completed.clear()
@@ -259,7 +259,7 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
             array, adds = (sums.separate[name], False) if name in sums.separate else sums.destination(name)
             array[...] = array + gradient if adds else gradient
             assert not completed
-            worker.add_unit(unit)
+            worker.unit_gradients.completed(unit)
         assert completed == [unit]
         assert_array_equal(worker.work.arena.views(worker.gradients)[name], tree_reduce(list(gradients), np.add))
 
@@ -274,7 +274,7 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
-        buffers = worker.sums[unit_of(name)].buffers
+        buffers = worker.unit_gradients.sums[unit_of(name)].buffers
         assert any(np.shares_memory(tensor.buffer, flat) for flat in buffers) != apart, name
 
 

@@ -30,6 +30,7 @@ from gpt2core.parallel.whole_parameters import (
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch
 from tests.support.collective_choice import chosen
+from tests.support.mpi import run_mpi
 from tests.support.training import assert_same, make_trainer, train
 
 TOKENS = np.random.default_rng(7).integers(0, 36, 1000)
@@ -86,6 +87,41 @@ def test_recomputed_blocks_give_the_serial_bits(schedule):
     assert_serial_bits(2, parallel, config=model(tied=True))
 
 
+# -- worker threads: each runs the schedule with its own micro-batches -------------------------------------------------
+
+
+@pytest.mark.parametrize("pp, threads", [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_worker_threads_give_the_serial_bits(schedule, tied, pp, threads):
+    layers, chosen = 8 if schedule == "interleaved" and pp == 4 else 4, ParallelConfig(pp=pp, pp_schedule=schedule)
+    assert_serial_bits(pp, chosen, config=model(layers, tied), threads=threads)
+
+
+@pytest.mark.parametrize("options", [dict(zero=1), dict(dp="bucket", bucket_mb=0.002, recompute="block")], ids=str)
+def test_worker_threads_of_replicas_give_the_serial_bits(options):
+    parallel = ParallelConfig(pp=2, pp_schedule="zero-bubble", **options)
+    assert_serial_bits(4, parallel, config=model(tied=True), threads=2)
+
+
+def test_worker_threads_have_one_copy_of_a_tied_table():
+    def copies(comm):
+        workers = make_trainer(comm, ParallelConfig(pp=2), config=model(tied=True), threads=4).accumulator.workers
+        tensors = [table.tensor for worker in workers for table in worker.tied.values()]
+        assert all(np.shares_memory(tensor.data, tensors[0].data) for tensor in tensors)
+        return len({id(tensor) for tensor in tensors})
+
+    assert run_ranks(2, copies) == [4, 4]
+
+
+def test_worker_threads_over_mpi():
+    run_mpi(2, assert_bits_over_mpi, serial(config=model(tied=True))[:3])
+
+
+def assert_bits_over_mpi(comm, want):
+    assert_same(train(comm, ParallelConfig(pp=2), TOKENS, steps=2, config=model(tied=True), threads=2), want)
+
+
 # -- with tensor parallelism: the bits of the same `tp` without a pipeline ---------------------------------------------
 
 
@@ -136,6 +172,8 @@ def test_evaluation_and_checkpoints_with_tensor_parallelism(tied):
     want = after_steps([(2, dict(tp=2))] * 3)
     interleaved = dict(tp=2, pp=2, pp_schedule="interleaved", zero=1)
     assert after_steps([(4, dict(tp=2, pp=2)), (2, dict(tp=2)), (8, interleaved)]) == want
+    sharded = dict(tp=2, pp=2, pp_schedule="zero-bubble", zero=3)
+    assert after_steps([(4, dict(tp=2, zero=3)), (8, sharded), (4, dict(tp=2, zero=2))]) == want
 
 
 @pytest.mark.parametrize(
@@ -248,8 +286,9 @@ def test_the_validation_loss_is_that_of_one_rank(tied):
         return evaluate(make_trainer(comm, ParallelConfig(**layout), config=model(tied=tied)), windows)
 
     want = validated(Solo())
-    for pp, schedule in ((2, "interleaved"), (4, "1f1b")):
-        assert set(run_ranks(4, functools.partial(validated, pp=pp, pp_schedule=schedule))) == {want}
+    for pp, schedule, zero in ((2, "interleaved", 0), (4, "1f1b", 0), (2, "1f1b", 2), (2, "interleaved", 3)):
+        layout = dict(pp=pp, pp_schedule=schedule, zero=zero)
+        assert set(run_ranks(4, functools.partial(validated, **layout))) == {want}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -313,7 +352,11 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
      "`pp=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `pp=1`"),
     (4, dict(pp=2, compress="int8"), {},
      "`pp=2` and `compress=int8` exclude each other: use `compress=none` or `pp=1`"),
-    (2, dict(pp=2), dict(threads=2), "`pp=2` and `threads=2` exclude each other: use `threads=1` or `pp=1`"),
+    (2, dict(pp=2), dict(threads=4, micro_batches=4),
+     "each thread of a replica has 1 micro-batch, fewer than `pp=2`: use `micro_batches=8` or more"),
+    (4, dict(pp=2, pp_schedule="interleaved"), dict(threads=2, micro_batches=12, batch_size=12),
+     "`pp_schedule=interleaved`: each thread of a replica has 3 micro-batches, not divisible by `pp=2` ranks: use "
+     "`micro_batches=8`"),
     (4, dict(pp=4), dict(config=model(3)),
      "`n_layer=3` is less than 4, the number of chunks on `pp=4` ranks with 1 chunk each"),
     (2, dict(pp=2, pp_schedule="interleaved"), dict(config=model(3)),

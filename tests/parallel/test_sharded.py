@@ -3,6 +3,7 @@
 import functools
 import re
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from gpt2core.parallel.merged_micro_batches import rows_are_independent
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory
 from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -38,6 +40,7 @@ from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
+from tests.support.mpi import run_mpi
 from tests.support.rounding import Rounding
 from tests.support.training import assert_same, make_trainer, train
 
@@ -107,7 +110,7 @@ def test_two_gradients_of_a_tied_table_in_one_sum_give_other_bits(monkeypatch):
             super().__init__(*arguments)
             self.used_twice = []
 
-    monkeypatch.setattr("gpt2core.parallel.sharded.sharded_micro_batches.UnitGradients", InOneSum)
+    monkeypatch.setattr("gpt2core.parallel.sharded.units.UnitGradients", InOneSum)
     for got in run_ranks(2, lambda comm: train(comm, ParallelConfig(zero=3), TOKENS, steps=2, config=model(True))):
         assert got[0] != serial(True)[0]
         np.testing.assert_allclose(got[0], serial(True)[0], rtol=1e-4)  # float32: only rounding errors
@@ -127,14 +130,79 @@ def test_a_step_that_was_interrupted_can_be_repeated():
         assert losses == [loss for loss, _ in serial()[0]]
 
 
+# -- with tensor parallelism and in a pipeline: the bits of the same `tp` without ZeRO ---------------------------------
+
+UNEVEN = 37  # tokens, so that tensor-parallel ranks have vocabularies of different sizes
+
+
+def on_ranks(comm, how, tied, clip):
+    config = replace(model(tied, layers=4), vocab_size=UNEVEN, n_head=4)
+    reports, _, _, trainer = train(comm, ParallelConfig(**how), TOKENS, steps=2, config=config, clip=clip)
+    return reports, parameter_hash(trainer)
+
+
+@functools.cache
+def without_zero(tp, tied, clip):
+    first, *others = run_ranks(tp, on_ranks, dict(tp=tp), tied, clip)
+    assert all(other == first for other in others)
+    return first
+
+
+GRIDS = [  # (ranks, options)
+    (4, dict(tp=2, zero=2)), (4, dict(tp=2, zero=3)), (2, dict(tp=2, zero=3)), (8, dict(tp=2, zero=3)),
+    (8, dict(tp=4, zero=3)), (4, dict(tp=1, canonical_tp=2, zero=3)),
+    (4, dict(pp=2, zero=2)), (4, dict(pp=2, zero=3)), (2, dict(pp=2, zero=3)), (8, dict(pp=4, zero=3)),
+    (4, dict(pp=2, zero=3, pp_schedule="gpipe")), (4, dict(pp=2, zero=3, pp_schedule="interleaved")),
+    (4, dict(pp=2, zero=2, pp_schedule="zero-bubble")), (4, dict(pp=2, zero=3, pp_schedule="zero-bubble")),
+    (8, dict(tp=2, pp=2, zero=2)), (8, dict(tp=2, pp=2, zero=3, pp_schedule="zero-bubble")),
+    (8, dict(tp=2, pp=2, zero=3, pp_schedule="interleaved")),
+]  # fmt: skip
+
+
+SLOW = 3, 4  # of GRIDS: many sums inside layers
+
+
+@pytest.mark.parametrize("ranks, how, tied, clip, recompute", [
+    pytest.param(
+        *grid, tied, clip, recompute, id=f"{grid}-{tied}-{clip}-{recompute}",
+        marks=[] if (i % 2, i // 2 % 2, i // 4 % 2) == (tied, clip > 0, recompute == "block") and i not in SLOW
+        else pytest.mark.long,
+    )
+    for i, grid in enumerate(GRIDS) for tied in (False, True) for clip in (0.0, 0.1) for recompute in ("none", "block")
+])  # fmt: skip
+def test_with_tensor_and_pipeline_parallelism_zero_changes_no_bit(ranks, how, tied, clip, recompute):
+    want = without_zero(how.get("canonical_tp", how.get("tp", 1)), tied, clip)
+    assert run_ranks(ranks, on_ranks, how | dict(recompute=recompute), tied, clip) == [want] * ranks
+    assert clip == 0 or min(norm for _, norm in want[0]) > clip
+
+
+def test_page_sums_of_another_rank_of_the_replica_are_needed(monkeypatch):
+    """A control: without them, the norm is another one."""
+    want = without_zero(2, False, 0.1)
+    monkeypatch.setattr("gpt2core.parallel.model_pages.ModelPages.join", lambda self, sums: sums)
+    for reports, _ in run_ranks(4, on_ranks, dict(tp=2, zero=3), False, 0.1):
+        assert reports[0][0] == want[0][0][0] and reports[0][1] != want[0][0][1]
+
+
+def test_over_mpi():
+    """Four processes: tensor-parallel, and a pipeline of two ranks."""
+    layouts = [dict(tp=2, zero=3), dict(pp=2, zero=3, pp_schedule="zero-bubble")]
+    want = [without_zero(how.get("tp", 1), True, 0.1) for how in layouts]
+    run_mpi(4, assert_bits, layouts, want)
+
+
+def assert_bits(comm, layouts, want):
+    assert [on_ranks(comm, how, True, 0.1) for how in layouts] == want
+
+
 # -- a copy of the parameters in 16 bits -------------------------------------------------------------------------------
 
 
-def rounded_copies(comm, zero, rounding, steps, saved=None, tied=False, eps=1e-8, recompute="none"):
+def rounded_copies(comm, zero, rounding, steps, saved=None, tied=False, eps=1e-8, recompute="none", **how):
     """-> what must not depend on the ranks: losses, norms, the hash, the copy; then the state to resume from."""
     sizes = dict(batch_size=8, seq_len=16, micro_batches=4)
     optimizer = dict(clip=0.5, weight_decay=0.1, rounding=rounding, seed=11, eps=eps)
-    parallel = ParallelConfig(zero=zero, recompute=recompute)
+    parallel = ParallelConfig(zero=zero, recompute=recompute, **how)
     trainer = Trainer(model(tied), [Rounding()], **sizes, optimizer=optimizer, world=comm, parallel=parallel)
     if saved:
         load(trainer, *(saved[:2] if comm.is_root else (None, None)), *saved[2:])
@@ -156,6 +224,19 @@ def test_a_rounded_copy_has_the_serial_bits_and_the_rounding_makes_a_difference(
             assert got[0] == want
     other = rounded_copies(Solo(), 0, "nearest" if rounding == "stochastic" else "stochastic", 2, tied=tied)[0]
     assert other[1] != want[1] and other[2] != want[2]
+
+
+@pytest.mark.parametrize("how", [dict(tp=2), dict(pp=2), dict(pp=2, pp_schedule="zero-bubble")], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rounded_copy_does_not_depend_on_zero_with_tensor_and_pipeline_parallelism(how, tied):
+    """The random numbers depend on the index in the arena, which a rank of a grid has for its part of the model."""
+
+    def copies(comm, zero):
+        return rounded_copies(comm, zero, "stochastic", 2, tied=tied, **how)[0]
+
+    want = run_ranks(2, copies, 0)[0]
+    for zero in (2, 3):
+        assert run_ranks(4, copies, zero) == [want] * 4
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -244,7 +325,7 @@ def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, pa
         units = {unit: trainer.layout.whole_size(unit) for unit in trainer.arena.units}
         whole, block = sum(units.values()), units["h.0"]
         assert sizes == [whole / 4] * 4
-        shards, parameters, gradients = (count / 4 for count in trainer.accumulator.memory())
+        shards, parameters, gradients = (count / 4 for count in memory(trainer.accumulator.work, zero))
         assert (passes > 1) == (trainer.accumulator.work.passes > 1)  # some micro-batches may be merged
         passes = trainer.accumulator.work.passes
         assert shards == sum(sizes) and parameters == (whole if zero == 2 else (3 if tied else 2) * block)
@@ -268,6 +349,35 @@ def test_after_a_step_no_tensor_has_memory_and_the_next_unit_is_known():
         parameters.free(list(parameters.gathered))
 
     run_ranks(2, main)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("how", [dict(tp=2), dict(pp=2, pp_schedule="gpipe"), dict(pp=2)], ids=str)
+def test_in_a_grid_too_a_rank_keeps_shards_and_few_whole_units(how, tied):
+    """With several passes, the gradients of all units are whole until the last one; the parameters never are."""
+    units = []
+
+    def main(comm):
+        trainer = make_trainer(comm, ParallelConfig(zero=3, **how), model(tied, layers=8))
+        parameters, gathered = trainer.accumulator, []
+        parameters = getattr(parameters, "first", parameters).parameters
+        start = parameters.start
+
+        def counted(unit):
+            start(unit)
+            gathered.append(len(parameters.gathered))
+
+        parameters.start = counted
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
+        units.extend(gathered)
+        shards = sum(trainer.layout.whole_size(unit) for unit in trainer.arena.units) / trainer.mesh.data.size
+        arrays = trainer.parameters, trainer.gradients, *trainer.optimizer.states.values()
+        assert [array.size for array in arrays] == [shards] * 4 and not parameters.gathered
+        tensors = trainer.accumulator.workers[0].tensors
+        assert all(isinstance(tensors[name].data, NotInMemory) for name in trainer.arena.slices)
+
+    run_ranks(4, main)
+    assert max(units) == (3 if tied else 2)
 
 
 def test_zero_3_gathers_a_second_time_before_backward_and_sends_as_many_gradients():
@@ -342,13 +452,12 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
 
 
 @pytest.mark.parametrize("how, options, message", [
-    (dict(zero=3, tp=2), {}, "`zero=3` and `tp=2` exclude each other: use `tp=1` or `zero=1`"),
-    (dict(zero=2, pp=2), {}, "`zero=2` and `pp=2` exclude each other: use `pp=1` or `zero=1`"),
     (dict(zero=3, dp="bucket"), {}, "`zero=3` and `dp=bucket` exclude each other: use `dp=flat` or `zero=1`"),
     (dict(zero=3, compress="int8"), {}, "`zero=3` and `compress=int8` exclude each other: use `compress=none`"),
     (dict(zero=2, zero_gather="forward"), {},
      "`zero=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `zero=1`"),
     (dict(zero=3), dict(threads=2), "`zero=3` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
+    (dict(zero=2, pp=2), dict(threads=2), "`zero=2` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(how, options, message):
     def refused(comm):

@@ -277,6 +277,9 @@ SHARED = [
     ("parameters", 4, ParallelConfig(zero=3)),
     ("one pass", 4, ParallelConfig(zero=2)),
     ("one pass", 4, ParallelConfig(zero=3)),
+    ("layers", 2, ParallelConfig(tp=2, zero=2)),
+    ("head", 2, ParallelConfig(tp=2, zero=3)),
+    ("parameters", 4, ParallelConfig(tp=2, zero=3)),
     ("parameters", 2, ParallelConfig(compress="fp16")),
     ("parameters", 2, ParallelConfig(compress="bf16")),
     ("parameters", 4, ParallelConfig(compress="int8", zero=1)),
@@ -294,7 +297,8 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
-    shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
+    mesh.world = EqualRanks(ranks * parallel.tp)
+    shared = dict(world=mesh.world, parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
     terms = training_memory(config, batch, seq_len, "fp32", micro_batches, ranks, parallel)
     elsewhere = sum(
@@ -327,7 +331,8 @@ def test_the_model_of_zero_2_and_3_equals_the_memory_in_cupy_s_pools(
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=config.block_size, micro_batches=micro_batches * ranks)
-    shared = dict(world=EqualRanks(ranks), parallel=parallel)
+    mesh.world = EqualRanks(ranks)
+    shared = dict(world=mesh.world, parallel=parallel)
     trainer, update = trainer_of(monkeypatch, backend, config, batch, **sizes, **shared)
     trainer.layout.order = np.zeros(len(trainer.layout.order), int)  # the fake has no values
     for _ in range(3):
@@ -576,3 +581,16 @@ def test_the_ranks_of_a_pipeline_divide_the_memory_of_the_model(tied):
     assert activations["1f1b"] < activations["interleaved"] < activations["gpipe"]
     assert activations["gpipe"] == pytest.approx(16 * whole["activations"] / 2, rel=0.05)
     assert terms(pp=2, recompute="block")["activations"] < activations["1f1b"] / 4
+
+
+def test_zero_divides_the_part_of_a_rank_of_a_grid():
+    config, sizes = PRESETS["gpt2-medium"], (32, 1024, "bf16", 16, 4)
+    for how in (dict(tp=4), dict(pp=2), dict(tp=4, pp=2)):
+        plain, zero_2, zero_3 = (
+            training_memory(config, *sizes, ParallelConfig(zero=zero, **how)) for zero in (0, 2, 3)
+        )  # fmt: skip
+        for name in ("parameters", "moments"):
+            assert zero_2[name] == zero_3[name] == pytest.approx(plain[name] / 4, rel=0.001)
+        assert zero_2["whole parameters"] == pytest.approx(plain["parameters"] / 2, rel=0.001)  # bf16
+        blocks = config.n_layer // how.get("pp", 1)
+        assert zero_3["whole parameters"] < zero_2["whole parameters"] * 2 / blocks

@@ -12,6 +12,7 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.mesh import Grid
+from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import current_model, parameter_hash, verify
 from gpt2core.training_loop import read_batch
@@ -83,6 +84,15 @@ def test_two_ranks_have_the_bits_of_one_in_fp32(zero, tied, recompute):
     assert got == [want] * 2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("backend", [CudaBackend, Half, Rounded])
+@pytest.mark.parametrize("how", [dict(tp=2), dict(pp=2)], ids=str)
+def test_with_tensor_and_pipeline_parallelism_zero_3_changes_no_bit(how, backend):
+    options = dict(tied=True, layers=2, micro_batches=4, **how)
+    (want, *_) = run_ranks(2, lambda world: trained(world, backend, **options))
+    assert run_ranks(4, lambda threads: trained(OnFakeGpu(threads), backend, zero=3, **options)) == [want] * 4
+
+
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_an_overflow_in_fp16_repeats_the_step_on_all_ranks(zero):
     scale = dict(factor=2.0**20, interval=2)
@@ -106,7 +116,8 @@ def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four(
         layout, place = layout_of(trainer), Grid(data=world.rank)
         assert step.skipped == 0 and layout.compute_bytes == 2
         assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), world.sent)
-        return trainer.accumulator.memory(), {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
+        units = {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
+        return memory(trainer.accumulator.work, trainer.parallel.zero), units
 
     for (shards, parameters, gradients), units in run_ranks(2, sent):
         largest = max(units.values())

@@ -8,6 +8,7 @@ from gpt2core.app.settings.final_values import nothing_left, rank_flags
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.pipeline.placement import describe_ranks
+from gpt2core.parallel.sharded.units import memory
 
 
 def run_header(config, trainer, corpus):
@@ -45,7 +46,7 @@ def describe_zero(zero, trainer):
     if zero == 1:  # the two moments
         text = f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank"
         return f"{text}; {2 * whole:.2f} MiB without ZeRO-1"
-    shards, parameters, gradients = (count / 2**20 for count in trainer.accumulator.memory())
+    shards, parameters, gradients = (count / 2**20 for count in memory(trainer.accumulator.work, zero))
     parts = trainer.optimizer.parameters, trainer.optimizer.compute_copy
     whole *= 3 + sum(array.itemsize for array in parts if array is not None) / trainer.parameters.itemsize
     return (

@@ -23,7 +23,6 @@ from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import BUCKET_MB
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 
 MIB = 1 << 20
@@ -130,7 +129,7 @@ def pipeline_lines(layout):
     if parallel.pp == 1:
         return
     seconds = action_flops(layout)
-    timeline = simulate(make_schedule(parallel, layout.count, layout.config.tied), lambda kind, c: seconds[kind, c])
+    timeline = simulate(layout.schedule(), lambda kind, c: seconds[kind, c])
     for rank, peak in enumerate(timeline.peaks):
         units = [unit for chunk in own_chunks(layout, rank) for unit in chunk]
         blocks = counted(sum(unit.startswith("h.") for unit in units), "layer")

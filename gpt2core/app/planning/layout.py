@@ -8,6 +8,7 @@ from gpt2core.data import even_slices
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.mesh import GROUPS, Grid, place_of, rank_in
 from gpt2core.parallel.part import recomputed_units
+from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 
 FP32 = 4  # bytes
@@ -52,6 +53,10 @@ class Layout:
         """The number of sequences of each pass of a replica, over all of its threads."""
         parts = even_slices(self.batch_size // self.replicas, self.count // self.merged)
         return [part.stop - part.start for part in parts]
+
+    def schedule(self):
+        """The actions of each rank of the pipeline, which each of its threads runs with its own micro-batches."""
+        return make_schedule(self.parallel, self.count // self.threads, self.config.tied)
 
     def rank_of(self, place):
         """{name of a group of the Mesh: the rank of this place, a Grid, in it}."""

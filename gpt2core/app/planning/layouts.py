@@ -10,7 +10,7 @@ from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
+from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.gpu_memory import BYTES, MARGIN
 from gpt2core.parallel.merged_micro_batches import most_merged
 from gpt2core.parallel.mesh import Grid
@@ -77,7 +77,7 @@ def layouts(config, devices, batch_size, seq_len):
 def options_of(tp, pp, replicas):
     """Yield the other options of a ParallelConfig that make a difference."""
     schedules = [("1f1b", 1)] if pp == 1 else [(name, 2 if name == "interleaved" else 1) for name in SCHEDULES]
-    zeros = [0] if replicas == 1 else [0, 1] if max(tp, pp) > 1 else [0, 1, 2, 3]
+    zeros = [0] if replicas == 1 else ZERO
     for recompute, zero, (name, chunks) in itertools.product(RECOMPUTE, zeros, schedules):
         yield dict(recompute=recompute, zero=zero, pp_schedule=name, chunks=chunks)
 

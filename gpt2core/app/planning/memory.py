@@ -5,7 +5,6 @@ from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes
 from gpt2core.parallel.gpu_memory import memory_of_ranks
 from gpt2core.parallel.merged_micro_batches import kept_numbers
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 
 
@@ -14,7 +13,7 @@ def host_terms(layout, place):
     config, parallel = layout.config, layout.parallel
     part, unit = arena_of(layout, place.pipeline, place.tensor).size, largest_unit(config)
     if parallel.zero > 1:
-        shards = shard_sizes(layout).values()
+        shards = shard_sizes(layout, place).values()
         part, unit = layout.replicas * sum(shards), layout.replicas * max(shards)
     terms = array_terms(part, unit, parallel, layout.threads, layout.replicas)
     passes = layout.count // layout.merged // layout.threads
@@ -37,7 +36,7 @@ def activations(layout, place):
     kept = max(blocks - inputs, int(inputs > 0))  # one block is computed again at a time
     live = 1.0
     if parallel.pp > 1:
-        live = simulate(make_schedule(parallel, layout.count, config.tied)).peaks[place.pipeline]
+        live = simulate(layout.schedule()).peaks[place.pipeline]
     numbers = live * (blocks - inputs) * kept_numbers(config, layout.seq_len) + live * inputs * config.n_embd
     numbers += (kept - (blocks - inputs)) * kept_numbers(config, layout.seq_len)
     has_head = any("head" in chunk for chunk in chunks)

@@ -7,7 +7,6 @@ from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
 from gpt2core.communicator import textbook_bytes
 from gpt2core.parallel.mesh import Grid
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.simulator import simulate
 
 UPDATE = 8  # numbers that clipping and AdamW read and write for each parameter: g; p, m, v, g; p, m, v
@@ -62,10 +61,13 @@ def step_seconds(layout, machine):
     terms = pipeline_terms(layout, machine) if layout.parallel.pp > 1 else pass_terms(layout, machine)
     terms["sums inside layers"] = sum(tensor)
     calls = [call for call in traffic(layout, Grid()) if call.group in ("data", "world", "replica")]
-    eager = sum(call_seconds(layout, machine, call) * call.times for call in calls if call.eager)
-    late = sum(call_seconds(layout, machine, call) * call.times for call in calls if not call.eager)
-    hidden = min(eager, terms["computation"] * (1 - 1 / (1 + layout.config.n_layer))) * machine.overlaps
-    terms["messages of gradients and parameters"] = late + eager - hidden
+    seconds = {call: call_seconds(layout, machine, call) * call.times for call in calls}
+    window = terms["computation"] * (1 - 1 / (1 + layout.config.n_layer)) * machine.overlaps
+    gradients = sum(seconds[call] for call in calls if call.eager and call.purpose == "gradients")
+    parameters = sum(seconds[call] for call in calls if call.eager) - gradients
+    last = window / (layout.count // layout.merged // layout.threads)  # gradients are complete in the last pass
+    hidden = min(window, parameters + min(gradients, last))
+    terms["messages of gradients and parameters"] = sum(seconds[call] for call in calls) - hidden
     terms["update"] = update_seconds(layout, machine) + machine.step
     return {term: seconds for term, seconds in terms.items() if seconds}
 
@@ -107,15 +109,14 @@ def pipeline_timeline(layout, machine):
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
-    schedule = make_schedule(parallel, layout.count, config.tied)
-    return simulate(schedule, seconds, link.alpha + link.beta * bytes_of_message)
+    return simulate(layout.schedule(), seconds, link.alpha + link.beta * bytes_of_message)
 
 
 def update_seconds(layout, machine):
     """The seconds of clipping, AdamW, and the sums of the gradients of passes, on the rank with most parameters."""
     parallel, passes = layout.parallel, layout.count // layout.merged
     if parallel.zero > 1:
-        own = sum(shard_sizes(layout).values())
+        own = max(sum(shard_sizes(layout, Grid(pipeline=rank)).values()) for rank in range(parallel.pp))
         size = layout.replicas * own
     else:
         size = max(arena_of(layout, rank).size for rank in range(parallel.pp))

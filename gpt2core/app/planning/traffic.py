@@ -7,6 +7,7 @@ data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the no
 # B sequences and T tokens of a pass, N = B*T rows, C channels, V vocabulary
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from gpt2core.codecs import GROUP
 from gpt2core.parallel.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
 from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
 from gpt2core.parallel.tensor_parallel import shard_shapes, whole_name
@@ -51,13 +51,12 @@ class Call(NamedTuple):
 def arena_of(layout, pipeline, tensor=0):
     """The DividedArena of a rank of the pipeline and of its tensor group, in which rank 0 has a largest one."""
     parallel, owners = layout.parallel, layout.replicas if layout.parallel.zero == 1 else 1
-    return divided_arena(
-        layout.config, parallel.pp, parallel.chunks, pipeline, parallel.tp, parallel.slices, tensor, owners
-    )
+    grid = parallel.pp, parallel.chunks, parallel.tp, parallel.slices
+    return divided_arena(layout.config, *grid, owners, pipeline, tensor)
 
 
-@functools.lru_cache(256)  # many layouts, and all places of one, ask for the same arenas
-def divided_arena(config, pp, chunks, pipeline, tp, slices, tensor, owners):
+@functools.lru_cache(256)  # a plan reads it many times for each layout
+def divided_arena(config, pp, chunks, tp, slices, owners, pipeline, tensor):
     placement = ranks_of_parameters(config, pp, chunks)
     shapes = shard_shapes(parameter_shapes(config), tensor, tp, slices)
     own = {name: shape for name, shape in shapes.items() if placement[whole_name(name)] == pipeline}
@@ -68,7 +67,7 @@ def traffic(layout, place):
     """The Calls of one step of the rank at `place`, in the order of the step; groups of one rank are omitted."""
     calls = [*pipeline_calls(layout, place), *tensor_calls(layout, place)]
     if layout.parallel.zero > 1:
-        calls += unit_calls(layout)
+        calls += unit_calls(layout, place)
     else:
         calls += arena_calls(layout, place)
     calls.append(Call("world", "loss", "all_gather", 1 + layout.count, LOSS))
@@ -106,9 +105,9 @@ def pipeline_calls(layout, place):
         table = [(config.head, (config.vocab_size, config.n_embd))]
         for shape in shard_shapes(table, place.tensor, parallel.tp, parallel.slices).values():
             yield Call("pipeline", "tied table", "send", math.prod(shape), layout.compute_bytes)
-    rows = layout.passes()
-    for kind, m, chunk in make_schedule(parallel, layout.count, config.tied)[place.pipeline]:
-        size = rows[m] * layout.seq_len * config.n_embd, layout.compute_bytes
+    rows, count = layout.passes(), layout.count // layout.threads  # count: micro-batches of a thread
+    for thread, (kind, m, chunk) in itertools.product(range(layout.threads), layout.schedule()[place.pipeline]):
+        size = rows[thread * count + m] * layout.seq_len * config.n_embd, layout.compute_bytes
         if kind == "F" and chunk < last:
             yield Call("pipeline", "activations", "send", *size)
         if kind == "B" and chunk == 0 and config.tied:
@@ -133,10 +132,15 @@ def arena_calls(layout, place):
     yield from gradient_calls(layout, arena)
     if parallel.zero:
         yield Call("data", "norm", "all_gather", arena.size // PAGE // p, FP32)
-    pages = max(arena_of(layout, rank).norm_pages for rank in range(parallel.pp))
-    yield Call("replica", "norm", "all_gather", pages, FP32)
+    yield pages_of_replica(layout)
     if parallel.zero and parallel.zero_gather == "end":
         yield Call("data", "parameters", "all_gather", arena.size // p, layout.compute_bytes)
+
+
+def pages_of_replica(layout):
+    """The all-gather of the page sums inside a replica: see ModelPages.join()."""
+    pages = max(arena_of(layout, rank).norm_pages for rank in range(layout.parallel.pp))
+    return Call("replica", "norm", "all_gather", pages, FP32)
 
 
 def bucket_mb(parallel):
@@ -170,36 +174,48 @@ def gradient_calls(layout, arena):
 # -- gradients, norm and parameters: ZeRO-2 and ZeRO-3 -----------------------------------------------------------------
 
 
-def shard_sizes(layout):
+def shard_sizes(layout, place):
     """{unit: the elements of a rank's shard of it}: see UnitShards."""
-    return shard_lengths(arena_of(layout, pipeline=0), layout.replicas)
+    return shard_lengths(arena_of(layout, place.pipeline, place.tensor), layout.replicas)
 
 
-def unit_calls(layout):
+def unit_calls(layout, place):
     """What unit_parameters.py, unit_gradients.py and unit_shards.py send."""
-    shards = shard_sizes(layout)
-    passes = layout.count // layout.merged
-    for unit, times in gathers(layout.config, list(shards), passes, keeps=layout.parallel.zero == 2).items():
+    shards = shard_sizes(layout, place)
+    for unit, times in gathers(layout, place, list(shards)).items():
         yield Call("data", "parameters", "all_gather", shards[unit], layout.compute_bytes, times, eager=True)
     for unit in reversed(shards):
         yield Call("data", "gradients", "reduce_scatter", layout.replicas * shards[unit], FP32, eager=True)
     yield Call("data", "norm", "all_gather", sum(shards.values()) // PAGE, FP32)
+    yield pages_of_replica(layout)
 
 
-def gathers(config, units, passes, keeps):
-    """{unit: how often its parameters are gathered in a step}: see UnitParameters."""
-    if keeps:
-        return dict.fromkeys(units, 1)
-    reads = units_read(config, units)
-    order = [*units, *reversed(units)] * passes
+def gathers(layout, place, stored):
+    """{unit: how often its parameters are gathered in a step}: see UnitParameters. stored: the units with shards."""
+    if layout.parallel.zero == 2:
+        return dict.fromkeys(stored, 1)
+    counts, gathered = dict.fromkeys(stored, 0), set()
+    order = units_in_order(layout, place)
+    reads = units_read(layout.config, dict.fromkeys(order), stored)
     order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
-    counts, gathered = dict.fromkeys(units, 0), set()
+    if "embedding" in stored and "embedding" not in order:  # a tied table is sent to the first rank of the pipeline
+        counts["embedding"], gathered = 1, {"embedding"}
     for unit, following in zip(order, [*order[1:], None], strict=True):
         needed = {*reads[unit], *reads.get(following, [])}
         for each in needed - gathered:
             counts[each] += 1
         gathered = needed
     return counts
+
+
+def units_in_order(layout, place):
+    """The units that a rank reads in a step, in order: each pass forward and backward, or the actions of a pipeline."""
+    chunks, P = own_chunks(layout, place.pipeline), layout.parallel.pp
+    if P == 1:
+        return [*chunks[0], *reversed(chunks[0])] * (layout.count // layout.merged)
+    orders = {"F": lambda units: units, "B": reversed}
+    actions = layout.schedule()[place.pipeline]
+    return [unit for kind, _, c in actions if kind in orders for unit in orders[kind](chunks[c // P])]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

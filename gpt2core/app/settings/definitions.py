@@ -322,8 +322,8 @@ class TrainSettings(Settings):
     zero: int = setting(
         RANKS,
         "what each data-parallel rank stores only its part of. 0: nothing. 1: the optimizer state (ZeRO-1). 2: also "
-        "the gradients. 3: also the parameters. 2 and 3 need --threads 1, --tp 1, --pp 1, --dp flat, "
-        "--compress none and --zero-gather end. Default: 1 with --transport nccl, --dp flat and --compress none; "
+        "the gradients. 3: also the parameters. 2 and 3 need --threads 1, --dp flat, --compress none and "
+        "--zero-gather end. Default: 1 with --transport nccl, --dp flat and --compress none; "
         "otherwise 0",
         None,
         AGAIN,
@@ -357,7 +357,7 @@ class TrainSettings(Settings):
     pp: int = setting(
         RANKS,
         "pipeline-parallel size: the number of ranks that divide the layers; the number of all ranks must be "
-        "a multiple of it. Only with --threads 1, --compress none and --zero-gather end",
+        "a multiple of it. Without --threads a rank has one thread. Only with --compress none and --zero-gather end",
         ParallelConfig.pp,
         AGAIN,
         metavar="N",

@@ -60,10 +60,14 @@ class Executor:
         """{m: loss} on the last rank, without gradients; an empty micro-batch has none."""
         self.begin(batch, scale)
         for m, (ids, _) in enumerate(batch):
-            for c in sorted(self.chunks) if len(ids) else ():
-                self.expect(("F", m, c))
-                self.forward(m, c)
-                self.graphs.clear()
+            for c in sorted(self.chunks):
+                if len(ids):
+                    self.expect(("F", m, c))
+                    self.forward(m, c)
+                    self.graphs.clear()
+                else:
+                    for part in self.chunks[c]:
+                        part.skip()
         return self.finish()
 
     def begin(self, batch, scale, splits=False):

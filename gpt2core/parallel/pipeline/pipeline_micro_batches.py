@@ -4,93 +4,51 @@ PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch e
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-from gpt2core.parallel.accumulator import Accumulator
-from gpt2core.parallel.gradient_sums import arena_sums, tensors_of
-from gpt2core.parallel.part import parts_of
-from gpt2core.parallel.pipeline.executor import Executor
-from gpt2core.parallel.pipeline.placement import units_of_chunks
+from gpt2core.parallel.micro_batches import ThreadedMicroBatches
+from gpt2core.parallel.pipeline.pipeline_worker import PipelineWorker
 from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
-from gpt2core.parallel.pipeline.tied_table import TiedTable
-from gpt2core.parallel.sliced_ops import Slice
-from gpt2core.parallel.sliced_units import make_units
-from gpt2core.parallel.tensor_parallel import own_slices
 
 
-class PipelineMicroBatches(Accumulator):
+class PipelineMicroBatches(ThreadedMicroBatches):
     """The micro-batches of one replica, of which this rank computes its own units.
 
-    work: a Workload; its arena has the parameters that this rank stores (placement.py). mesh: the Mesh; its pipeline
-    divides the layers, its tensor group each layer. parallel: ParallelConfig. on_complete(unit) is called during
-    backward when this rank's gradient of a unit is complete. tensors: {name: Tensor} of the parameters that this rank
-    reads: those that it stores, and on the first rank of a tied model the table. schedule: that of all ranks.
+    Each worker has messages, activations and an Executor of its own, and runs the same actions with its own
+    micro-batches. mesh: the Mesh; its pipeline divides the layers, its tensor group each layer. parallel:
+    ParallelConfig. The other arguments are those of ThreadedMicroBatches. schedule: that of each worker, for all ranks.
     """
 
-    def __init__(self, work, mesh, parallel, on_complete):
-        super().__init__(work)
-        config, backend, pipeline = work.config, work.backend, mesh.pipeline
-        self.group, self.on_complete = mesh.tensor, on_complete
-        self.sums = arena_sums(work)
-        self.tensors, self.tied = tensors_of(self.sums), {}  # {name of a slice of a tied table: its TiedTable}
-        if config.tied:
-            for name, number in own_slices(config.head, self.group.rank, work.slices):
-                part, stored = Slice(number, self.group.size * work.slices), self.tensors.get(name)
-                self.tied[name] = TiedTable(config, mesh.ends, part, stored, backend)
-            self.tensors |= {name: table.tensor for name, table in self.tied.items() if table.first}
+    def __init__(self, work, pool, mesh, parallel, on_complete):
+        groups = mesh.groups_of_workers(pool.size)
+        self.schedule = make_schedule(parallel, work.count // pool.size, work.config.tied)
+        actions = self.schedule[mesh.pipeline.rank]
 
-        all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
-        self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
-        chunks = {c: self.parts(units) for c, units in self.units.items()}
-        groups = {"F": pipeline, "B": pipeline} | ({"E": mesh.ends} if config.tied else {})
-        self.executor = Executor(work, chunks, len(all_units), groups, self)
-        self.schedule = make_schedule(parallel, work.count, config.tied)
-        self.actions = self.schedule[pipeline.rank]
+        def make_worker(number, own, completed):
+            return PipelineWorker(own, groups[number], parallel, actions, completed)
 
-    def parts(self, names):
-        """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
-        units = make_units(names, self.work, self.tensors, self.group)
-        first = units[:1] if names[0] == "embedding" else []
-        groups = [group for group in (first, units[len(first) :]) if group]
-        options = self.backend, self.work.recompute
-        return [part for group in groups for part in parts_of(group, *options, completed=self.unit_completed)]
+        super().__init__(work, pool, make_worker, on_complete)
+        self.first, *others = self.workers
+        self.executor, self.unit_gradients = self.first.executor, self.first.unit_gradients
+        for name, table in self.first.tied.items() if mesh.pipeline.is_root else ():
+            for worker in others:
+                worker.tied[name].tensor.data = table.tensor.data  # one copy of the table for all workers
 
     def compute_gradients(self, batch, scale):
-        for each in self.sums.values():
-            each.begin()
-        self.refresh()
-        for m, loss in self.executor.run(self.actions, batch[0], scale).items():
-            self.loss_arrays[m][...] = loss
-        return self.loss_arrays
+        with self.first.parameters.reading(self.first.reads(self.first.actions)):
+            self.refresh()
+            return super().compute_gradients(batch, scale)
 
     def losses(self, inputs, targets, scale, rows):
-        self.refresh()
-        losses = self.executor.evaluate(self.deal(inputs, targets, rows)[0], scale)
-        return [losses[m].item() if m in losses else 0.0 for m in range(self.work.count)]
+        forward = [("F", m, c) for m in range(self.first.work.count) for c in sorted(self.first.units)]
+        with self.first.parameters.reading(self.first.reads(forward)):
+            self.refresh()
+            return super().losses(inputs, targets, scale, rows)
 
     def refresh(self):
-        for table in self.tied.values():
+        """Copy a tied table from the last rank to the first."""
+        for table in self.first.tied.values():
+            if table.last:
+                self.first.parameters.gather("embedding")
             table.refresh()
-
-    # -- gradients: called by the Executor -----------------------------------------------------------------------------
-
-    def set_destinations(self, c):
-        """Set the destinations of the gradients of a chunk's next micro-batch."""
-        for unit in self.units[c]:
-            if unit in self.sums:  # the embedding is not, if it is a tied table without learned positions
-                self.sums[unit].set_destinations()
-        if "head" in self.units[c]:
-            for table in self.tied.values():
-                table.set_destination()
-
-    def add_embedding(self, ids, dy):
-        """Add the gradient of a tied table for a micro-batch; dy: the gradient of the embedding's output."""
-        for name, table in self.tied.items():
-            self.backend.put(table.add_embedding(ids, dy), self.sums["embedding"].destination(name))
-        self.unit_completed("embedding")
-
-    def unit_completed(self, unit):
-        """Complete the sum of a unit's gradients over the micro-batches so far."""
-        if unit in self.sums and self.sums[unit].complete():
-            self.on_complete(unit)
 
 
 def make_schedule(parallel, count, tied):

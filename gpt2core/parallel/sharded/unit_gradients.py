@@ -4,10 +4,10 @@ from gpt2core.parallel.gradient_sums import UnitSum, buffers_of_sum, only, separ
 
 
 class UnitGradients:
-    """The gradients of the passes of a Workload, added in the canonical order.
+    """The gradients of the passes of a Workload, added in the canonical order. ArenaGradients has the same methods.
 
     work: its layout is a UnitShards, and its `gradients` receive this rank's shards of the sum over passes and ranks.
-    tensors, reads: see UnitParameters.
+    tensors, reads: see UnitParameters. used_twice: the names of the parameters in UnitSum.separate.
 
     On a GPU, kernels write the gradients on a side stream. send() starts after all of them, on both streams. The main
     stream allocates the arrays and reuses their memory; before that, finish() lets it wait for the reduce-scatter, and
@@ -18,8 +18,8 @@ class UnitGradients:
     arrays (rounded up): the first sums of the canonical order are those of one rank's passes.
     """
 
-    def __init__(self, work, tensors, reads):
-        self.work, self.shards, self.backend, self.used_twice = work, work.layout, work.backend, work.used_twice
+    def __init__(self, work, tensors, reads, used_twice=()):
+        self.work, self.shards, self.backend, self.used_twice = work, work.layout, work.backend, used_twice
         self.tensors, self.reads = tensors, reads
         self.sums = {}  # {unit: its UnitSum, from the first to the last pass}
         self.begun = set()  # the units that have destinations in the present pass
@@ -41,12 +41,17 @@ class UnitGradients:
                 self.set_destinations(each)
 
     def set_destinations(self, unit):
-        tensors = only(self.shards.arena.units[unit], self.tensors)
+        unit_sum = self.sum_of(unit)
+        unit_sum.set_destinations(separate_arrays(self.work, only(self.used_twice, unit_sum.tensors)))
+
+    def sum_of(self, unit):
+        """The UnitSum of a unit, a new one in the first pass."""
         if unit not in self.sums:
             buffers = [self.allocate(unit) for _ in range(buffers_of_sum(self.work.passes))]
             views = [self.shards.views(unit, array) for array in buffers]
+            tensors = only(self.shards.arena.units[unit], self.tensors)
             self.sums[unit] = UnitSum(self.work, tensors, buffers, views)
-        self.sums[unit].set_destinations(separate_arrays(self.work, only(self.used_twice, tensors)))
+        return self.sums[unit]
 
     def allocate(self, unit):
         """A new array for the gradients of a unit, with zeros between them."""

@@ -4,6 +4,19 @@ import contextlib
 from dataclasses import dataclass
 
 
+class WholeParameters:
+    """The parameters of a rank that keeps them whole: nothing is gathered. It has the methods of UnitParameters."""
+
+    def reading(self, order):
+        return contextlib.nullcontext()
+
+    def need(self, unit):
+        """Return at once."""
+
+    def gather(self, unit):
+        """Return at once."""
+
+
 class UnitParameters:
     """The whole parameters of a few units, gathered from the shards of all ranks.
 
@@ -53,6 +66,11 @@ class UnitParameters:
         for each in soon:
             self.start(each)
 
+    def gather(self, unit):
+        """Return when the parameters of a unit are whole; they are freed as in need()."""
+        self.start(unit)
+        self.gathered[unit][1].wait()
+
     def start(self, unit):
         """Start to gather a unit, unless that was done."""
         if unit not in self.gathered:
@@ -78,3 +96,6 @@ class NotInMemory:
 
     shape: tuple
     dtype: object
+
+    def __len__(self):
+        return self.shape[0]

@@ -13,30 +13,27 @@ import numpy as np
 from gpt2core.arena import PAGE
 from gpt2core.parallel.divided_arena import gaps
 from gpt2core.parallel.flat_layout import FlatLayout
+from gpt2core.parallel.model_pages import ModelPages
 from gpt2core.parallel.sharded.units import shard_lengths
 
 
 class UnitShards(FlatLayout):
     """The layout of flat arrays with this rank's shard of each unit; the rank updates all that it stores.
 
-    group: the ranks that divide the arena. A shard has whole pages, so a unit may have padding at its end. parts:
-    {unit: the slice of its shard}. pieces: of each parameter of which this rank has elements {name: (slice of the flat
-    array, slice of the elements)}.
+    group: the ranks that divide the arena. pages: see ArenaLayout. A shard has whole pages, so a unit may have padding
+    at its end. parts: {unit: the slice of its shard}. pieces: of each parameter of which this rank has elements {name:
+    (slice of the flat array, slice of the elements)}.
     """
 
-    def __init__(self, arena, group, backend):
+    def __init__(self, arena, group, backend, pages=None):
         self.arena, self.group, self.backend, self.owner = arena, group, backend, group.rank
+        self.model_pages = pages or ModelPages.undivided(arena, backend)
         self.parts, self.size = {}, 0
         for unit, length in shard_lengths(arena, group.size).items():
             self.parts[unit] = slice(self.size, self.size + length)
             self.size += length
         self.own, self.pieces = slice(0, self.size), dict(self.own_pieces())
         self.order = backend.asarray(np.concatenate([self.pages_of(unit) for unit in arena.units]))
-
-    def length(self, unit):
-        """The elements of a unit, without the padding for the number of ranks."""
-        whole = self.arena.unit_slice(unit)
-        return whole.stop - whole.start
 
     def own_pieces(self):
         """Yield the items of `pieces`."""
@@ -56,8 +53,8 @@ class UnitShards(FlatLayout):
 
     def pages_of(self, unit):
         """The index of each page of a unit among the pages of rank 0, rank 1, ..."""
-        part = self.arena.pages(self.parts[unit])
-        rank, page = np.divmod(np.arange(self.length(unit) // PAGE), part.stop - part.start)
+        whole, part = (self.arena.pages(each) for each in (self.arena.unit_slice(unit), self.parts[unit]))
+        rank, page = np.divmod(np.arange(whole.stop - whole.start), part.stop - part.start)
         return rank * (self.size // PAGE) + part.start + page
 
     # -- the methods of FlatLayout -------------------------------------------------------------------------------------
@@ -89,7 +86,7 @@ class UnitShards(FlatLayout):
     def join(self, sums):
         joined = self.backend.zeros((self.arena.norm_pages,), sums.dtype)
         joined[: len(self.order)] = self.group.all_gather(sums)[self.order]
-        return joined
+        return self.model_pages.join(joined)
 
     def put(self, flat, name, array):
         if name in self.pieces:
@@ -99,7 +96,8 @@ class UnitShards(FlatLayout):
     def whole(self, flat):
         result = self.backend.zeros((self.arena.size,), flat.dtype)
         for unit, part in self.parts.items():
-            result[self.arena.unit_slice(unit)] = self.group.all_gather(flat[part])[: self.length(unit)]
+            whole = result[self.arena.unit_slice(unit)]
+            whole[...] = self.group.all_gather(flat[part])[: len(whole)]
         return result
 
     # -- whole units ---------------------------------------------------------------------------------------------------
