@@ -23,6 +23,7 @@ from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatch
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.sparse_embedding import tokens_read
 from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
@@ -108,8 +109,9 @@ class ParallelTrainer(BaseTrainer):
             accumulator = ShardedMicroBatches(work, parallel.zero)
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
-            parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb
-        )
+            parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb,
+            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size), self.own_tokens.start,
+        )  # fmt: skip
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
             return PipelineMicroBatches(work, mesh, parallel, on_complete), data_parallel
@@ -124,7 +126,7 @@ class ParallelTrainer(BaseTrainer):
     def compute_gradients(self, batch):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
-        self.data_parallel.begin()
+        self.data_parallel.begin(batch)
         losses = self.accumulator.compute_gradients(batch, self.scale)
         self.data_parallel.finish()
         return losses
@@ -141,6 +143,11 @@ class ParallelTrainer(BaseTrainer):
         """(B, T) of this rank's part of the batch."""
         return self.rows.stop - self.rows.start, self.seq_len
 
+    @property
+    def own_tokens(self):
+        """The slice of the vocabulary whose rows of the token embedding this rank has."""
+        return own_slice(self.config.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
+
     def check_interrupted(self):
         """Raise UserError if an update was interrupted: then some parameters are those before it, others after it."""
         if self.optimizer.updating:
@@ -155,8 +162,7 @@ class ParallelTrainer(BaseTrainer):
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
         inputs, targets = self.checked(inputs, targets)
-        tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
-        own = own_slice(self.config.vocab_size, tensor.rank, tensor.size)  # rows of the token embedding on this rank
+        prepare, own = self.backend.prepare_tokens, self.own_tokens
         return [
             [(prepare(x, own.stop - own.start, own.start), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
