@@ -9,13 +9,14 @@ Each rank sends the numbers and the values of these rows to all ranks, and adds 
 R is the largest number of distinct tokens on one rank. So sparse sends fewer bytes if R < 2 V / p. A row that a rank
 does not have counts as zero in the canonical order of the sum (tree_sum.py), so the bits are those of the dense sum.
 """
-# p ranks; V rows of the table on this rank; R rows in a message; U rows that at least one rank has read; C channels
+# p ranks; V rows of the table on this rank; R rows in a message; U of the rows that a rank has read; C channels
 
 import numpy as np
 
 from gpt2core.communicator import Handle
 from gpt2core.tree_sum import tree_reduce
 
+SUM_ROWS = 1024  # rows that are summed at a time, so that they stay in the cache
 TABLE = "transformer.wte.weight"  # the first parameter of its arena
 
 
@@ -66,15 +67,22 @@ class SparseEmbedding:
 
     def finish(self, values):
         """Write the sum of the rows of all ranks to the table; values: theirs (p R, C)."""
-        xp, union = self.backend.xp, np.unique(np.concatenate(self.rows))
+        union, received = np.unique(np.concatenate(self.rows)), values.reshape(self.group.size, -1, self.shape[1])
+        for start in range(0, union.size, SUM_ROWS):
+            self.sum_rows(union[start : start + SUM_ROWS], received)
 
-        def with_zeros(rows, received):  # (R, C) -> (U, C)
+    def sum_rows(self, union, received):
+        """Write the sum of these rows (U) of all ranks to the table; received: values (p, R, C)."""
+        xp = self.backend.xp
+
+        def with_zeros(rows, values):  # (R, C) -> (U, C)
+            some = slice(*np.searchsorted(rows, (union[0], union[-1] + 1)))
             own = xp.zeros((union.size, self.shape[1]), values.dtype)
-            own[xp.asarray(np.searchsorted(union, rows))] = received[: rows.size]
+            own[xp.asarray(np.searchsorted(union, rows[some]))] = values[some]
             return own
 
-        parts = map(with_zeros, self.rows, values.reshape(self.group.size, -1, self.shape[1]))
-        self.table[xp.asarray(union)] = tree_reduce(parts, lambda a, b: xp.add(a, b, out=a))
+        total = tree_reduce(map(with_zeros, self.rows, received), lambda a, b: xp.add(a, b, out=a))
+        self.table[xp.asarray(union)] = total
 
 
 class PendingRows(Handle):

@@ -9,6 +9,7 @@ from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
+from gpt2core.parallel import sparse_embedding
 from gpt2core.parallel.config import STRATEGIES, ParallelConfig
 from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -72,9 +73,11 @@ def test_each_rank_of_a_tensor_group_sums_the_rows_of_its_own_tokens(rng, ranks,
         assert_same(one, other)
 
 
+@pytest.mark.parametrize("at_once", [3, 1024])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_rows_that_some_ranks_do_not_have_count_as_zero(rng, ranks):
+def test_rows_that_some_ranks_do_not_have_count_as_zero(rng, monkeypatch, ranks, at_once):
     """Also the sign of zero: a row of -0 plus a row that another rank does not have is +0, as in the dense sum."""
+    monkeypatch.setattr(sparse_embedding, "SUM_ROWS", at_once)
     arena = Arena([(TABLE, (40, 3)), ("transformer.wpe.weight", (4, 3))])
     ids = [rng.choice(40, rng.integers(1, 12)) for _ in range(ranks)]
     ids[0][:], ids[-1][:] = ids[0][0], ids[-1]  # the first rank has one row, however many tokens it reads
