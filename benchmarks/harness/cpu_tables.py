@@ -167,7 +167,7 @@ SPARSE = """
     MB sent per rank = {bytes_sent:largest MB .3f} | ms = {seconds:ms 3} | quartiles = {seconds:quartiles ms 3}
     time of this row / time with all rows = {times_all_rows:ratio}"""
 UPDATE_BEHIND = """
-    {ranks} ranks = {name} | ms = {seconds:ms} | quartiles = {seconds:quartiles ms}
+    = {ranks} ranks: {name} | ms = {seconds:ms}
     time of this row / time of the first row = {times_after:ratio 3} | quartiles = {times_after:quartiles s 3}"""
 PARITY = """
     = `{preset}`, {steps} steps | ranks | `--dp` = {dp:joined} | `--zero` = {zero:joined}
