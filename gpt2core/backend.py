@@ -122,6 +122,10 @@ class Backend(ABC):
         """
         return ids
 
+    def token_ids(self, tokens):
+        """The ids in the result of prepare_tokens() for embedding_backward, on the host."""
+        return tokens
+
     def check_tokens(self, operation, tokens, vocabulary):
         """Raise ShapeError unless `tokens` are integers below `vocabulary`; prepared tokens have been checked."""
         checks.tokens(operation, tokens, vocabulary)

@@ -123,6 +123,9 @@ class CudaBackend(FusedHead, Backend):
         ids = np.ascontiguousarray(ids, np.int32)
         return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
 
+    def token_ids(self, tokens):
+        return self.to_host(tokens.ids)
+
     def check_tokens(self, operation, tokens, vocabulary):
         if isinstance(tokens, np.ndarray):  # arrays on the device were checked before the copy
             super().check_tokens(operation, tokens, vocabulary)

@@ -162,6 +162,13 @@ STRATEGIES = """
     {ranks} ranks = `{name}` | messages | MB sent per rank = {bytes_sent:largest MB .1f} | ms per step = {seconds:ms}
     time of this row / time of `--dp flat` = {times_flat:ratio} | quartiles = {times_flat:quartiles s 3}
     optimizer MiB per rank = {optimizer_bytes:largest memory}"""
+SPARSE = """
+    {ranks} ranks = V = {vocab_size:,}: {name} | distinct tokens of a rank = {distinct?:,}
+    MB sent per rank = {bytes_sent:largest MB .3f} | ms = {seconds:ms 3} | quartiles = {seconds:quartiles ms 3}
+    time of this row / time with all rows = {times_all_rows:ratio}"""
+UPDATE_BEHIND = """
+    = {ranks} ranks: {name} | ms = {seconds:ms}
+    time of this row / time of the first row = {times_after:ratio 3} | quartiles = {times_after:quartiles s 3}"""
 PARITY = """
     = `{preset}`, {steps} steps | ranks | `--dp` = {dp:joined} | `--zero` = {zero:joined}
     bit-identical runs = {equal}"""
@@ -198,6 +205,8 @@ TABLES = {
         "ranks-step", "intel"
     ),
     "ranks-strategies": Table("ranks/strategies", STRATEGIES, console=f"{CORES} | last loss = {{final_loss:.9g}}"),
+    "ranks-sparse": Table("ranks/sparse", SPARSE),
+    "ranks-update-behind": Table("ranks/update_behind", UPDATE_BEHIND),
     "ranks-zero": Table("ranks/strategies_zero", STRATEGIES),
     "ranks-collectives": Table(
         COLLECTIVES,

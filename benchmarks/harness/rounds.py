@@ -65,8 +65,8 @@ def measure_shapes(specs, benchmark, args, shapes, kinds):
             yield results
 
 
-def timed_steps(world, step, config, batch_size):
-    """Return `run_round(steps)`, which trains on random tokens and measures every step.
+def timed_steps(world, step, config, batch_size, draw=random_batch):
+    """Return `run_round(steps)`, which trains on random tokens, from draw(), and measures every step.
 
     All ranks start a step together, after a barrier. The time of a step is measured from the moment when the first rank
     leaves the barrier to the moment when the last rank has finished the step. step: step(inputs, targets) -> loss.
@@ -76,7 +76,7 @@ def timed_steps(world, step, config, batch_size):
     def run_round(steps):
         started, ended, losses, cpu_seconds = [], [], [], 0.0
         for _ in range(steps):
-            inputs, targets = random_batch(rng, config.vocab_size, batch_size, config.block_size)
+            inputs, targets = draw(rng, config.vocab_size, batch_size, config.block_size)
             world.barrier()
             cpu_started = time.process_time()
             started.append(time.perf_counter())  # all processes of a host have the same clock

@@ -45,10 +45,15 @@ def make_backends(make_backend, config, threads):
 
 
 def check_graph(config, backend):
-    """Raise ConfigError for --graph or --no-graph on a backend without CUDA graphs, and for --nvtx with CUDA graphs."""
+    """Raise ConfigError for --graph or --no-graph on a backend without CUDA graphs, and for what excludes graphs."""
     if config.graph is not None and not backend.runtime.uses_graphs:
         name = "--graph" if config.graph else "--no-graph"
         raise ConfigError(f"{name} has no meaning here: {backend.name} has no CUDA graphs; omit the flag")
+    if config.graph and config.sparse_embedding:
+        raise ConfigError(
+            "`graph=True` and `sparse_embedding=True` exclude each other, because the number of rows differs between "
+            "steps: use `graph=False`"
+        )
     if config.nvtx and backend.runtime.uses_graphs and config.graph is not False:
         raise ConfigError("--nvtx has no effect on a step that is replayed from a CUDA graph: add --no-graph")
 

@@ -140,7 +140,8 @@ class FastTrainer(ParallelTrainer):
 
     def compile_update(self, capture):
         """Runtime.compile_step(compute_update)."""
-        capture = capture and self.world.capturable
+        # the rows of a sparse embedding differ in number between steps, and the host reads them
+        capture = capture and self.world.capturable and not self.parallel.sparse_embedding
         return self.backend.runtime.compile_step(self.compute_update, capture, collectives=self.world.size > 1)
 
     @property

@@ -27,6 +27,7 @@ class ParallelConfig:
     tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / (tp pp) model replicas
     dp: str = "flat"  # how gradients are summed over the replicas: see STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
+    sparse_embedding: bool = False  # exchange only the rows of the embedding's gradient that are not zero
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # a rank stores only its share of: 1: the moments of AdamW, 2: gradients too, 3: parameters too
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
@@ -80,7 +81,13 @@ class ParallelConfig:
                 )
             self.refuse("pp", "pp=1", zero_gather="end", compress="none")
         if self.zero > 1:
-            self.refuse("zero", "zero=1", dp="flat", zero_gather="end", compress="none")
+            self.refuse("zero", "zero=1", dp="flat", zero_gather="end", compress="none", sparse_embedding=False)
+        if self.sparse_embedding:
+            self.refuse("sparse_embedding", "sparse_embedding=False", compress="none", canonical_tp=self.tp)
+            if self.zero and self.dp == "flat":  # a rank receives only its own share of one message
+                raise ConfigError(
+                    "`sparse_embedding=True` and `zero=1` need `dp=bucket`, not `dp=flat`; or use `zero=0`"
+                )
 
     def refuse(self, option, otherwise, **only):
         """Raise ConfigError if an option has another value than the only one that fits together with `option`."""
@@ -96,6 +103,11 @@ class ParallelConfig:
         count: the number of micro-batches of each of the `replicas`.
         """
         pp = self.pp
+        if self.sparse_embedding and config.tied:
+            raise ConfigError(
+                "`sparse_embedding=True` and a model with tied=True exclude each other: a tied table is also the "
+                "matrix of the logits, so its gradient has no zero rows; use `sparse_embedding=False`"
+            )
         if threads > 1 and self.zero > 1:
             raise exclude_each_other(f"zero={self.zero}", f"threads={threads}", "threads=1", "zero=1")
         if pp > 1 and config.n_layer < pp * self.chunks:

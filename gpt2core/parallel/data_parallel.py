@@ -11,6 +11,7 @@ same order. In every strategy the update waits for the last message, because it 
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
+from gpt2core.parallel.sparse_embedding import SparseEmbedding
 
 
 class DataParallel:
@@ -18,24 +19,27 @@ class DataParallel:
 
     buckets: lists of parameter names, contiguous in the arena, in the order in which backward completes them.
     reduce_start(part) starts the sum of one slice of the buffer and returns its handle. eager: whether the sum of a
-    bucket starts during backward. join(): waits until the device has computed the gradients.
+    bucket starts during backward. join(): waits until the device has computed the gradients. before(batch): called
+    before backward.
     """
 
-    def __init__(self, arena, buckets, reduce_start, eager, join=lambda: None):
-        self.arena, self.reduce_start, self.eager, self.join = arena, reduce_start, eager, join
+    def __init__(self, arena, buckets, reduce_start, eager, join=lambda: None, before=lambda batch: None):
+        self.arena, self.reduce_start, self.eager, self.join, self.before = arena, reduce_start, eager, join, before
         self.parts = [slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop) for names in buckets]
         self.bucket_of = {name: number for number, names in enumerate(buckets) for name in names}
         self.sizes = [len(names) for names in buckets]
         self.missing, self.handles = list(self.sizes), []  # missing: number of incomplete gradients of each bucket
 
-    def begin(self):
+    def begin(self, batch=()):
         """Called before backward: forget a backward pass that has failed, and wait for the sums that it has started.
 
-        If it has failed on only some of the ranks, their next collectives do not match: then the job must end.
+        batch: the result of prepare(). If the pass has failed on only some of the ranks, their next collectives do not
+        match: then the job must end.
         """
         while self.handles:
             self.handles.pop(0).wait()
         self.missing = list(self.sizes)
+        self.before(batch)
 
     def completed(self, name):
         """Called when this rank's gradient of `name` is complete. If eager, it starts the sum of a complete bucket."""
@@ -87,11 +91,11 @@ def buckets_of(arena, packed, bucket_bytes, itemsize):
     return plan_buckets(sizes, least=bucket_bytes if packed else 0)
 
 
-def make_data_parallel(parallel, arena, gradients, group, owners, backend, bucket_mb):
+def make_data_parallel(parallel, arena, gradients, group, owners, backend, bucket_mb, tokens=0, first=0):
     """The DataParallel that sums the flat `gradients` over `group`, with the options of a ParallelConfig.
 
     group: the data-parallel ranks. owners: the ranks that divide the arena (ZeRO-1), or a group of one. bucket_mb: the
-    minimum bucket in 10^6 bytes. Raises ConfigError for invalid options.
+    minimum bucket in 10^6 bytes. tokens, first: see SparseEmbedding. Raises ConfigError for invalid options.
     """
     if parallel.compress != "none" and backend.scales_loss:
         raise ConfigError(
@@ -110,19 +114,27 @@ def make_data_parallel(parallel, arena, gradients, group, owners, backend, bucke
         def start(part):
             return group.all_reduce_start(gradients[part], out=gradients[part])
 
+    options = dict(join=backend.runtime.join)
+    if parallel.sparse_embedding:
+        sparse = SparseEmbedding(arena, gradients, group, backend, start, tokens, first)
+        start, options["before"] = sparse.reduce_start, sparse.begin
+
     def reduce_start(part):
         with backend.runtime.after():
             return start(part)
 
-    return data_parallel(parallel.dp, arena, reduce_start, gradients.itemsize, bucket_mb, backend.runtime.join)
+    return data_parallel(parallel.dp, arena, reduce_start, gradients.itemsize, bucket_mb, **options)
 
 
-def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB, join=lambda: None):
-    """The DataParallel of this strategy. bucket_mb (10^6 bytes): minimum size of a bucket, for strategy "bucket"."""
+def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB, **options):
+    """The DataParallel of this strategy. bucket_mb (10^6 bytes): minimum size of a bucket, for strategy "bucket".
+
+    options: the last arguments of DataParallel.
+    """
     if strategy not in STRATEGIES:
         raise ConfigError(f"`dp={strategy}` is unknown: choose from {', '.join(STRATEGIES)}")
     if not 0 < bucket_mb < float("inf"):
         raise ConfigError(f"`bucket_mb={bucket_mb:g}` must be above 0 and finite")
     packed, eager = STRATEGIES[strategy]
     buckets = buckets_of(arena, packed, bucket_mb * 1e6 if eager else float("inf"), itemsize)
-    return DataParallel(arena, buckets, reduce_start, eager, join)
+    return DataParallel(arena, buckets, reduce_start, eager, **options)

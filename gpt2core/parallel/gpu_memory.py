@@ -86,8 +86,8 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
     layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
     # a copy of the head's matrix, with padding rows if V needs them, or in two fp16 arrays
-    copies_matrix = share.has_head and (splits_operands or math.ceil(config.vocab_size / tp) != V)
-    head_copy = BYTES[precision] * V * C * copies_matrix
+    pads = config.vocab_size != V * tp
+    head_copy = BYTES[precision] * V * C * (splits_operands | pads) * share.has_head
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V * share.has_head
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU

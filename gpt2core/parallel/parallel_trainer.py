@@ -23,6 +23,7 @@ from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatch
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
+from gpt2core.parallel.sparse_embedding import tokens_read
 from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
@@ -61,6 +62,7 @@ class ParallelTrainer(Trainer):
         world, parallel, backend = self.world, self.parallel, self.backend
         self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
         check_tensor_parallel(config, mesh.tensor.size)
+        self.vocabulary = Vocabulary(config.vocab_size, mesh.tensor)  # the tokens whose embeddings this rank has
         check_slices(config, parallel, backend)
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
@@ -112,8 +114,9 @@ class ParallelTrainer(Trainer):
                 accumulator = ShardedMicroBatches(work, mesh, parallel.zero)
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
-            parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb
-        )
+            parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb,
+            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size), self.vocabulary.first,
+        )  # fmt: skip
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
             return PipelineMicroBatches(work, self.pool, mesh, parallel, on_complete), data_parallel
@@ -128,7 +131,7 @@ class ParallelTrainer(Trainer):
     def compute_gradients(self, batch):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
-        self.data_parallel.begin()
+        self.data_parallel.begin(batch)
         losses = self.accumulator.compute_gradients(batch, self.scale)
         self.data_parallel.finish()
         return losses
@@ -159,7 +162,7 @@ class ParallelTrainer(Trainer):
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
         inputs, targets = self.checked(inputs, targets)
-        own, prepare = Vocabulary(self.config.vocab_size, self.mesh.tensor), self.backend.prepare_tokens
+        own, prepare = self.vocabulary, self.backend.prepare_tokens
         return [
             [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)

@@ -44,8 +44,12 @@ def model(tied):
 
 
 def counted_step(comm, parallel, options):
-    """(the bytes of a step in the log, {name of a call: how often}, Layout), after a first step."""
-    trainer, windows = make_trainer(comm, parallel, **options), Windows(TOKENS, 16)
+    """(the bytes of a step in the log, {name of a call: how often}, Layout), after a first step.
+
+    A rank reads at least 64 tokens: the whole vocabulary of 37, if they are in order.
+    """
+    tokens = np.arange(1000) % 37 if parallel.sparse_embedding else TOKENS
+    trainer, windows = make_trainer(comm, parallel, **options), Windows(tokens, 16)
     trainer.step(read_batch(trainer, windows), 1e-3)
     calls, hooks, mesh = collections.Counter(), Hooks(), trainer.mesh
     workers = [group for worker in trainer.accumulator.workers for group in worker.groups]
@@ -94,6 +98,27 @@ def assert_predicted(ranks, parallel, **options):
 def test_the_predicted_calls_and_bytes_are_those_that_are_counted(ranks, options, tied):
     batch = dict(batch_size=24, micro_batches=12) if ranks == 3 else {}
     assert_predicted(ranks, ParallelConfig(**options), config=model(tied), **batch)
+
+
+SPARSE = [
+    *((ranks, dict(dp=dp, **BUCKETS)) for ranks in (1, 2, 3, 4) for dp in ("naive", "flat", "bucket")),
+    (4, dict(dp="bucket", zero=1, **BUCKETS)), (4, dict(tp=2)), (4, dict(pp=2, dp="overlap")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, options", SPARSE, ids=str)
+def test_the_rows_of_an_embedding_are_predicted_exactly_if_a_rank_reads_all_tokens(ranks, options):
+    batch = dict(batch_size=24, micro_batches=12) if ranks == 3 else {}
+    assert_predicted(ranks, ParallelConfig(sparse_embedding=True, **options), config=model(False), **batch)
+
+
+def test_the_predicted_rows_are_at_most_the_tokens_of_a_rank():
+    """4 ranks with 4 sequences of 16 tokens each: 64 rows of 1,000."""
+    config = GPT2Config(vocab_size=1000, block_size=16, n_layer=1, n_head=4, n_embd=16, tied=False)
+    layout = Layout(config, ParallelConfig(sparse_embedding=True), 16, 16, 8, replicas=4)
+    rows = {call.purpose: call for call in traffic(layout, layout.places()[0]) if "row" in call.purpose}
+    assert [call.elements for call in rows.values()] == [64, 64 * 16]
+    assert [call.on_host for call in rows.values()] == [True, False]
 
 
 @pytest.mark.parametrize("options", [

@@ -1,11 +1,13 @@
-"""The tables of validation losses, of the start of a generation and of the other collectives, on made-up results."""
+"""The tables of validation losses, the start of a generation, a sparse embedding and others, on made-up results."""
 
 import sys
+
+import numpy as np
 
 from benchmarks.cpu import deployment
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.report import summarised
-from benchmarks.ranks import convergence
+from benchmarks.ranks import convergence, sparse
 
 HARDWARE = {"cores": 2}
 
@@ -73,3 +75,26 @@ def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
         "1 MB, `reduce_scatter`, MPI library", "500 ms", "500 ms",
     ]  # fmt: skip
     assert fourth[column] == "2.00"
+
+
+def test_rows_of_an_embedding_are_compared_with_all_rows_and_a_step_with_a_step():
+    seconds = {sparse.ALL_ROWS: [0.2, 0.4], f"{sparse.ROWS}, 1200": [0.1, 0.2], sparse.STEP: [4, 4]}
+    seconds[sparse.SPARSE_STEP] = [3, 3]
+    results = [
+        {"name": name, "ranks": 4, "vocab_size": 5000, "bytes_sent": [2e6, 3e6], "cpu_seconds": 1}
+        | {"seconds": [[each] for each in of_name]}
+        for name, of_name in seconds.items()
+    ]
+    sparse.summarise(results)
+    rows = cells("ranks-sparse", results)
+    assert [row["time of this row / time with all rows"] for row in rows] == ["1.00", "0.50", "1.00", "0.75"]
+    assert [row["distinct tokens of a rank"] for row in rows] == ["", "1,200", "", ""]
+    assert rows[1]["4 ranks"] == "V = 5,000: the sum, by rows" and rows[1]["MB sent per rank"] == "3.000"
+
+
+def test_the_numbers_of_distinct_tokens_surround_the_break_even():
+    assert sparse.distinct_tokens(50257, 4) == [785, 6282, 12564, 25128, 50256]
+    assert sparse.distinct_tokens(172, 2) == [5, 43, 86, 172]  # two ranks send as many bytes with all tokens
+    inputs, targets = sparse.zipf_batch(np.random.default_rng(), 50257, 16, 256)
+    assert inputs.shape == targets.shape == (16, 256) and (inputs[:, 1:] == targets[:, :-1]).all()
+    assert 1000 < len(np.unique(inputs)) < 3000  # of 4,096 tokens

@@ -105,6 +105,13 @@ def test_zero_gather_forward_gives_the_serial_bits(serial, ranks):
     assert curve(log) == curve(serial(*flags)) and "--zero 1, --zero-gather forward" in done.out
 
 
+@pytest.mark.parametrize("number, more", [(2, ()), (4, ("--dp", "bucket", "--zero", 1, *BUCKETS))])
+def test_rows_of_the_embedding_give_the_serial_bits(serial, ranks, number, more):
+    flags = ("--preset", "nano", *RECIPE.split())
+    done, log = ranks(number, *flags, "--sparse-embedding", *more)
+    assert curve(log) == curve(serial(*flags)) and "--sparse-embedding" in done.out
+
+
 @pytest.mark.fast("4-3")
 @pytest.mark.parametrize("number, zero", [(2, 2), (4, 3)])
 def test_zero_2_and_3_give_the_serial_bits(serial, ranks, train, number, zero, tmp_path):
@@ -125,9 +132,10 @@ def test_eight_ranks_of_tiny_give_the_serial_bits(serial, ranks, dp, zero):
 
 def test_one_rank_and_threaded_ranks_give_the_serial_bits(serial, ranks):
     flags = ("--preset", "nano", *RECIPE.split())
-    done, log = ranks(1, *flags, "--zero", 1)
+    done, log = ranks(1, *flags, "--dp", "bucket", "--zero", 1, "--sparse-embedding")
     assert curve(log) == curve(serial(*flags)) and "\n1 rank: 1 data x 1 tensor parallel" in done.out
-    assert "note: --zero 1: no effect, because there is only one data-parallel rank" in done.out
+    note = "note: --dp bucket and --zero 1 and --sparse-embedding: no effect, because there is only one data-parallel"
+    assert note in " ".join(done.out.split())
     done, log = ranks(2, *flags, "--dp", "overlap", threads=2)
     assert curve(log) == curve(serial(*flags)) and "on 2 threads" in done.out
 

@@ -135,7 +135,15 @@ def test_nvtx_and_the_graph_exclude_each_other(train2):
 def test_the_flags_of_cuda_graphs_are_refused_only_where_they_have_no_effect(uses_graphs, graph, annotated, words):
     backend = SimpleNamespace(name="cpu", runtime=SimpleNamespace(uses_graphs=uses_graphs))
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
-        check_graph(SimpleNamespace(graph=graph, nvtx=annotated), backend)
+        check_graph(SimpleNamespace(graph=graph, nvtx=annotated, sparse_embedding=False), backend)
+
+
+@pytest.mark.parametrize("graph", [None, True, False])
+def test_a_captured_step_cannot_exchange_rows_of_the_embedding(graph):
+    words = "`graph=True` and `sparse_embedding=True` exclude each other, .* use `graph=False`"
+    with pytest.raises(ConfigError, match=words) if graph else contextlib.nullcontext():
+        backend = SimpleNamespace(name="gpu", runtime=SimpleNamespace(uses_graphs=True))
+        check_graph(SimpleNamespace(graph=graph, nvtx=False, sparse_embedding=True), backend)
 
 
 # -- profiling --------------------------------------------------------------------------------------------------------

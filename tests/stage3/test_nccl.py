@@ -16,7 +16,7 @@ from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import STRATEGIES, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
@@ -341,9 +341,20 @@ def test_one_rank_and_ranks_that_share_a_gpu_train_with_zero_2_and_3(gpus, zero)
 def test_ranks_that_share_a_gpu_have_stage_2_s_bits_with_transport_mpi(gpus):
     gpus(1)
     want = trained(None, "fp32")
-    ways = [dict(precision="fp32", dp="flat"), dict(precision="fp32", dp="bucket", zero=1)]
-    for results in run_mpi(2, runs, "mpi", ways, timeout=LIMIT):
-        assert results == [want] * 2
+    ways = [dict(dp="flat"), dict(dp="bucket", zero=1), dict(dp="bucket", sparse_embedding=True)]
+    for results in run_mpi(2, runs, "mpi", [dict(way, precision="fp32") for way in ways], timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_the_embedding_have_stage_2_s_bits(gpus, ranks, precision):
+    gpus(ranks)
+    want = trained(None, precision)
+    ways = [*(dict(dp=dp) for dp in STRATEGIES), dict(dp="bucket", zero=1), dict(dp="overlap", recompute="block")]
+    ways = [dict(way, precision=precision, sparse_embedding=True) for way in ways]
+    for results in run_mpi(ranks, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * len(ways)
 
 
 def near(result, want, tolerance):

@@ -312,6 +312,16 @@ def test_training_with_a_fake_nccl_has_stage_2_s_bits(serial):
         assert got == serial
 
 
+@pytest.mark.parametrize("how", [dict(), dict(dp="bucket", zero=1)], ids=str)
+def test_rows_of_the_embedding_have_the_bits_of_the_whole_table(serial, how):
+    """On ranks with a fake NCCL too: the rows are selected, gathered and added on the device."""
+    for group in (lambda threads: threads, OnFakeGpu):
+        for got in run_ranks(2, lambda threads, of=group: trained(
+            of(threads), Copied, 4, steps=2, sparse_embedding=True, **how
+        )):  # fmt: skip
+            assert got == serial
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
 def test_a_pipeline_with_a_fake_nccl_has_stage_2_s_bits(schedule):
     model = replace(MODEL, n_layer=4, tied=True)

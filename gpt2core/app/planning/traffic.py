@@ -20,9 +20,11 @@ from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
 from gpt2core.parallel.divided_arena import DividedArena
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
+from gpt2core.parallel.sparse_embedding import TABLE, tokens_read
 from gpt2core.parallel.tensor_parallel import shard_shapes, whole_name
 
 LOSS = 8  # bytes of a loss, which is float64
+ROW_NUMBERS = "row numbers of the embedding"
 CODE = {"fp16": 2 * GROUP, "bf16": 2 * GROUP, "int8": GROUP + FP32}  # bytes of the code of GROUP numbers
 
 
@@ -45,7 +47,7 @@ class Call(NamedTuple):
     @property
     def on_host(self):
         """Whether x is in host memory on every device."""
-        return self.purpose == "loss"
+        return self.purpose in ("loss", ROW_NUMBERS)
 
 
 def arena_of(layout, pipeline, tensor=0):
@@ -163,12 +165,25 @@ def gradient_calls(layout, arena):
     for names in buckets_of(arena, packed, bucket_mb(parallel) * 1e6 if eager else math.inf, FP32):
         part = span(arena, names)
         elements = part.stop - part.start
+        if parallel.sparse_embedding and TABLE in names:
+            yield from row_calls(layout, arena.shapes[TABLE], eager)
+            elements = part.stop - arena.padded(TABLE).stop
+        if not elements:
+            continue
         if parallel.compress == "none":
             yield Call("data", "gradients", "all_reduce", elements, FP32, eager=eager)
         else:
             code = -(-elements // (p * GROUP)) * CODE[parallel.compress]  # of the numbers that one rank adds
             yield Call("data", "gradients", "all_to_all", p * code, 1, eager=eager)
             yield Call("data", "gradients", "all_gather", code, 1)
+
+
+def row_calls(layout, shape, eager):
+    """What sparse_embedding.py sends at most for a table of this shape: if all tokens of a rank are distinct."""
+    V, C = shape
+    rows = min(V, tokens_read(layout.batch_size, layout.seq_len, layout.replicas))
+    yield Call("data", ROW_NUMBERS, "all_gather", rows, FP32)
+    yield Call("data", "rows of the embedding, at most", "all_gather", rows * C, FP32, eager=eager)
 
 
 # -- gradients, norm and parameters: ZeRO-2 and ZeRO-3 -----------------------------------------------------------------

@@ -275,7 +275,8 @@ class TrainSettings(Settings):
     blas: str = setting(EXECUTION, BLAS, None, AGAIN, metavar="LIB")
     graph: bool = setting(
         EXECUTION,
-        "capture a step as a CUDA graph and replay it in later steps (default: yes on GPUs)",
+        "capture a step as a CUDA graph and replay it in later steps (default: yes on GPUs, but not with "
+        "--sparse-embedding)",
         None,
         AGAIN,
         switch=True,
@@ -312,6 +313,15 @@ class TrainSettings(Settings):
         AGAIN,
         metavar="MB",
     )
+    sparse_embedding: bool = setting(
+        RANKS,
+        "of the gradient of the token embedding, send only the rows of the tokens in the batch, with the same results "
+        "bit for bit. Only for a model whose embedding is not tied, with --compress none, --zero 0 or 1 (1 not with "
+        "--dp flat), and --canonical-tp equal to --tp. On GPUs, steps are not captured",
+        False,
+        AGAIN,
+        switch=True,
+    )
     compress: str = setting(
         RANKS,
         f"format in which gradients are sent to other ranks: none (fp32), {', '.join(CODECS)}",
@@ -323,8 +333,8 @@ class TrainSettings(Settings):
         RANKS,
         "what each data-parallel rank stores only its part of. 0: nothing. 1: the optimizer state (ZeRO-1). 2: also "
         "the gradients. 3: also the parameters. 2 and 3 need --threads 1, --dp flat, --compress none and "
-        "--zero-gather end. Default: 1 with --transport nccl, --dp flat and --compress none; "
-        "otherwise 0",
+        "--zero-gather end. Default: 1 with --transport nccl, --dp flat, --compress none and without "
+        "--sparse-embedding; otherwise 0",
         None,
         AGAIN,
         choices=ZERO,

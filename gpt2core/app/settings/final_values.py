@@ -107,7 +107,8 @@ def resolve_rank_flags(settings, world):
     if settings.bucket_mb is None and not (is_measured and several_replicas):
         final["bucket_mb"] = BUCKET_MB
     if settings.zero is None:
-        is_possible = several_replicas and settings.dp == "flat" and settings.compress == "none"
+        sums_whole_slices = settings.compress == "none" and not settings.sparse_embedding
+        is_possible = several_replicas and settings.dp == "flat" and sums_whole_slices
         final["zero"] = int(overlaps and is_possible)
         if not several_replicas:
             final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
@@ -119,6 +120,7 @@ def rank_flags(config):
     return (
         f"--dp {config.dp}, --collectives {config.collectives}, --compress {config.compress}, --zero {config.zero}"
         + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
+        + ", --sparse-embedding" * bool(config.sparse_embedding)
         + f", --transport {config.transport}" * bool(config.transport)
         + f", --canonical-tp {config.canonical_tp}" * bool(config.canonical_tp)
         + f", --pp-schedule {config.pp_schedule}, --chunks {config.parallel.chunks}" * (config.pp > 1)
@@ -142,9 +144,10 @@ def rank_flag_notes(given, several_replicas):
         notes.append(f"note: --compress {compress}: {text}")
     # --zero 0 needs no note: with one data-parallel rank nothing is divided in any case
     values = {name: getattr(given, name) for name in ("dp", "zero", "zero_gather")}
-    without_effect = [name for name in values if values[name] not in (DEFAULTS[name], 0)]
+    without_effect = [f"{flag(name)} {values[name]}" for name in values if values[name] not in (DEFAULTS[name], 0)]
+    without_effect += [flag("sparse_embedding")] * bool(given.sparse_embedding)
     if without_effect and not several_replicas:
-        flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
+        flags = " and ".join(without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
     return notes + pipeline_notes(given)
 

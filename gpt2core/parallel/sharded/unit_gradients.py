@@ -25,7 +25,7 @@ class UnitGradients:
         self.begun = set()  # the units that have destinations in the present pass
         self.sending = []  # (Handle of a reduce-scatter, the array that it reads)
 
-    def begin(self):
+    def begin(self, batch=()):
         """Called before the passes of a step: forget a step that has failed, and wait for what it has sent."""
         self.finish()
         self.sums.clear()

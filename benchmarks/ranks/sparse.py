@@ -1,0 +1,152 @@
+"""What does --sparse-embedding save: bytes and milliseconds of the sum of the embedding's gradient, and of a step?
+
+The model is preset `paper` with two vocabularies. The sum is that of the gradient (V, C) of the token embedding: once
+an all-reduce of all rows, and by its rows, if each rank has read a given number of distinct tokens. The steps train on
+random tokens that are as frequent as words are in a text.
+"""
+# V vocabulary, C channels, R distinct tokens on a rank
+
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import SEED, step_results, timed_steps
+from gpt2core.app.presets import PRESETS
+from gpt2core.arena import Arena
+from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
+from stage0_serial.numpy_backend import NumpyBackend
+from stage1_mpi.launch import choose, launch_line
+
+BENCHMARK = "benchmarks.ranks.sparse"  # the name under which the ranks import this file
+PRESET = "paper"
+ALL_ROWS, ROWS = "the sum, all rows", "the sum, by rows"
+STEP, SPARSE_STEP = "a step", "a step, `--sparse-embedding`"
+
+
+def break_even(vocab_size, ranks):
+    """The R with which both sums send equally many bytes, without row numbers: (p-1) R = 2 (p-1)/p V."""
+    return 2 * vocab_size // ranks
+
+
+def distinct_tokens(vocab_size, ranks):
+    """The numbers R to measure: the break-even, less and more."""
+    equal = break_even(vocab_size, ranks)
+    return sorted({max(1, equal // 32), equal // 4, equal // 2, equal, min(2 * equal, vocab_size)})
+
+
+def zipf_batch(rng, vocab_size, batch_size, seq_len):
+    """(inputs, targets) of random tokens; the frequency of token n is proportional to 1 / (n + 3)."""
+    frequency = 1 / (np.arange(vocab_size) + 3.0)
+    tokens = rng.choice(vocab_size, (batch_size, seq_len + 1), p=frequency / frequency.sum())
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+class Sum:
+    """The sum of a gradient (V, C) over the ranks of `world`; bytes_sent: by this rank in the latest call.
+
+    tokens: those that this rank has read; None: all rows are sent.
+    """
+
+    def __init__(self, world, arena, gradients, tokens=None):
+        self.world, self.part, self.tokens, self.bytes_sent = world, arena.padded(TABLE), tokens, None
+
+        def all_reduce_start(part):
+            return world.all_reduce_start(gradients[part], out=gradients[part])
+
+        self.reduce_start = all_reduce_start
+        if tokens is not None:
+            rows = SparseEmbedding(arena, gradients, world, NumpyBackend(), all_reduce_start, tokens.size, first=0)
+            self.begin, self.reduce_start = rows.begin, rows.reduce_start
+
+    def __call__(self, *_):
+        sent = self.world.bytes_sent
+        if self.tokens is not None:
+            self.begin([[(self.tokens, None)]])
+        self.reduce_start(self.part).wait()
+        self.bytes_sent = self.world.bytes_sent - sent
+
+
+def prepare(module, world, vocab_size, batch_size, with_steps):
+    """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
+    config = replace(PRESETS[PRESET], vocab_size=vocab_size)
+    arena, rng = Arena([(TABLE, (vocab_size, config.n_embd))]), np.random.default_rng(SEED + world.rank)
+    gradients = np.full(arena.size, 0, np.float32)  # zeros() would only reserve the memory
+    calls = {ALL_ROWS: Sum(world, arena, gradients)}
+    for count in distinct_tokens(vocab_size, world.size):
+        calls[f"{ROWS}, {count}"] = Sum(world, arena, gradients, rng.permutation(vocab_size)[:count])
+    timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
+    if with_steps:
+        variants = {STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
+        calls |= module.make_variants(config, batch_size, config.block_size, world, variants)
+        timed |= {name: timed_steps(world, calls[name], config, batch_size, zipf_batch) for name in variants}
+
+    def run_round(name, steps):
+        return dict(timed[name](steps), bytes_sent=world.all_gather_object(calls[name].bytes_sent))
+
+    return run_round
+
+
+# -- in the parent process --------------------------------------------------------------------------------------------
+
+
+def measure(args, vocab_size):
+    """Run all rounds of one vocabulary; return one result for each name, with the seconds of every call."""
+    sums = [ALL_ROWS, *(f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))]
+    names = sums + [STEP, SPARSE_STEP] * (not args.no_steps)
+    options = {"vocab_size": vocab_size, "batch_size": args.batch_size, "with_steps": not args.no_steps}
+    launcher = tuple(launch_line(*choose(), args.ranks))
+    job = ProcessSpec(f"V = {vocab_size}", "benchmarks.harness.ours", 1, options, ranks=args.ranks, launcher=launcher)
+    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
+        job_variants = [JobVariant(process, name) for name in names]
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times = step_results(measured)
+    return [
+        {"name": name, "ranks": args.ranks, "vocab_size": vocab_size, **times[name]}
+        | {"bytes_sent": measured[name]["rounds"][-1]["bytes_sent"]}
+        for name in names
+    ]
+
+
+def summarise(results):
+    """Add to the results of one vocabulary R, `distinct`, and the time divided by that of the row with all rows."""
+    medians = add_step_fields(results)
+    for result in results:
+        base = medians[STEP if result["name"] in (STEP, SPARSE_STEP) else ALL_ROWS]
+        result["times_all_rows"] = paired_ratio(medians[result["name"]], base)
+        name, _, count = result["name"].rpartition(", ")
+        if name == ROWS:
+            result["name"], result["distinct"] = name, int(count)
+
+
+def main():
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "two vocabularies on four ranks"), ("--rounds 1 --vocabularies 172", "a quick trial")
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="number of ranks of one thread (default 4)")
+    add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
+    add("--no-steps", action="store_true", help="measure only the sums")
+    add_flags(add, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
+    add_save_flags(add)
+    args = parser.parse_args()
+    plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
+    results = []
+    for vocab_size in args.vocabularies:
+        of_vocabulary = measure(args, vocab_size)
+        summarise(of_vocabulary)
+        TABLES["ranks-sparse"].print(of_vocabulary)
+        equal = break_even(vocab_size, args.ranks)
+        print(f"vocabulary {vocab_size}: equally many bytes with {equal} distinct tokens on each of {args.ranks} ranks")
+        results += of_vocabulary
+    save(BENCHMARK, results, args)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,151 @@
+"""Does a step gain if AdamW updates each bucket as soon as it is summed, instead of all parameters after the last one?
+
+Without clipping, AdamW on a bucket needs only the gradients of this bucket (section 10.2.4 of the paper). But the guard
+against gradients that are not finite needs the norm of all of them before the first parameter changes. So the update
+behind a bucket first copies what it overwrites, in order to undo it: three arrays more. The row "no copy" omits this,
+and with it the guard. The row "update alone" is the most that a step could gain: norm and AdamW without anything else.
+
+The trainers differ only in this file: the project has no such option, see docs/RESULTS.md for the reason.
+"""
+
+import numpy as np
+
+from benchmarks.harness.cpu_tables import TABLES
+from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import step_results, timed_steps
+from gpt2core.app.presets import PRESETS
+from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.whole_parameters import parameter_hash
+from stage1_mpi.launch import choose, launch_line
+
+BENCHMARK = "benchmarks.ranks.update_behind"  # the name under which the ranks import this file
+AFTER, NO_COPY, COPY, ALONE = (
+    "after the last bucket",
+    "behind each bucket, no copy",
+    "behind each bucket",
+    "update alone",
+)
+
+
+class UpdateBehind:
+    """Changes a FastTrainer with eager buckets and without clipping: it updates a bucket when its sum is complete.
+
+    copies: whether parameters and moments are copied before, so that a step whose norm is not finite is undone.
+    """
+
+    def __init__(self, trainer, copies):
+        self.trainer, self.optimizer, self.data_parallel = trainer, trainer.optimizer, trainer.data_parallel
+        self.arrays = [trainer.parameters, *self.optimizer.states.values()]
+        self.copies = [np.zeros_like(array) for array in self.arrays] if copies else []
+        self.sums = np.zeros(trainer.arena.size // 1024, np.float32)  # one of each page
+        self.one, self.coefficients = np.ones((), np.float32), None
+        trainer.update, self.data_parallel.finish = self.update, self.finish
+
+    def update(self, batch, coefficients):
+        self.coefficients = coefficients
+        losses = self.trainer.compute_gradients(batch)  # calls finish()
+        layout, backend = self.optimizer.layout, self.optimizer.backend
+        norm, _ = backend.clip(layout.join(self.sums), 0.0, self.optimizer.guard)
+        if not np.isfinite(norm):
+            for array, copy in zip(self.arrays, self.copies, strict=False):
+                array[...] = copy
+        return losses, norm
+
+    def finish(self):
+        dp = self.data_parallel
+        for handle, part in zip(dp.handles, dp.parts, strict=True):
+            handle.wait()
+            self.update_part(part)
+        dp.missing, dp.handles = list(dp.sizes), []
+
+    def update_part(self, part):
+        for array, copy in zip(self.arrays, self.copies, strict=False):
+            copy[part] = array[part]
+        optimizer, gradients = self.optimizer, self.trainer.gradients[part]
+        pages = optimizer.layout.pages(part)
+        self.sums[pages] = optimizer.backend.page_sums(gradients)
+        states = {name: state[part] for name, state in optimizer.states.items()}
+        arguments = optimizer.backend, self.trainer.parameters[part], gradients, states, self.coefficients.rule
+        optimizer.rule.update(*arguments, self.one, optimizer.decays[pages])
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def prepare(module, world, preset, batch_size, bucket_mb):
+    """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
+    config, options = PRESETS[preset], {"dp": "bucket", "bucket_mb": bucket_mb}
+    variants = dict.fromkeys((AFTER, NO_COPY, COPY), options)
+    calls = module.make_variants(config, batch_size, config.block_size, world, variants)
+    trainers = {name: variant.trainer for name, variant in calls.items()}
+    for name in (NO_COPY, COPY):
+        UpdateBehind(trainers[name], copies=name == COPY)
+    alone = module.make_variants(config, batch_size, config.block_size, world, {ALONE: options})[ALONE].trainer
+    optimizer = alone.optimizer
+
+    def update_alone(*_):
+        norm, factor = optimizer.norm_and_factor(alone.gradients)
+        optimizer.update(alone.gradients, factor, optimizer.coefficients(1, 1e-3))
+        optimizer.end_update()
+
+    timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
+    timed[ALONE] = timed_steps(world, update_alone, config, batch_size)
+
+    def run_round(name, steps):
+        result = timed[name](steps)
+        return dict(result, hash=parameter_hash(trainers[name]) if name in trainers else None)
+
+    return run_round
+
+
+# -- in the parent process --------------------------------------------------------------------------------------------
+
+
+def measure(args, ranks):
+    """Run all rounds; return one result for each variant, with the seconds of every step."""
+    options = {"preset": args.preset, "batch_size": args.batch_size, "bucket_mb": args.bucket_mb}
+    launcher = tuple(launch_line(*choose(), ranks))
+    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
+    names = AFTER, NO_COPY, COPY, ALONE
+    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
+        job_variants = [JobVariant(process, name) for name in names]
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times = step_results(measured)
+    hashes = {name: measured[name]["rounds"][-1]["hash"] for name in names}
+    return [{"name": name, "ranks": ranks, **times[name], "hash": hashes[name]} for name in names]
+
+
+def summarise(results):
+    """Add min, cores_used, and times_after, the time divided by that of AFTER, to the results of one job."""
+    medians = add_step_fields(results)
+    for result in results:
+        result["times_after"] = paired_ratio(medians[result["name"]], medians[AFTER])
+
+
+def main():
+    parser = benchmark_parser(
+        BENCHMARK, __doc__, ("", "on two and four ranks"), ("--ranks 2 --preset tiny --rounds 1", "a quick trial")
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
+    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
+    add("--bucket-mb", type=float, default=4.0, help="minimum bucket size in 10^6 bytes (default 4)")
+    add_flags(add, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
+    add_save_flags(add)
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
+    results = []
+    for ranks in args.ranks:
+        of_ranks = measure(args, ranks)
+        summarise(of_ranks)
+        TABLES["ranks-update-behind"].print(of_ranks)
+        hashes = {result["hash"] for result in of_ranks if result["hash"]}
+        print(f"{ranks} ranks: the parameters are {'equal, bit for bit' if len(hashes) == 1 else 'DIFFERENT'}")
+        results += of_ranks
+    save(BENCHMARK, results, args)
+
+
+if __name__ == "__main__":
+    run_main(main)
