@@ -113,8 +113,8 @@ def main(argv=None):
                 results.append(result)
     progress("")
     results = [result | {"clean": is_clean(result)} for result in results]
-    columns = "steps printed = {steps_seen} | cause reported = {cause:or NONE} | left on GPUs = {on_gpus:or nothing}"
-    print_trials(results, columns)
+    text = 'steps printed = {steps_seen} | cause reported = {cause or "NONE"} | left on GPUs = {on_gpus or "nothing"}'
+    print_trials(results, text)
     summary = summary_of(results, is_clean)
     print(
         f"{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "

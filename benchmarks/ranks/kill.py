@@ -113,14 +113,9 @@ def ended_cleanly(result):
 
 def print_trials(results, description):
     """Print a row for each trial. description: of the columns that only one kind of jobs has."""
-    texts = [
-        {
-            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-            "curve": "equal" if result.get("equal") else "DIFFERS",
-        }
-        for result in results
-    ]
-    Table("", TRIALS + description).print([result | each for result, each in zip(results, texts, strict=True)])
+    checkpoints = ("unreadable" if result["step"] is None else f"step {result['step']}" for result in results)
+    rows = [result | {"checkpoint": text} for result, text in zip(results, checkpoints, strict=True)]
+    Table("", TRIALS + description).print(rows)
 
 
 def summary_of(results, is_clean):
@@ -164,7 +159,7 @@ def main():
             if result := trial(args, folder, expected, rng, longest):
                 results.append(result)
     progress("")
-    print_trials(results, "resumed curve = {curve}")
+    print_trials(results, 'resumed curve = {"equal" if equal else "DIFFERS"}')
     summary = summary_of(results, ended_cleanly) | {"equal": sum(result["equal"] for result in results)}
     print(
         f"{summary['clean_ends']} of {args.times} ended within 10 s with no process left ({times_of(summary)}), "

@@ -27,7 +27,8 @@ LONGEST = 2.0  # seconds from the first step of a start until a kill at a random
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
 AGAIN = "it is started again"
 COLUMNS = """
-    kill = {number} | moment = {moment} | killed = rank {rank} | incomplete checkpoint = {left}
+    kill = {number} | moment = {moment} | killed = rank {rank}
+    incomplete checkpoint = {"yes" if incomplete else "no"}
     last step before = {last} | first step after = {after} | steps repeated = {repeated}
     seconds until it = {seconds:.2f}
 """
@@ -174,8 +175,7 @@ def main():
         rows = survive(args, folder)
         found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
     progress("")
-    texts = [{"last": str(row["before"]), "left": "yes" if row["incomplete"] else "no"} for row in rows]
-    Table("", COLUMNS).print([row | each for row, each in zip(rows, texts, strict=True)])
+    Table("", COLUMNS).print([row | {"last": str(row["before"])} for row in rows])
     summary = summary_of(rows, found, wanted)
     same = "the losses and parameters of an undisturbed run" if summary["equal"] else "OTHER losses or parameters"
     print(
