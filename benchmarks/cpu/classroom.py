@@ -2,6 +2,9 @@
 
 The times are of whole commands and include the start of Python. The memory is that of the largest process of a command.
 Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
+
+    python -m benchmarks.cpu.classroom             # every command once
+    python -m benchmarks.cpu.classroom --rounds 3  # the median of three runs
 """
 
 import os
@@ -14,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
@@ -68,11 +71,8 @@ def measure(command, directory=ROOT):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "every command once"), ("--rounds 3", "the median of three runs")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each command (default 1)")
-    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = commands(Path(folder))

@@ -2,6 +2,10 @@
 
 It generates with data/gpt2-nano, so that nearly all of its time is its start. --before also measures another checkout
 of this repository, in turn with this one.
+
+    python -m benchmarks.cpu.deployment                                  # this checkout
+    python -m benchmarks.cpu.deployment --rounds 1 --programs 'stage 0'  # a quick trial
+    python -m benchmarks.cpu.deployment --before ../older                # beside another checkout
 """
 
 import functools
@@ -15,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import NANO_WEIGHTS
 from gpt2core.app.settings.flag_parser import to_path
@@ -56,15 +60,11 @@ def run(arguments, checkout):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "this checkout"), ("--rounds 1 --programs 'stage 0'", "a quick trial"),
-        ("--before ../older", "beside another checkout"),
-    )  # fmt: skip
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
     add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
-    add_flags(add, rounds=7)
-    add_save_flags(add)
+    parser.add_flags(rounds=7)
     args = parser.parse_args()
     checkouts = {"before": args.before} if args.before else {}
     checkouts["now"] = ROOT

@@ -1,6 +1,9 @@
 """How long do the first two commands of a new user take: training `tiny`, and the paper's inference?
 
 The times are of whole processes and include the start of Python.
+
+    python -m benchmarks.cpu.first_run             # the median of three runs
+    python -m benchmarks.cpu.first_run --rounds 1  # a quick trial
 """
 
 import sys
@@ -8,7 +11,7 @@ import sys
 from benchmarks.cpu.classroom import measure
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.presets import WEIGHTS
 from testing.jobs import ROOT
 
@@ -19,11 +22,8 @@ COMMANDS = {
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.cpu.first_run", __doc__, ("", "the median of three runs"), ("--rounds 1", "a quick trial")
-    )
+    parser = benchmark_parser("benchmarks.cpu.first_run", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
-    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     results = {name: [] for name in COMMANDS}
     for _ in range(args.rounds):

@@ -1,13 +1,17 @@
 """Is the NumPy training step faster than PyTorch's on as many threads, and how close is it to the BLAS floor?
 
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
+
+    python -m benchmarks.cpu.train_step                                        # with one and with two threads
+    python -m benchmarks.cpu.train_step --threads 1 --no-compile               # without a C++ compiler
+    python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
 from contextlib import ExitStack
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
@@ -80,29 +84,15 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "with one and with two threads"),
-        ("--threads 1 --no-compile", "without a C++ compiler"),
-        ("--preset tiny --rounds 1 --no-compile", "a quick trial"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="paper", threads=[1, 2])
+    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900)
     add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add_flags(add, batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900)
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
-    add_save_flags(add, "train_step")
     args = parser.parse_args()
-
-    results = []
-    for threads in args.threads:
-        thread_results = measure(args, threads, list(process_specs(args, threads)))
-        summarise(thread_results)
-        TABLES["cpu-step"].print(thread_results)
-        results += thread_results
-    save(BENCHMARK, results, args, args.save_as)
+    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
+    save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-step"].print)
 
 
 if __name__ == "__main__":

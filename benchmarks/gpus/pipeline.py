@@ -5,6 +5,9 @@ ran, and simulates the schedule with the mean times of these actions. A bubble i
 in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have the
 order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
 order: gpipe and 1f1b, for example, have the same bubble in theory.
+
+    python -m benchmarks.gpus.pipeline                                                          # gpt2 on two GPUs
+    python -m benchmarks.gpus.pipeline --stage 1 --preset tiny --batch-size 8 --schedules 1f1b  # on CPUs
 """
 
 import re
@@ -19,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.gpus.parity import UNTIMED_STEPS
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -88,23 +91,13 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "gpt2 on two GPUs"),
-        ("--stage 1 --preset tiny --batch-size 8 --schedules 1f1b", "on CPUs"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--ranks", type=int, default=2, help="ranks that divide the layers (default 2)")
-    add("--batch-size", type=int, default=32, help="sequences per step (default 32)")
-    add("--micro-batches", type=int, default=8, help="micro-batches per step (default 8)")
+    parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
     add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)")
     text = "more flags of train_gpt2.py, in quotes (default: --precision bf16 --deterministic in stage 3)"
     add("--flags", default=None, metavar="FLAGS", help=text)
-    add_flags(add, steps=12, timeout=200)
-    add_save_flags(add, "pipeline")
     return parser
 
 
@@ -120,7 +113,7 @@ def main(argv=None):
     TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
     return 0 if met else 1
 
 

@@ -128,9 +128,7 @@ def pages():
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.harness.tables", __doc__, ("", "rewrite the tables"), ("--check", "only compare them with results/")
-    )
+    parser = benchmark_parser("benchmarks.harness.tables", __doc__, saves=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
     outdated = []

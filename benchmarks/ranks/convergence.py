@@ -2,6 +2,9 @@
 
 Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, from the same initial weights. The last
 2 % of the book are for validation.
+
+    python -m benchmarks.ranks.convergence                                       # all runs with two seeds
+    python -m benchmarks.ranks.convergence --steps 20 --eval-every 10 --seeds 0  # a quick trial
 """
 
 import statistics
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import BOOK, TOKENIZERS
@@ -65,16 +68,12 @@ def curves_of(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "all runs with two seeds"), ("--steps 20 --eval-every 10 --seeds 0", "a quick trial")
-    )
-    add = parser.add_argument
+    parser = benchmark_parser(BENCHMARK, __doc__)
     parser.MAY_BE_0 += ("seeds",)
-    add("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)")
-    add("--ranks", type=int, default=2, help="number of ranks (default 2)")
-    add("--eval-every", type=int, default=100, help="steps between validations (default 100)")
-    add_flags(add, steps=400, timeout=600)
-    add_save_flags(add)
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"
+    )
+    parser.add_flags(ranks=2, steps=400, eval_every=100, timeout=600)
     args = parser.parse_args()
     results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]
     progress("")

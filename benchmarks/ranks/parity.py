@@ -1,11 +1,15 @@
-"""Is the loss curve of every number of ranks, every --dp and every --zero bit-identical to that of one process?"""
+"""Is the loss curve of every number of ranks, every --dp and every --zero bit-identical to that of one process?
+
+python -m benchmarks.ranks.parity                                       # all numbers of ranks
+python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5  # a quick trial
+"""
 
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, print_table, save
 from gpt2core.app.output.run_log import read_log
 from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
@@ -60,19 +64,12 @@ def compare(args, preset):
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.ranks.parity",
-        __doc__,
-        ("", "all numbers of ranks"),
-        ("--presets tiny --ranks 1 2 --steps 5", "a quick trial"),
-    )
+    parser = benchmark_parser("benchmarks.ranks.parity", __doc__)
     add = parser.add_argument
     add("--presets", choices=STEPS, nargs="+", default=list(STEPS), help="models (default tiny paper)")
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of one thread (default 1 2 4 8)")
+    parser.add_flags(ranks=[1, 2, 4, 8], timeout=300)
     add("--steps", type=int, help="steps of each run (default 50 of tiny, 6 of paper)")
     add("--all", action="store_true", help="run every --dp of paper on every number of ranks, not only on two")
-    add_flags(add, timeout=300)
-    add_save_flags(add)
     args = parser.parse_args()
 
     results = {preset: compare(args, preset) for preset in args.presets}
