@@ -12,8 +12,8 @@ import sys
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
 from benchmarks.paper import LOSSES, paper_curves
-from benchmarks.ranks.parity import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
 
 PAPER_LOSSES = LOSSES["serial"]
@@ -23,8 +23,8 @@ MAX_DEVIATION = 0.25  # the relative difference of a loss from the paper's must 
 
 def train_on(threads):
     """Run the default training on `threads` threads; return its log, a list with one dictionary for each step."""
-    command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads)]
-    return train(f"{threads} threads", command, "paper", len(PAPER_LOSSES), TIMEOUT)
+    flags = dict(preset="paper", steps=len(PAPER_LOSSES), threads=threads)
+    return train(f"paper, {threads} threads", "stage0_serial", TIMEOUT, **flags)[0]
 
 
 def curves_with_the_paper(losses):

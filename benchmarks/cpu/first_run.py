@@ -8,7 +8,7 @@ The times are of whole processes and include the start of Python.
 
 import sys
 
-from benchmarks.cpu.classroom import measure
+from benchmarks.cpu.classroom import measure_all
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
@@ -23,14 +23,12 @@ COMMANDS = {
 
 def main():
     parser = benchmark_parser("benchmarks.cpu.first_run", __doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
+    parser.add_flags(rounds=3)
     args = parser.parse_args()
-    results = {name: [] for name in COMMANDS}
-    for _ in range(args.rounds):
-        for name, command in COMMANDS.items():
-            results[name].append(measure(command, ROOT / "stage0_serial")[0])
-    TABLES["first-run"].print({"seconds": results})
-    save("benchmarks.cpu.first_run", {"seconds": results}, args)
+    results = measure_all(COMMANDS, args.rounds, ROOT / "stage0_serial")
+    seconds = {"seconds": {result["name"]: result["seconds"] for result in results}}
+    TABLES["first-run"].print(seconds)
+    save("benchmarks.cpu.first_run", seconds, args)
 
 
 if __name__ == "__main__":

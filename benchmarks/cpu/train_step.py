@@ -7,12 +7,10 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
     python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
-from contextlib import ExitStack
-
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.rounds import step_results, timed_steps
+from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
@@ -56,10 +54,8 @@ def process_specs(args, threads):
 
 def measure(args, threads, specs):
     """Measure all specs with one thread count; return one result for each spec, with the seconds of every step."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-        times, baseline = step_results(measured), {process.spec.name: process.baseline for process in processes}
+    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times = step_results(measured)
     return [
         {
             "name": name,
@@ -68,7 +64,7 @@ def measure(args, threads, specs):
             "warm_up_seconds": answers["warm_up"]["seconds"],
             "final_loss": answers["rounds"][-1]["losses"][-1],
             "peak_bytes": answers["rounds"][-1]["peak_bytes"],
-            "import_bytes": baseline[name],
+            "import_bytes": answers["import_bytes"],
         }
         for name, answers in measured.items()
     ]

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
-from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.rounds import measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D
@@ -133,16 +133,13 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Measure one shape after another; after each shape print its table and yield the results of all shapes so far.
+    """Measure one shape after another; yield its table, a list with its results.
 
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
-    results = []
     for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
         summarise(of_shape)
-        TABLES["gpu-attention"].print([of_shape])
-        results.append(of_shape)
-        yield results
+        yield [of_shape]
 
 
 def summarise(results):
@@ -174,9 +171,7 @@ def main():
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
-    for results in measure(args, list(process_specs(args))):
-        # after each shape, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args)
+    save_each(BENCHMARK, args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

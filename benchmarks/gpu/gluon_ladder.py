@@ -11,7 +11,7 @@ import sys
 
 from benchmarks.gpu import attention
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save_each
 
 # B batch, H heads, T time, D head size
 
@@ -48,8 +48,7 @@ def main():
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]
-    for results in attention.measure(args, specs):
-        save(BENCHMARK, results, args)
+    save_each(BENCHMARK, args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,12 @@ MAX_DIFFERENCE = 0.10  # largest allowed |predicted bytes / measured bytes - 1|
 # (preset, sequences per step, precision, micro-batches, --recompute). In some cases activations need most of the
 # memory, in others logits or parameters.
 CASES = [
-    ("gpt2", 64, "bf16", 1, "none"),
-    ("gpt2", 64, "fp16", 1, "none"),
-    ("gpt2", 16, "fp32", 1, "none"),
+    *(("gpt2", *case, 1, "none") for case in ((64, "bf16"), (64, "fp16"), (16, "fp32"))),
     ("gpt2", 64, "bf16", 8, "none"),
-    ("gpt2", 64, "bf16", 1, "block"),
-    ("gpt2", 256, "bf16", 1, "block"),
-    ("gpt2", 1, "bf16", 1, "none"),
-    ("gpt2-medium", 32, "bf16", 1, "none"),
-    ("gpt2-xl", 8, "bf16", 1, "none"),
+    *(("gpt2", sequences, "bf16", 1, "block") for sequences in (64, 256)),
+    *((*case, "bf16", 1, "none") for case in (("gpt2", 1), ("gpt2-medium", 32), ("gpt2-xl", 8))),
     ("small", 32, "tf32", 1, "none"),
-    ("paper", 16, "bf16", 1, "none"),
-    ("paper", 16, "fp32", 1, "none"),
-    ("paper", 256, "fp32", 1, "none"),
+    *(("paper", *case, 1, "none") for case in ((16, "bf16"), (16, "fp32"), (256, "fp32"))),
 ]
 
 

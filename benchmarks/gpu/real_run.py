@@ -10,19 +10,16 @@ weights, and validate on the same tokens. data/README.md has the commands that p
 import functools
 import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from benchmarks.gpu.step import OURS, PEERS, TITLES
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main, run_to_end
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
-from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import BOOK, PRESETS, TOKENIZERS
 from gpt2core.architecture import parameter_count
 from gpt2core.data import Windows
@@ -68,15 +65,9 @@ def model_config(recipe, vocab_size):
 def train_ours(recipe, stage, timeout):
     """Run train_gpt2.py of a stage; return its curves, as RealRun does."""
     package, precision, _ = STAGES[stage]
-    flags = {"preset": "book", "block_size": recipe["seq_len"], "precision": precision, "seed": SEED, "sample": 0}
+    flags = {"preset": "book", "block_size": recipe["seq_len"], "precision": precision, "seed": SEED}
     flags |= {"schedule": "cosine", "clip": 1.0, "weight_decay": 0.1, "beta2": 0.95, **recipe}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        flags["log"] = log
-        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", f"{package}.train_gpt2", *words, "--shuffle", "--no-save"]
-        run_to_end(OURS, command, blas_threads=1, timeout=timeout)
-        rows = read_log(log)
+    rows, _ = train(OURS, package, timeout, ["--shuffle"], **flags)
     ends = [row["step"] for row in rows if "val_loss" in row]
     parts = [rows[first + 1 : last + 1] for first, last in pairwise([-1, *ends])]
     return {

@@ -14,8 +14,8 @@ from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.ranks.parity import first_difference, train
-from stage1_mpi.launch import choose, launch_line
+from benchmarks.harness.training_runs import train
+from benchmarks.ranks.parity import first_difference
 
 BENCHMARK = "benchmarks.gpus.parity"
 UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
@@ -38,16 +38,14 @@ def cases(ranks):
 
 def compare(args, precision):
     """Run all cases in one precision; return one result for each run. The first result is that of stage 2."""
-    common = args.preset, args.steps, args.timeout
+    common = dict(timeout=args.timeout, preset=args.preset, steps=args.steps, precision=precision)
     progress(f"{precision}: stage 2")
-    stage_2 = [sys.executable, "-m", "stage2_cuda.train_gpt2", "--precision", precision, DETERMINISTIC]
-    expected = train("stage 2", stage_2, *common)
+    expected, _ = train(f"{args.preset}, stage 2", "stage2_cuda", words=[DETERMINISTIC], **common)
     results = [result_of("stage 2", 1, precision, expected, expected)]
-    stage_3 = [sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--precision", precision]
     for ranks, flags in cases(args.ranks):
         name = " ".join([gpus(ranks), *flags])
         progress(f"{precision}: {name}")
-        log = train(name, [*launch_line(*choose(), ranks), *stage_3, *flags], *common)
+        log, _ = train(f"{args.preset}, {name}", "stage3_mpi_cuda", words=flags, ranks=ranks, **common)
         results.append(result_of(name, ranks, precision, log, expected))
     progress("")
     return results

@@ -21,12 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
-from gpt2core.app.output.run_log import read_log
+from benchmarks.harness.training_runs import train
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.pipeline"
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
@@ -37,24 +36,13 @@ EQUAL = 1.0  # points: two schedules whose simulated bubbles differ by less have
 
 def measure(args, schedule):
     """The result of one schedule: bubbles in percent, and the median of the seconds per step."""
-    sizes = ("--preset", args.preset, "--batch-size", args.batch_size, "--micro-batches", args.micro_batches)
-    how = (
-        "--pp",
-        args.ranks,
-        "--pp-schedule",
-        schedule,
-        "--schedule-picture",
-        "--steps",
-        args.steps,
-        *args.flags.split(),
-    )
+    flags = {name: getattr(args, name) for name in ("preset", "batch_size", "micro_batches", "steps")}
+    flags |= {"pp": args.ranks, "pp_schedule": schedule}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.jsonl")
-        flags = (*sizes, *how, *corpus(Path(folder), PRESETS[args.preset]), "--sample", 0, "--no-save", "--log", log)
-        flags = map(str, flags)
-        line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", f"{STAGES[args.stage]}.train_gpt2", *flags]
-        text = " ".join(run_to_end(schedule, line, blas_threads=1, timeout=args.timeout).split())
-        seconds = [row["seconds"] for row in read_log(log)]
+        flags |= corpus(Path(folder), PRESETS[args.preset])
+        words = ["--schedule-picture", *args.flags.split()]
+        log, text = train(schedule, STAGES[args.stage], args.timeout, words, args.ranks, **flags)
+    text, seconds = " ".join(text.split()), [row["seconds"] for row in log]
     bubbles = {kind: float(percent) for kind, percent in re.findall(PICTURE, text)}
     if bubbles.keys() != {"measured", "simulated"}:
         raise BenchmarkFailed(f"{schedule}: the output has no measured and simulated bubble: {text[-500:]}")
@@ -64,7 +52,7 @@ def measure(args, schedule):
 def corpus(folder, config):
     """Flags for random tokens, and a tokenizer with the whole vocabulary of a preset; none if a text has it."""
     if config.vocab_size < 256:  # the words of the text that is the default
-        return ()
+        return {}
     tokens, tokenizer = folder / "tokens.bin", folder / "tokenizer.json"
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 8 * config.block_size * 64)
     ids.astype(np.uint16).tofile(tokens)
@@ -73,7 +61,7 @@ def corpus(folder, config):
     made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.save(str(tokenizer))
-    return "--data", tokens, "--tokenizer", tokenizer
+    return {"data": tokens, "tokenizer": tokenizer}
 
 
 def verdict(results):

@@ -142,9 +142,7 @@ def in_ms(columns):
 TABLES = {
     "end-to-end": Table("torch/end_to_end", f"""{MODEL}
         {in_ms(KINDS)}
-        backward, ms = {{row["{GRADIENTS}"].mean - row.forward.mean:.4g}}""",
-        models,
-    ),
+        backward, ms = {{row["{GRADIENTS}"].mean - row.forward.mean:.4g}}""", models),
     "end-to-end-bf16": Table(
         "torch/end_to_end",
         "size | context | implementation | "
@@ -153,112 +151,85 @@ TABLES = {
             row
             for row in beside(models(results), lambda row: row["precision"] == "fp32", "size", "context", "more")
             if row["precision"] == "bf16" and row["base"]
-        ),
-    ),
+        )),
     "warm-up": Table(
         "torch/end_to_end", f"{MODEL}\n{in_ms(('first step', *(f'warm-up {count}' for count in WARM_UPS)))}",
-        lambda results: models(results, "warm-up"),
-    ),
+        lambda results: models(results, "warm-up")),
     "profile-passes": Table("torch/profile", f"""{MODEL}
         pass = {{row["pass"]:cell}} | wall ms = {{found.wall:cell}} | sum of kernels, ms = {{found.kernels_ms:.4g}}
         kernels = {{found.calls}} | products = {{found.product_share:percent}}
         longest kernel = {{"`%s`" % found.kernels[0].name}} | its calls = {{found.kernels[0].calls}}
         its share = {{found.kernels[0].share:percent}} | longest other kernel = {{"`%s`" % found.others[0].name}}
-        share of that = {{found.others[0].share:percent}}""",
-        passes,
-    ),
+        share of that = {{found.others[0].share:percent}}""", passes),
     "profile-shares": Table("torch/profile", f"""{MODEL}
         products, forward only = {{forward.product_share:percent}} | products, training step = {{training:percent}}
         optimizer, training step = {{optimizer:percent}}
         kernels / wall, forward only = {{forward.kernels_ms / forward.wall.mean:percent}}
-        kernels / wall, training step = {{busy_training:percent}}""",
-        step_shares,
-    ),
+        kernels / wall, training step = {{busy_training:percent}}""", step_shares),
     "profile-others": Table(
         "torch/profile", f"{MODEL} | kernels that are not products, forward only: calls, share = {{others}}",
-        other_kernels,
-    ),
+        other_kernels),
     "profile-attention": Table("torch/profile", f"""{MODEL}
         products, ms = {{attention.products.ms:.4g}} | softmax, ms = {{attention.softmax.ms:.4g}}
         {OTHERS}, ms = {{attention["{OTHERS}"].ms:.4g}}
         time of softmax / products = {{attention.softmax.ms / (attention.products.ms or None):.2f}}
         operations of softmax / products = {{attention.softmax.operations / attention.products.operations:.3f}}""",
-        measured,
-    ),
+        measured),
     "sums": Table("torch/accumulation", """
-        sum + number = {words[0]} | result = {sum:.7g} | relative error = {error:.1e}""",
-        named("sum"),
-    ),
+        sum + number = {words[0]} | result = {sum:.7g} | relative error = {error:.1e}""", named("sum")),
     "autocast": Table("torch/accumulation", rows=dtypes),
     "layernorm": Table("torch/accumulation", """
         dtype = {words[0]} | input = {words[1]} | error, statistics in this dtype = {row["own dtype"]:.1e}
-        error, statistics in float32 = {float32:.1e}""",
-        named("layernorm"),
-    ),
+        error, statistics in float32 = {float32:.1e}""", named("layernorm")),
     "peaks": Table("torch/memory", f"""{MODEL}
         forward, GiB = {{row.forward.peak:cell GiB}} | {STEP_GIB}
         step, held by the allocator, GiB = {{row.step.held:cell GiB}} | step, predicted, GiB = {{row.predicted:GiB}}""",
-        models,
-    ),
+        models),
     "residual": Table(
         "torch/memory", "size | context | one residual activation in fp32, MiB = {residual:MiB}",
-        lambda results: {(row["size"], row["context"]): row for row in models(results) if "residual" in row}.values(),
-    ),
+        lambda results: {(row["size"], row["context"]): row for row in models(results) if "residual" in row}.values()),
     "checkpoints": Table(
         "torch/memory", f'{KEYS} | blocks of a checkpoint = {{more.removesuffix(" blocks")}} | {STEP_GIB}',
-        lambda results: models(results, "checkpoint"),
-    ),
+        lambda results: models(results, "checkpoint")),
     "timelines": Table("torch/memory", f"""{KEYS}
         kind = {{more}} | implementation | before, GiB = {{before:GiB}} | lowest, GiB = {{min(points):.2f}}
         peak, GiB = {{peak:GiB}} | start of backward, GiB = {{start:.2f}} | end, GiB = {{points[-1]:.2f}}
-        allocations""",
-        timelines,
-    ),
+        allocations""", timelines),
     "largest": Table("torch/memory", f"""{KEYS}
         kind = {{more}} | implementation | MiB = {{bytes:MiB .1f}} | times | allocated by = `{{source}}`""",
-        lambda results: (row | each for row in measured(results, "timeline") for each in row["largest"]),
-    ),
+        lambda results: (row | each for row in measured(results, "timeline") for each in row["largest"])),
     "saved": Table(
         "torch/memory", f"{KEYS} | saved by = {{line}} | MiB = {{count:MiB .1f}} | share = {{share:cell percent}}",
-        saved_tensors,
-    ),
+        saved_tensors),
     "naive-memory": Table("torch/attention", """
         = {words:list} | forward ms = {row.forward:cell} | backward ms = {row.backward:cell}
         GiB before backward = {row.bytes_before_backward:GiB} | GiB of weights = {row.bytes_of_weights:GiB}""",
-        named("memory"),
-    ),
+        named("memory")),
     **{f"grid-{kind}": grid(kind) for kind in ("forward", "backward", "both")},
     "all-reduce": Table("torch/all_reduce", """
         library = {name.split(",")[0]} | ranks | MB = {bytes:MB g} | ms = {time:cell}
         GB/s = {row["GB/s"]:cell} | bus GB/s = {row["bus GB/s"]:cell}""",
-        lambda results: (row for row in results if "bytes" in row),
-    ),
+        lambda results: (row for row in results if "bytes" in row)),
     "all-reduce-ours": Table("torch/all_reduce", rows=algorithms),
     **Table("torch/ddp", """
         schedule = {way} | messages = {row.buckets or ""} | ms per step = {row.step:cell}
         added, ms = {None if way == "none" else row.step.mean - base.step.mean:.1f}
         share of step = {None if way == "none" else 1 - base.step.mean / row.step.mean:percent}
-        synchronisation after backward, ms = {row.finish if after else "":cell}""",
-        schedules,
-    ).kinds("ddp", "sockets"),
+        synchronisation after backward, ms = {row.finish if after else "":cell}""", schedules).kinds("ddp", "sockets"),
     "ddp-timeline": Table("torch/ddp_timeline", """
         = {way} | compute, ms = {compute:.1f} | communication, ms = {communication:.1f}
-        communication during computation = {share:percent 0}""",
-        overlaps,
-    ),
+        communication during computation = {share:percent 0}""", overlaps),
     "core-buckets": replace(gpu_tables.STRATEGIES, files="gpus/buckets"),
     "ddp-fits": Table(("torch/ddp_model", "torch/ddp_model_sockets"), """
         settings | s, MB = {bytes:MB .0f} | w, GB/s = {w:GB .3g} | o, us = {o * 1e6:.3g}
         s / w, ms = {bytes / w * 1e3:.1f} | backward, ms = {base.backward.mean:.1f}
         sqrt(s w o), MiB = {best_bucket_bytes:MiB .1f} | largest bucket of the fastest, MiB = {best:g}""",
-        networks,
-    ),
+        networks),
     **Table("torch/ddp_model", """
         largest bucket, MiB = {row["bucket MB"]:g} | buckets | mean bucket, MiB = {file.results.bytes / buckets:MiB .1f}
         measured, ms = {row["measured ms"]:.2f} | closed form, ms = {row["closed form ms"]:.2f}
         closed form / measured = {row["closed form / measured"]:.2f} | pipelined, ms = {row["pipelined ms"]:.2f}
-        pipelined / measured = {row["pipelined / measured"]:.2f}""",
-        lambda results: results["rows"],
+        pipelined / measured = {row["pipelined / measured"]:.2f}""", lambda results: results["rows"],
     ).kinds("ddp-model", "sockets"),
     **Table("torch/sharding", """
         = {name.rpartition(", ")[2]} | ranks = {row.ranks} | ms per step = {row.step:cell}

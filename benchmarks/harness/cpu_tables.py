@@ -82,19 +82,16 @@ TABLES = {
         times as fast as eager = {times_as_fast_as_eager:ratio}
         time of sgemm floor / time of this row = {share_of_floor:percent 0}
         cores used = {cores_used:.2f} | peak MiB = {peak_bytes:memory}""",
-        console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}",
-    ).kinds("cpu-step", "zen3", "zen5", "intel"),
+        console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}").kinds("cpu-step", "zen3", "zen5", "intel"),
     **Table("cpu/choices", """
         choice = `{choice}` | naive, us = {naive_seconds:us} | ours, us = {our_seconds:us}
-        times as fast = {gain:ratio}"""
-    ).kinds("cpu-choices", "intel"),
+        times as fast = {gain:ratio}""").kinds("cpu-choices", "intel"),
     "first-run": Table(
         "cpu/first_run", "command = `{name}` | seconds = {value:s 3}", lambda results: flat(results["seconds"], "name")
     ),
     "classroom": Table("cpu/classroom", """
         command = {"`%s`" % name if name.startswith("make ") else name} | seconds = {seconds:s 2}
-        peak MiB = {peak_bytes:memory}"""
-    ),
+        peak MiB = {peak_bytes:memory}"""),
     **Table("cpu/decode", """
         = {case}, {name} | threads | tokens = {prompt} + {new}
         ms per token = {token:ms 3} | quartiles = {token:quartiles ms 3}
@@ -114,44 +111,37 @@ TABLES = {
     "cpu-deployment": Table("cpu/deployment_intel", """
         = {program}, {version} | modules of this repository = {modules} | their import, ms = {ms:s 3}
         seconds of the command = {seconds:s 3} | quartiles = {seconds:quartiles s 3}
-        peak MiB = {peak_bytes:memory}"""
-    ),
+        peak MiB = {peak_bytes:memory}"""),
     "cpu-curve": Table("cpu/curve", rows=curves),
     **Table("ranks/ranks", """
         = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms}
         times as fast as one process = {one_process} | times as fast as DDP = {ddp:ratio}
         cores used = {cores_used:.2f} | peak MiB per rank = {peak_bytes:memory}""",
-        beside_one_process, f"{FASTEST} | last loss = {{losses[-1]:.9g}}",
-    ).kinds("ranks-step", "intel"),
+        beside_one_process, f"{FASTEST} | last loss = {{losses[-1]:.9g}}").kinds("ranks-step", "intel"),
     "ranks-strategies": Table("ranks/strategies", STRATEGIES, console=f"{CORES} | last loss = {{final_loss:.9g}}"),
     "ranks-zero": Table("ranks/strategies_zero", STRATEGIES),
     "ranks-collectives": Table(
         COLLECTIVES, "= {bytes:MB g} MB, {title} | {ranks} ranks, {file.hardware.cores} cores = {text}",
         lambda results: beside_the_library(results, "all_reduce"),
         "GB/s = {bytes / seconds.median / 1e9:.3g} | bytes sent, most of any rank = {max(bytes_sent):,}",
-        merged=True, order=lambda cells: float(cells[""].split()[0]),
-    ),
+        merged=True, order=lambda cells: float(cells[""].split()[0])),
     "ranks-collectives-others": Table("ranks/collectives_others_intel", """
         = {bytes:MB g} MB, `{operation}`, {title}
         {ranks} ranks, {file.hardware.cores} cores = {text}""",
         lambda results: beside_the_library(results, "reduce_scatter", "all_to_all"),
-        merged=True, order=lambda cells: (cells[""].split(", ")[1], float(cells[""].split()[0])),
-    ),
+        merged=True, order=lambda cells: (cells[""].split(", ")[1], float(cells[""].split()[0]))),
     "ranks-fit": Table(COLLECTIVES, """
         alpha in us; beta in ns per byte = {"MPI library" if name == "mpi" else name}
         {ranks} ranks, {file.hardware.cores} cores = {value[0] * 1e6:.0f}; {value[1] * 1e9:.2f}""",
-        lambda results: flat(results["alpha_beta"], "ranks", "name"), merged=True,
-    ),
+        lambda results: flat(results["alpha_beta"], "ranks", "name"), merged=True),
     "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
     "ranks-idle": Table("ranks/collectives_idle", """
         {file.results.ranks - 1} of {file.results.ranks} ranks are = {name} | GFLOP/s of rank 0 = {value:s 3}
         relative to the row "asleep" = {file.results.share_of_speed[name]:percent 0}""",
-        lambda results: flat(results["gflops"], "name"),
-    ),
+        lambda results: flat(results["gflops"], "name")),
     **Table("ranks/parity", """
         = `{preset}`, {steps} steps | ranks | `--dp` = {dp} | `--zero` = {zero} | bit-identical runs = {equal}""",
-        parity_runs,
-    ).kinds("ranks-parity", "intel"),
+        parity_runs).kinds("ranks-parity", "intel"),
     "ranks-kill": Table("ranks/kill", KILLS, lambda results: [results], lines=True),
     "ranks-survive": Table("ranks/survive_intel", """
         kills of a rank in one run = {summary.kills}
@@ -164,7 +154,5 @@ TABLES = {
         median and longest time from the kill to the next step = \
         {summary.median_seconds:.2f} s, {summary.longest_seconds:.2f} s
         whether losses, gradient norms and final parameters are those of an undisturbed run, bit for bit = \
-        {"yes" if summary.equal else "NO"}""",
-        lambda results: [results], lines=True,
-    ),
+        {"yes" if summary.equal else "NO"}""", lambda results: [results], lines=True),
 }  # fmt: skip

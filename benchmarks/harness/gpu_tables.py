@@ -151,45 +151,37 @@ TABLES = {
         memory held, GiB = {held_bytes:GiB}""",
         lambda results: beside_ours((row["options"] | row for row in results), "preset", "precision"), """
         fastest step, ms = {min * 1e3:.4g} | tensors GiB = {allocated_bytes:GiB} | driver GiB = {driver_bytes:GiB}
-        last loss = {last_loss:.4f}""",
-    ),
+        last loss = {last_loss:.4f}"""),
     "gpu-real-run": Table("gpu/real_run", """
         = {name}, {parameters / 1e6:.1f} M parameters
         tokens = {tokens / 1e6:.1f} M | training loss, last {recipe.eval_every} steps = {final_loss:.4f}
         ours minus PyTorch = {row.difference:+.4f} | validation loss = {final_val_loss:.4f}
         ours minus PyTorch, validation = {row.val_difference:+.4f}
         largest distance of a validation = {row.largest_val_difference:.4f}
-        ms per step = {seconds:ms} | seconds of the whole program = {wall_seconds:.0f}"""
-    ),
+        ms per step = {seconds:ms} | seconds of the whole program = {wall_seconds:.0f}"""),
     "gpu-choices": Table("gpu/choices", """
         = {preset}, without: {without} | ms per step = {seconds:ms}
-        time of this row / time of the full step = {gain:ratio 3} | quartiles = {gain:quartiles}"""
-    ),
+        time of this row / time of the full step = {gain:ratio 3} | quartiles = {gain:quartiles}"""),
     "gpu-profile": Table(
         ("gpu/profile", "gpu/profile_h100", "gpu/profile_paper"),
         "= {title} | {file.results.preset}, {file.results.precision}, {file.hardware.gpu:gpu}, ms = {cell}",
-        kernel_groups, merged=True,
-    ),
+        kernel_groups, merged=True),
     "gpu-kernels": Table("gpu/profile", f"""
         kernel = `{{title}}` | calls = {{calls:g}} | ms = {{ms:.3f}} | share of time = {{share:percent}}
         TFLOP/s = {{tflops:.0f}} | share of {CEILINGS["tflops"]} TFLOP/s = {{of_tflops:percent 0}}
-        TB/s = {{tbps:.2f}} | share of {CEILINGS["tbps"]} TB/s = {{of_tbps:percent 0}}""",
-        kernels,
-    ),
+        TB/s = {{tbps:.2f}} | share of {CEILINGS["tbps"]} TB/s = {{of_tbps:percent 0}}""", kernels),
     **Table("gpu/lesson", """
         measured = {name} | plain, us = {plain:us} | ours, us = {ours:us} | times as fast = {times_as_fast:ratio}"""
     ).kinds("gpu-lesson", "busy"),
     "gpu-fusions": Table("gpu/fusions", """
         rows x C x K = {rows} x {c} x {k} | fusion | version | us = {us:.1f} | times as fast = {base.us / us:.2f}""",
         # The first version of a case has a separate kernel.
-        lambda results: beside(results, lambda row: True, "rows", "c", "k", "fusion"),
-    ),
+        lambda results: beside(results, lambda row: True, "rows", "c", "k", "fusion")),
     "gpu-gelu": Table("gpu/gelu_product", """
         = {direction} | tile of a consumer = {variant} | us = {us:.0f} | cublasLt, us = {row["cublasLt us"]:.0f}
         times as fast as cublasLt = {row["cublasLt us"] / us:.2f}""",
         lambda results: (result for result in results if "error" not in result),
-        'product, us = {row["product us"]:.0f}',
-    ),
+        'product, us = {row["product us"]:.0f}'),
     **Table("gpu/attention", ATTENTION, lambda results: sum(results, [])).kinds("gpu-attention", *ATTENTION_KINDS),
     "gpu-gluon-ladder": Table("gpu/gluon_ladder", GLUON, lambda results: sum(results, [])),
     "gpu-tune": Table("gpu/tune", """
@@ -198,24 +190,19 @@ TABLES = {
         lambda results: (
             row | {"current": next(each["ms"] for each in row["value"] if each["label"] == "in use")}
             for row in flat(results, "case")
-        ),
-    ),
+        )),
     "gpu-products": Table(
-        "gpu/products", PRODUCTS, lambda results: ({"ours": ours, "torch": torch} for ours, torch in results)
-    ),
+        "gpu/products", PRODUCTS, lambda results: ({"ours": ours, "torch": torch} for ours, torch in results)),
     "gpu-decode": Table(DECODE_FILES, """
         = {preset}, {precision}, {batch} x ({prompt} + {new}), {name}{variant}
         us per step = {token:us} | quartiles = {token:quartiles us} | tokens/s = {batch / token.median:,.0f}
         first token, ms = {first:ms 3} | all tokens, ms = {total:ms}
         all tokens: speedup of ours = {base.times_as_fast[name]:ratio}""",
         lambda results: (row | {"variant": decode_variant(row)} for row in beside_ours(results, "case", "precision")),
-        "cold start, ms = {cold * 1e3:.0f}",
-    ),
+        "cold start, ms = {cold * 1e3:.0f}"),
     "gpu-decode-tried": Table(DECODE_FILES[:3], """
         sequences = {batch} | products | attention | cache cut to a multiple of = {row.cut or "not cut"}
-        us per token = {row.us_per_token:.0f}{row.error}""",
-        decode_variants,
-    ),
+        us per token = {row.us_per_token:.0f}{row.error}""", decode_variants),
     **Table("gpu/start", """
         command | caches | seconds = {value.seconds:s 3} | quartiles = {value.seconds:quartiles s 3}""",
         lambda results: (row | {"command": COMMANDS[row["name"]]} for row in flat(results, "name", "caches")),
@@ -223,75 +210,60 @@ TABLES = {
     "gpu-memory": Table("gpu/memory", """
         = {title} | held, GiB = {held_bytes:GiB} | predicted, GiB = {model_bytes:GiB}
         difference = {difference * 100:+.1f} % | held according to the driver, GiB = {driver_bytes:GiB}""",
-        memory_cases, "largest terms, GiB = {largest}",
-    ),
+        memory_cases, "largest terms, GiB = {largest}"),
     "gpus-scaling": Table(SCALING_FILES, """
         sequences x tokens = {title} | = {name} | ms per step = {seconds:ms} | tokens/s = {tokens_per_second:,.0f}
         efficiency = {marked} | times as fast as PyTorch = {times_as_fast:ratio} | commit = {file.commit}""",
         scaling_tables, """
         MB sent per rank = {bytes_sent:MB ,.1f} | optimizer MB per rank = {optimizer_bytes:MB ,.1f}
-        last loss = {last_loss:.4f}""",
-    ),
+        last loss = {last_loss:.4f}"""),
     "gpus-paper": Table("gpus/scaling", """
         50 steps of `paper`, bf16, 2 GPUs = {name} | seconds = {totals:s 3} | quartiles = {totals:quartiles s 3}""",
-        lambda results: results["paper"],
-    ),
+        lambda results: results["paper"]),
     "gpus-strategies": STRATEGIES,
     "gpus-sharding": Table("gpus/sharding", """
         = {name} | ms per step = {seconds:ms} | quartiles = {seconds:quartiles ms} | tokens/s = {tokens_per_second:,.0f}
         times as fast as fully_shard = {times_as_fast:ratio} | GPU memory, GiB = {driver_bytes:GiB}
         relative to fully_shard's = {memory_ratio:.2f} | held in pools, GiB = {held_bytes:GiB}
-        tensors, GiB = {allocated_bytes:GiB} | first losses = {first_losses:list .4f} | last loss = {last_loss:.4f}"""
-    ),
+        tensors, GiB = {allocated_bytes:GiB} | first losses = {first_losses:list .4f} | last loss = {last_loss:.4f}"""),
     "gpus-layouts": Table("gpus/layouts", """
         = {precision} | tied = {tied} | clip = {clip} | --tp = {tp} | ranks = {" ".join(map(str, ranks))}
-        runs = {runs} | with the same bits = {equal} | digest = {digest}"""
-    ),
+        runs = {runs} | with the same bits = {equal} | digest = {digest}"""),
     **Table("gpus/pipeline", BUBBLES).kinds("gpus-pipeline", "4"),
     "gpus-collectives": Table("gpus/collectives", """
         MB in fp32 = {bytes:MB ,.0f} | {ranks} GPUs = {name} | us = {seconds:us} | bus GB/s = {bus_bandwidth:GB .0f}
         times as fast as torch = {times_as_fast_as_torch:ratio}
         relative error at 10 MB = {file.results.errors[str(ranks)][name]:.1e}""",
-        lambda results: results["all_reduce"],
-    ),
+        lambda results: results["all_reduce"]),
     "gpus-fit": Table("gpus/collectives", """
         {ranks} GPUs = {name} | alpha, us = {value[0] * 1e6:.1f} | beta, ps per byte = {value[1] * 1e12:.2f}
         best `--bucket-mb` for GPT-2 124M = {file.results.bucket_mb["%s GPUs, %s" % (ranks, name)]:.0f}""",
-        lambda results: flat(results["alpha_beta"], "ranks", "name"),
-    ),
+        lambda results: flat(results["alpha_beta"], "ranks", "name")),
     "gpus-timeline": Table("gpus/timeline", """
         rank 0 = {name} | step, ms = {value.step_ms:.1f} | computation, ms = {value.compute_ms:.1f}
         communication, ms = {value.communication_ms:.1f}
         communication that overlaps = {value.hidden_ms / value.communication_ms:percent 0}
-        kernels = {value.kernels}""",
-        lambda results: flat(results, "name"),
-    ),
+        kernels = {value.kernels}""", lambda results: flat(results, "name")),
     "gpus-parity": Table("gpus/parity", """
         = {precision}, {name} | compared with stage 2 = {"differs" if row.difference else "bit-identical"}
         largest loss deviation = {row.largest_deviation or "0":cell .1e} | ms per step = {median * 1e3:.3g}
         last loss = {losses[-1] if abs(losses[-1]) < float("inf") else "not finite":cell .6f}""",
-        console="difference | parameters_sha256 = {parameters_sha256:.12}",
-    ),
+        console="difference | parameters_sha256 = {parameters_sha256:.12}"),
     "gpus-kill": Table("gpus/kill", KILLS, lambda results: [results], lines=True),
     "torch-attention": Table("torch/attention", """
         = {name.removeprefix("leaderboard / ")} | ms = {row.both.mean:.4g} | standard deviation = {row.both.std:.2g}""",
-        lambda results: (row for row in results if row["name"].startswith("leaderboard / ")),
-    ),
+        lambda results: (row for row in results if row["name"].startswith("leaderboard / "))),
     "torch-matmul": Table("torch/matmul_search", """
         = {name} | size | us = {value.median * 1e3:.1f}
         time of this row / time of ours = {value.median / base.value.median:.2f}""",
-        lambda results: beside_ours(fused_products(results), "size"),
-    ),
+        lambda results: beside_ours(fused_products(results), "size")),
     "torch-ddp": Table("torch/ddp", """
         = {way} | messages = {buckets or ""} | ms per step = {step.mean:.1f} | standard deviation = {step.std:.2g}
         time of this row / time of torch DDP = {step.mean / base.step.mean:.2f}""",
-        lambda results: beside_way(results, "torch DDP"),
-    ),
+        lambda results: beside_way(results, "torch DDP")),
     "torch-sharding": Table("torch/sharding", """
         = {title} | ms per step = {step.mean:.1f} | standard deviation = {step.std:.2g}
         GB after the first step = {row["GB after step"]:.2f} | peak GB = {row["peak GB"]:.2f}
         peak of this row / peak of fully_shard = {row["peak GB"] / base["peak GB"]:.2f}
-        last loss = {row["last loss"]:.6f}""",
-        lambda results: beside_way(results, "fully_shard"),
-    ),
+        last loss = {row["last loss"]:.6f}""", lambda results: beside_way(results, "fully_shard")),
 }  # fmt: skip
