@@ -135,10 +135,9 @@ def summarise(results):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300)
+    parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
-    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     args = parser.parse_args()
     names = [name for name, _ in cases(PRESETS[args.preset].block_size, args.new)]
     if not any(args.only in name for name in names):

@@ -82,10 +82,9 @@ def summarise(results):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     parser.add_flags(preset="paper", threads=[1, 2])
-    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900)
-    add = parser.add_argument
-    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
-    add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
+    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
+    text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
+    parser.add_argument("--bf16", action="store_true", help=text)
     args = parser.parse_args()
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
     save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-step"].print)

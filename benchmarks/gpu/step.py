@@ -206,8 +206,7 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
-    add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500)
+    parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
     args = parser.parse_args()

@@ -269,14 +269,12 @@ def parser():
     parser = parser_of(BENCHMARK, __doc__, 300)
     add = parser.add_argument
     add_rounds(parser)
-    parser.add_flags(ranks=[1, 2, 4])
+    parser.add_flags(ranks=[1, 2, 4], no_ddp=False, no_compile=False)
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
     add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
     text = "our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)"
     add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help=text)
-    add("--no-ddp", action="store_true", help="do not run PyTorch")
-    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
     return parser
 
 

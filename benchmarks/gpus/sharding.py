@@ -203,12 +203,11 @@ def parser():
     add = parser.add_argument
     add_sizes(parser, ranks=2, batch_size=16)
     add_rounds(parser)
+    parser.add_flags(no_torch=False, no_compile=False)
     text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
     add("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)
     text = "one table each; block: with --recompute block, and with checkpointed blocks in PyTorch (default none block)"
     add("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help=text)
-    add("--no-torch", action="store_true", help="do not run PyTorch")
-    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
     return parser
 
 

@@ -242,6 +242,9 @@ FLAGS = {  # {name: help text} of flags of several benchmarks
     "eval_every": "steps between validations",
     "checkpoint_every": "steps between checkpoints",
     "seed": "seed of what is chosen at random",
+    "no_compile": "measure PyTorch only without torch.compile, which needs a C++ compiler",
+    "no_ddp": "do not run PyTorch",
+    "no_torch": "do not run PyTorch",
 }
 CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": ("cuda", "cpu")}  # values of flags
 
@@ -252,13 +255,17 @@ class BenchmarkParser(Parser):
     MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows"  # names of flags
 
     def add_flags(self, **defaults):
-        """Add flags of FLAGS with these defaults. A flag whose default is a list takes one or more values."""
+        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
         for name, default in defaults.items():
+            flag, text = f"--{name.replace('_', '-')}", FLAGS[name]
+            if default is False:
+                self.add_argument(flag, action="store_true", help=text)
+                continue
             values, several = (default, {"nargs": "+"}) if isinstance(default, list) else ([default], {})
             shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-            text = f"{FLAGS[name]}{'; one or more' * bool(several)} (default {shown})"
+            text += f"{'; one or more' * bool(several)} (default {shown})"
             kind = {"type": type(values[0]), "choices": CHOICES.get(name)}
-            self.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **kind, **several)
+            self.add_argument(flag, default=default, help=text, **kind, **several)
 
     def add_save_flags(self, name):
         """Add the flags --save, --save-as and --commit. name: the default of --save-as, a file name without .json."""

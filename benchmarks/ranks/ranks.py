@@ -107,7 +107,7 @@ def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     parser.add_flags(preset="paper", ranks=2, batch_size=16, bucket_mb=BUCKET_MB)
-    parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900)
+    parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
@@ -118,7 +118,6 @@ def main():
     )
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    add("--no-ddp", action="store_true", help="do not run PyTorch")
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, not args.no_deterministic)
 
