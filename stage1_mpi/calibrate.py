@@ -144,7 +144,7 @@ def update_rates(world, rates):
 
     def update():
         backend.page_sums(g)
-        backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.999), None)
+        backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.999))
 
     bandwidth = 8 * p.nbytes / fastest(world, update, 10)
     trainer = FastTrainer(CONFIG, [backend], batch_size=8, seq_len=CONFIG.block_size, micro_batches=1, world=Solo())

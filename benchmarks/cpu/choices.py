@@ -3,6 +3,9 @@
 First, choices that concern all kernels: memory, and which library multiplies. Then, each kernel that NumpyBackend
 overrides, beside its formula in PlainBackend: both compute the same values. This script times the two alternately, on
 arrays of the sizes in preset `paper`.
+
+    python -m benchmarks.cpu.choices             # every choice, 15 rounds
+    python -m benchmarks.cpu.choices --rounds 3  # a quick trial
 """
 
 import time
@@ -12,7 +15,7 @@ import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import adamw_coefficients
@@ -123,11 +126,8 @@ def seconds_per_call(function, repeat):
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.cpu.choices", __doc__, ("", "every choice, 15 rounds"), ("--rounds 3", "a quick trial")
-    )
-    add_flags(parser.add_argument, rounds=15)
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser("benchmarks.cpu.choices", __doc__)
+    parser.add_flags(rounds=15)
     args = parser.parse_args()
     limit_blas(1)
     results = []

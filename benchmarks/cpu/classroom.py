@@ -2,8 +2,12 @@
 
 The times are of whole commands and include the start of Python. The memory is that of the largest process of a command.
 Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
+
+    python -m benchmarks.cpu.classroom             # every command once
+    python -m benchmarks.cpu.classroom --rounds 3  # the median of three runs
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,8 +17,9 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.processes import peak_bytes, run_main
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.rounds import interleaved
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
@@ -53,39 +58,41 @@ def solved(stage, folder):
     return work
 
 
-def measure(command, directory=ROOT):
-    """(seconds, bytes of the largest process) of a command in a directory; raises ConfigError if it fails."""
-    with tempfile.TemporaryFile("w+") as output:
+def measure(command, directory=ROOT, **environment):
+    """{"seconds", "peak_bytes": of the largest process, "output"} of a command; raises ConfigError if it fails."""
+    with tempfile.TemporaryFile("w+") as file:
         began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+        environment = os.environ | environment
+        process = subprocess.Popen(command, cwd=directory, env=environment, stdout=file, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            last = (output.read().strip().splitlines() or ["no output"])[-1]
-            raise ConfigError(f"{' '.join(command)} failed with exit code {process.returncode}: {last}")
-        return time.perf_counter() - began, usage.ru_maxrss * 1024
+        file.seek(0)
+        output = file.read()
+    if process.returncode:
+        last = (output.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"{' '.join(command)} failed with exit code {process.returncode}: {last}")
+    return {"seconds": seconds, "peak_bytes": peak_bytes(usage), "output": output}
+
+
+def measure_all(commands, rounds, directory=ROOT):
+    """[{"name", "seconds": of each round, "peak_bytes": the largest}] of {name: command}."""
+    functions = {name: functools.partial(measure, command, directory) for name, command in commands.items()}
+    results = []
+    for name, of_rounds in interleaved(functions, rounds).items():
+        seconds, peaks = ([each[field] for each in of_rounds] for field in ("seconds", "peak_bytes"))
+        results.append({"name": name, "seconds": seconds, "peak_bytes": max(peaks)})
+    return results
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "every command once"), ("--rounds 3", "the median of three runs")
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each command (default 1)")
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(rounds=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = commands(Path(folder))
-        results = {title: {"name": title, "seconds": [], "peak_bytes": 0} for title in found}
-        for _ in range(args.rounds):
-            for title, command in found.items():
-                progress(title)
-                seconds, peak = measure(command)
-                results[title]["seconds"].append(seconds)
-                results[title]["peak_bytes"] = max(peak, results[title]["peak_bytes"])
-    progress("")
-    TABLES["classroom"].print(list(results.values()))
-    save(BENCHMARK, list(results.values()), args)
+        results = measure_all(commands(Path(folder)), args.rounds)
+    TABLES["classroom"].print(results)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 Runs the default training (preset `paper`, 50 steps) once for each number of threads. The exit code is 1 if a loss
 deviates by 25 % or more from the paper's, or if two runs differ in a bit.
+
+    python -m benchmarks.cpu.curve              # with one and with two threads
+    python -m benchmarks.cpu.curve --threads 1  # with one thread
 """
 
 import sys
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
 from benchmarks.paper import LOSSES, paper_curves
-from benchmarks.ranks.parity import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
 
 PAPER_LOSSES = LOSSES["serial"]
@@ -20,8 +23,8 @@ MAX_DEVIATION = 0.25  # the relative difference of a loss from the paper's must 
 
 def train_on(threads):
     """Run the default training on `threads` threads; return its log, a list with one dictionary for each step."""
-    command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads)]
-    return train(f"{threads} threads", command, "paper", len(PAPER_LOSSES), TIMEOUT)
+    flags = dict(preset="paper", steps=len(PAPER_LOSSES), threads=threads)
+    return train(f"paper, {threads} threads", "stage0_serial", TIMEOUT, **flags)[0]
 
 
 def curves_with_the_paper(losses):
@@ -30,11 +33,8 @@ def curves_with_the_paper(losses):
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.cpu.curve", __doc__, ("", "with one and with two threads"), ("--threads 1", "with one thread")
-    )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser("benchmarks.cpu.curve", __doc__)
+    parser.add_flags(threads=[1, 2])
     args = parser.parse_args()
     logs = {threads: train_on(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run

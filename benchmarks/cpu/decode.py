@@ -1,6 +1,10 @@
 """How many milliseconds does a generated token take, with and without a KV cache, compared with PyTorch?
 
 A second table has the new tokens per second of a batch of prompts. Both programs use the same number of threads.
+
+    python -m benchmarks.cpu.decode                                        # with one and with two threads
+    python -m benchmarks.cpu.decode --threads 1 --only batch               # only batches of prompts
+    python -m benchmarks.cpu.decode --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
 import statistics
@@ -11,7 +15,7 @@ import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save, summary
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -129,21 +133,11 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "with one and with two threads"),
-        ("--threads 1 --only batch", "only batches of prompts"),
-        ("--preset tiny --rounds 1 --no-compile", "a quick trial"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
+    parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
-    add_flags(add, rounds=7, timeout=300)
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
-    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
-    add_save_flags(add)
     args = parser.parse_args()
     names = [name for name, _ in cases(PRESETS[args.preset].block_size, args.new)]
     if not any(args.only in name for name in names):
@@ -151,14 +145,8 @@ def main():
     if args.only and args.save:
         parser.error(f"--only {args.only} --save: the results file has all cases; omit --only or --save")
 
-    results = []
-    for threads in args.threads:
-        thread_results = measure(args, threads, list(process_specs(args, threads)))
-        summarise(thread_results)
-        TABLES["cpu-decode"].print(thread_results)
-        TABLES["cpu-decode-batch"].print(thread_results)
-        results += thread_results
-    save(BENCHMARK, results, args)
+    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
+    save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-decode"].print, TABLES["cpu-decode-batch"].print)
 
 
 if __name__ == "__main__":

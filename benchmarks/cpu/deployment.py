@@ -2,20 +2,20 @@
 
 It generates with data/gpt2-nano, so that nearly all of its time is its start. --before also measures another checkout
 of this repository, in turn with this one.
+
+    python -m benchmarks.cpu.deployment                                  # this checkout
+    python -m benchmarks.cpu.deployment --rounds 1 --programs 'stage 0'  # a quick trial
+    python -m benchmarks.cpu.deployment --before ../older                # beside another checkout
 """
 
 import functools
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
+from benchmarks.cpu.classroom import measure
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import NANO_WEIGHTS
 from gpt2core.app.settings.flag_parser import to_path
@@ -37,43 +37,23 @@ def run(arguments, checkout):
 
     modules: how many modules of this repository it imports. import_ms: their own time, without that of other packages.
     """
-    with tempfile.TemporaryFile("w+") as errors:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-X", "importtime", *arguments], cwd=checkout, stdout=subprocess.DEVNULL, stderr=errors,
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-        )  # fmt: skip
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        lines = errors.read()
-    if process.returncode:
-        raise BenchmarkFailed(f"{arguments} in {checkout} ended with {process.returncode}:\n{lines[-2000:]}")
-    own = [int(microseconds) for microseconds, _ in OWN.findall(lines)]
-    peak = usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
-    return {"seconds": seconds, "peak_bytes": peak, "modules": len(own), "import_ms": sum(own) / 1e3}
+    found = measure([sys.executable, "-X", "importtime", *arguments], checkout, TRITON_INTERPRET="1")
+    own = [int(microseconds) for microseconds, _ in OWN.findall(found.pop("output"))]
+    return found | {"modules": len(own), "import_ms": sum(own) / 1e3}
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "this checkout"), ("--rounds 1 --programs 'stage 0'", "a quick trial"),
-        ("--before ../older", "beside another checkout"),
-    )  # fmt: skip
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
     add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
-    add_flags(add, rounds=7)
-    add_save_flags(add)
+    parser.add_flags(rounds=7)
     args = parser.parse_args()
-    checkouts = {"before": args.before} if args.before else {}
-    checkouts["now"] = ROOT
+    checkouts = ({"before": args.before.resolve()} if args.before else {}) | {"now": ROOT}
     results = []
     for program in args.programs:
         arguments = PROGRAMS[program]
-        functions = {
-            version: functools.partial(run, arguments, Path(path).resolve()) for version, path in checkouts.items()
-        }
+        functions = {version: functools.partial(run, arguments, path) for version, path in checkouts.items()}
         for function in functions.values():
             function()  # the first run writes compiled files
         for version, rounds in interleaved(functions, args.rounds).items():

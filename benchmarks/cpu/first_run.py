@@ -1,14 +1,17 @@
 """How long do the first two commands of a new user take: training `tiny`, and the paper's inference?
 
 The times are of whole processes and include the start of Python.
+
+    python -m benchmarks.cpu.first_run             # the median of three runs
+    python -m benchmarks.cpu.first_run --rounds 1  # a quick trial
 """
 
 import sys
 
-from benchmarks.cpu.classroom import measure
+from benchmarks.cpu.classroom import measure_all
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.presets import WEIGHTS
 from testing.jobs import ROOT
 
@@ -19,18 +22,13 @@ COMMANDS = {
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.cpu.first_run", __doc__, ("", "the median of three runs"), ("--rounds 1", "a quick trial")
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser("benchmarks.cpu.first_run", __doc__)
+    parser.add_flags(rounds=3)
     args = parser.parse_args()
-    results = {name: [] for name in COMMANDS}
-    for _ in range(args.rounds):
-        for name, command in COMMANDS.items():
-            results[name].append(measure(command, ROOT / "stage0_serial")[0])
-    TABLES["first-run"].print({"seconds": results})
-    save("benchmarks.cpu.first_run", {"seconds": results}, args)
+    results = measure_all(COMMANDS, args.rounds, ROOT / "stage0_serial")
+    seconds = {"seconds": {result["name"]: result["seconds"] for result in results}}
+    TABLES["first-run"].print(seconds)
+    save("benchmarks.cpu.first_run", seconds, args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Is the NumPy training step faster than PyTorch's on as many threads, and how close is it to the BLAS floor?
 
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
+
+    python -m benchmarks.cpu.train_step                                        # with one and with two threads
+    python -m benchmarks.cpu.train_step --threads 1 --no-compile               # without a C++ compiler
+    python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
-from contextlib import ExitStack
-
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import step_results, timed_steps
+from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
@@ -52,10 +54,8 @@ def process_specs(args, threads):
 
 def measure(args, threads, specs):
     """Measure all specs with one thread count; return one result for each spec, with the seconds of every step."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
-        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-        times, baseline = step_results(measured), {process.spec.name: process.baseline for process in processes}
+    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times = step_results(measured)
     return [
         {
             "name": name,
@@ -64,7 +64,7 @@ def measure(args, threads, specs):
             "warm_up_seconds": answers["warm_up"]["seconds"],
             "final_loss": answers["rounds"][-1]["losses"][-1],
             "peak_bytes": answers["rounds"][-1]["peak_bytes"],
-            "import_bytes": baseline[name],
+            "import_bytes": answers["import_bytes"],
         }
         for name, answers in measured.items()
     ]
@@ -80,29 +80,14 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "with one and with two threads"),
-        ("--threads 1 --no-compile", "without a C++ compiler"),
-        ("--preset tiny --rounds 1 --no-compile", "a quick trial"),
-    )
-    add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add_flags(add, batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900)
-    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
-    add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
-    add_save_flags(add, "train_step")
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="paper", threads=[1, 2])
+    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
+    text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
+    parser.add_argument("--bf16", action="store_true", help=text)
     args = parser.parse_args()
-
-    results = []
-    for threads in args.threads:
-        thread_results = measure(args, threads, list(process_specs(args, threads)))
-        summarise(thread_results)
-        TABLES["cpu-step"].print(thread_results)
-        results += thread_results
-    save(BENCHMARK, results, args, args.save_as)
+    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
+    save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-step"].print)
 
 
 if __name__ == "__main__":

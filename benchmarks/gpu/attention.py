@@ -9,6 +9,10 @@ products, because half of the scores are masked. Backward counts as 2.5 times as
 that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
 stage2_cuda/attention/launches.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
 among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels.
+
+    python -m benchmarks.gpu.attention                                  # all shapes and peers
+    python -m benchmarks.gpu.attention --shape 8x12x1024x64 --rounds 3  # one shape
+    python -m benchmarks.gpu.attention --packed                         # PyTorch reads views of one projection
 """
 
 import argparse
@@ -21,7 +25,7 @@ import numpy as np
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.rounds import measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D
@@ -129,16 +133,13 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Measure one shape after another; after each shape print its table and yield the results of all shapes so far.
+    """Measure one shape after another; yield its table, a list with its results.
 
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
-    results = []
     for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
         summarise(of_shape)
-        TABLES["gpu-attention"].print([of_shape])
-        results.append(of_shape)
-        yield results
+        yield [of_shape]
 
 
 def summarise(results):
@@ -161,25 +162,16 @@ def parse_shape(text):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "all shapes and peers"),
-        ("--shape 8x12x1024x64 --rounds 3", "one shape"),
-        ("--packed", "PyTorch reads views of one projection"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
     add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add_flags(add, rounds=15, threads=4, timeout=300, milliseconds=30.0)
-    add_save_flags(add, "attention")
+    parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
-    for results in measure(args, list(process_specs(args))):
-        # after each shape, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args, args.save_as)
+    save_each(BENCHMARK, args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """How much longer does training take if it saves checkpoints, in the training process or in another one?
 
 Each run is the command of a user. Its time is measured from the line of one step to that of another, so it includes
-the checkpoints between them, but not the start and the end. --stage 0 measures on the CPU.
+the checkpoints between them, but not the start and the end.
+
+python -m benchmarks.gpu.checkpoints                             # GPT-2 on a GPU
+python -m benchmarks.gpu.checkpoints --device cpu --preset tiny  # on a CPU
 """
 
 import re
@@ -11,14 +14,13 @@ import tempfile
 import time
 
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
 from benchmarks.harness.rounds import interleaved
-from gpt2core.app.presets import PRESETS
 from testing.jobs import ROOT
 
 BENCHMARK = "benchmarks.gpu.checkpoints"
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
-MODULES = {"cpu": "stage0_serial.train_gpt2", "gpu": "stage2_cuda.train_gpt2"}
+MODULES = {"cpu": "stage0_serial.train_gpt2", "cuda": "stage2_cuda.train_gpt2"}
 PROGRAMS = {  # {name: flags}
     "no checkpoint": ["--no-save"],
     "checkpoints": [],
@@ -44,17 +46,15 @@ def seconds_of(words, steps, timeout):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "GPT-2 on a GPU"), ("--device cpu --preset tiny", "on a CPU"))
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--device", choices=MODULES, default="gpu", help="the device (default gpu)")
-    add_flags(add, rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300)
-    add_save_flags(add, "checkpoints")
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(
+        preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300
+    )  # fmt: skip
     args = parser.parse_args()
 
     words = ["-m", MODULES[args.device], "--preset", args.preset, "--steps", args.steps, "--batch-size",
              args.batch_size, "--sample", 0]  # fmt: skip
-    if args.device == "gpu":
+    if args.device == "cuda":
         words += ["--precision", "bf16"]
     with tempfile.TemporaryDirectory() as folder:
         saving = ["--checkpoint-every", args.checkpoint_every, "--out", folder, "--overwrite"]
@@ -86,7 +86,7 @@ def main():
         }
         for each in results
     ])  # fmt: skip
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

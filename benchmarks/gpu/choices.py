@@ -2,6 +2,9 @@
 
 Each variant of the step leaves out one optimisation. The variants and the full step are measured in interleaved rounds,
 and the time of a variant is divided by that of the full step in the same round.
+
+    python -m benchmarks.gpu.choices                            # both models
+    python -m benchmarks.gpu.choices --preset paper --rounds 1  # a quick trial
 """
 
 import functools
@@ -11,7 +14,7 @@ import numpy as np
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import interleaved, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -122,7 +125,7 @@ class Variants:
 
 
 def measure(preset, precision, rounds):
-    """{FULL_STEP or a name in CHANGES: [seconds of a step in each round]}."""
+    """The results of FULL_STEP and of CHANGES, with the seconds of a step in each round."""
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
     trainers = {name: variants.trainer(change) for name, change in {FULL_STEP: None, **CHANGES}.items()}
@@ -131,27 +134,22 @@ def measure(preset, precision, rounds):
         variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
         return variants.median_step_seconds(trainer, steps)
 
-    return interleaved({name: functools.partial(seconds, trainer) for name, trainer in trainers.items()}, rounds)
+    timers = {name: functools.partial(seconds, trainer) for name, trainer in trainers.items()}
+    measured = interleaved(timers, rounds)
+    return [
+        {"preset": preset, "without": name, "seconds": each, "gain": paired_ratio(each, measured[FULL_STEP])}
+        for name, each in measured.items()
+    ]
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "both models"), ("--preset paper --rounds 1", "a quick trial"))
-    add = parser.add_argument
-    add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
-    add("--precision", default="bf16", help="precision (default bf16)")
-    add_flags(add, rounds=5)
-    add_save_flags(add)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
+    parser.add_flags(precision="bf16", rounds=5)
     args = parser.parse_args()
     check_gpu()
-    results = []
-    for preset in args.preset:
-        measured = measure(preset, args.precision, args.rounds)
-        for name, seconds in measured.items():
-            gain = paired_ratio(seconds, measured[FULL_STEP])
-            results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
-        TABLES["gpu-choices"].print(results[-len(measured) :])
-        # after each table, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args)
+    tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
+    save_each(BENCHMARK, args, tables, TABLES["gpu-choices"].print)
 
 
 if __name__ == "__main__":

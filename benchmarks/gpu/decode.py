@@ -3,6 +3,10 @@
 The cases have one sequence or several. For each case a search finds the fastest variant of PyTorch's program, which is
 then compared with this project's. With --variants, the script does not compare with PyTorch: it times several values of
 each constant of this project's kernels.
+
+    python -m benchmarks.gpu.decode                           # all cases beside PyTorch
+    python -m benchmarks.gpu.decode --peers eager --rounds 1  # a quick trial
+    python -m benchmarks.gpu.decode --variants                # constants of this project's kernels
 """
 
 import functools
@@ -14,7 +18,7 @@ from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import UserError
@@ -228,13 +232,7 @@ def time_constants(args, case):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "all cases beside PyTorch"),
-        ("--peers eager --rounds 1", "a quick trial"),
-        ("--variants", "constants of this project's kernels"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
@@ -243,26 +241,16 @@ def main():
         "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    add_flags(add, rounds=7, threads=4, timeout=500)
+    parser.add_flags(threads=4, rounds=7, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
     add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")
-    add_save_flags(add, "decode")
     args = parser.parse_args()
 
-    results = []
-    for case in args.cases:
-        precisions = CASES[case][-1]
-        for precision in precisions[-1:] if args.variants else precisions:
-            if args.variants:
-                results += time_constants(args, case)
-            else:
-                table_results = measure(args, case, precision)
-                summarise(table_results)
-                TABLES["gpu-decode"].print(table_results)
-                results += table_results
-            # after each table, so that an interrupted run keeps its finished tables
-            save(BENCHMARK, results, args, args.save_as)
+    if args.variants:
+        return save_each(BENCHMARK, args, (time_constants(args, case) for case in args.cases))
+    tables = (measure(args, case, precision) for case in args.cases for precision in CASES[case][-1])
+    save_each(BENCHMARK, args, tables, summarise, TABLES["gpu-decode"].print)
 
 
 if __name__ == "__main__":

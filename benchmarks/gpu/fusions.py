@@ -3,6 +3,9 @@
 Each fusion has up to three versions. The first is a separate kernel and a product of cublasLt. The second is a product
 of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Triton kernel that computes both. The
 Triton kernels of the third version are slower, so no stage uses them.
+
+    python -m benchmarks.gpu.fusions             # every fusion, 5 rounds
+    python -m benchmarks.gpu.fusions --rounds 1  # a quick trial
 """
 
 from functools import partial
@@ -14,7 +17,7 @@ import triton.language as tl
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
@@ -186,9 +189,8 @@ def functions_of(cupy, backend, n, c, k):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every fusion, 5 rounds"), ("--rounds 1", "a quick trial"))
-    add_flags(parser.add_argument, rounds=5)
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(rounds=5)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 
@@ -199,7 +201,7 @@ def main():
         for (fusion, version), us in times.items():
             results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
         TABLES["gpu-fusions"].print(results[-len(times) :])
-    save(BENCHMARK, results, args, "fusions")
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

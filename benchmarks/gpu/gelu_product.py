@@ -4,6 +4,9 @@ Forward: h = x w + b and y = gelu(h). Backward: dh = (dy w2') gelu'(h) and its c
 kernel in stage2_cuda/gemm/gluon_gelu.py one process compiles it, compares its results with float64, for small shapes
 first, and then times it and cublasLt in interleaved rounds. A variant that fails or exceeds the time limit gets a row
 with the error. The processes compile at the same time; they check and time one after another.
+
+    python -m benchmarks.gpu.gelu_product                            # every variant
+    python -m benchmarks.gpu.gelu_product --only forward --rounds 1  # a quick trial
 """
 
 # x, dy (M, K); w (K, N); w2, h, y, dh: see gluon_gelu.py
@@ -18,7 +21,7 @@ from benchmarks.gpu.fusions import microseconds
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.gluon_launch import gluon_kind
@@ -227,13 +230,12 @@ def measure(args):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every variant"), ("--only forward --rounds 1", "a quick trial"))
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")
-    add_save_flags(add, "gelu_product")
     args = parser.parse_args()
     check_gpu()
     if gluon_kind(*gpu_model()) is None:
@@ -244,7 +246,7 @@ def main():
         if "error" in result:
             print(f"{result['direction']} {result['variant']}: {result['error']}")
     print("us, cublasLt us: the product and, in backward, the column sums")
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
     return int(any("error" in result for result in results))
 
 

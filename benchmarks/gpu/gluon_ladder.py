@@ -2,13 +2,16 @@
 
 The rows: the plain Triton kernels, with tiles chosen by timing, and the two designs of the Gluon kernels. Each program
 captures several calls in a CUDA graph; the rounds are interleaved.
+
+    python -m benchmarks.gpu.gluon_ladder                                  # all shapes
+    python -m benchmarks.gpu.gluon_ladder --shape 8x12x1024x64 --rounds 3  # one shape
 """
 
 import sys
 
 from benchmarks.gpu import attention
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save_each
 
 # B batch, H heads, T time, D head size
 
@@ -39,16 +42,13 @@ class CausalAttention(attention.CausalAttention):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "all shapes"), ("--shape 8x12x1024x64 --rounds 3", "one shape"))
-    add = parser.add_argument
+    parser = benchmark_parser(BENCHMARK, __doc__)
     text = "batch, heads, tokens and head size 64, one table for each (default: two shapes)"
-    add("--shape", type=attention.parse_shape, nargs="+", default=SHAPES, metavar="BxHxTxD", help=text)
-    add_flags(add, rounds=15, threads=4, timeout=300, milliseconds=30.0)
-    add_save_flags(add, "gluon_ladder")
+    parser.add_argument("--shape", type=attention.parse_shape, nargs="+", default=SHAPES, metavar="BxHxTxD", help=text)
+    parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]
-    for results in attention.measure(args, specs):
-        save(BENCHMARK, results, args, args.save_as)
+    save_each(BENCHMARK, args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

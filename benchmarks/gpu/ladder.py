@@ -3,6 +3,9 @@
 The computation is s = x + a + bias; y = LayerNorm(s) w + b, for N rows of C columns in fp32. The versions, called
 rungs, are those of stage 2's notebook. They are timed in turn, in several rounds, by device events. The results are
 compared before they are timed. "bytes" counts each array that the rung reads or writes, once per pass.
+
+    python -m benchmarks.gpu.ladder             # 7 rounds
+    python -m benchmarks.gpu.ladder --rounds 1  # a quick trial
 """
 
 import functools
@@ -15,7 +18,7 @@ import triton.language as tl
 from benchmarks.gpu.lesson import device_seconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.rounds import interleaved
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
@@ -197,15 +200,13 @@ def rows_of(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
-    add = parser.add_argument
-    add_flags(add, rounds=7)
-    add_save_flags(add)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(rounds=7)
     args = parser.parse_args()
     check_gpu()
     results = measure(args.rounds)
     print_table(rows_of(results))
-    save(BENCHMARK, results, args, "ladder")
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 The lesson is stage2_cuda/README.md. For a kernel, the plain version calls CuPy's functions. Before the timing, a check
 compares the results of both versions. The two versions A and B are timed in the order A B, B A, A B, ... Kernels are
 timed by device events; launches, training steps and generated tokens are timed by the host's clock.
+
+    python -m benchmarks.gpu.lesson             # 7 rounds
+    python -m benchmarks.gpu.lesson --rounds 1  # a quick trial
 """
 
 import functools
@@ -18,7 +21,7 @@ from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 
@@ -159,17 +162,15 @@ def comparisons(xp):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "7 rounds"), ("--rounds 1", "a quick trial"))
-    add = parser.add_argument
-    add_flags(add, rounds=7)
-    add_save_flags(add)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(rounds=7)
     args = parser.parse_args()
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)
         results.append(measure(comparison, args.rounds))
         # after each comparison, so that an interrupted run keeps its finished ones
-        save(BENCHMARK, results, args, "lesson")
+        save(BENCHMARK, results, args)
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
     TABLES["gpu-lesson"].print(results)

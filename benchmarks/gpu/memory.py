@@ -1,4 +1,8 @@
-"""Does a GPU training step use the memory that gpt2core/parallel/gpu_memory.py predicts, within 10 %?"""
+"""Does a GPU training step use the memory that gpt2core/parallel/gpu_memory.py predicts, within 10 %?
+
+python -m benchmarks.gpu.memory                               # cases of several models
+python -m benchmarks.gpu.memory --preset gpt2 --batch-size 8  # one case
+"""
 
 import sys
 
@@ -7,7 +11,7 @@ import numpy as np
 from benchmarks.gpu.step import driver_bytes
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
@@ -19,19 +23,12 @@ MAX_DIFFERENCE = 0.10  # largest allowed |predicted bytes / measured bytes - 1|
 # (preset, sequences per step, precision, micro-batches, --recompute). In some cases activations need most of the
 # memory, in others logits or parameters.
 CASES = [
-    ("gpt2", 64, "bf16", 1, "none"),
-    ("gpt2", 64, "fp16", 1, "none"),
-    ("gpt2", 16, "fp32", 1, "none"),
+    *(("gpt2", *case, 1, "none") for case in ((64, "bf16"), (64, "fp16"), (16, "fp32"))),
     ("gpt2", 64, "bf16", 8, "none"),
-    ("gpt2", 64, "bf16", 1, "block"),
-    ("gpt2", 256, "bf16", 1, "block"),
-    ("gpt2", 1, "bf16", 1, "none"),
-    ("gpt2-medium", 32, "bf16", 1, "none"),
-    ("gpt2-xl", 8, "bf16", 1, "none"),
+    *(("gpt2", sequences, "bf16", 1, "block") for sequences in (64, 256)),
+    *((*case, "bf16", 1, "none") for case in (("gpt2", 1), ("gpt2-medium", 32), ("gpt2-xl", 8))),
     ("small", 32, "tf32", 1, "none"),
-    ("paper", 16, "bf16", 1, "none"),
-    ("paper", 16, "fp32", 1, "none"),
-    ("paper", 256, "fp32", 1, "none"),
+    *(("paper", *case, 1, "none") for case in ((16, "bf16"), (16, "fp32"), (256, "fp32"))),
 ]
 
 
@@ -74,9 +71,7 @@ def measure(case, timeout):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "cases of several models"), ("--preset gpt2 --batch-size 8", "one case")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", help=f"models (default: {len(CASES)} cases of several models)")
     add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")
@@ -85,7 +80,6 @@ def main():
     text = "--recompute of train_gpt2.py, with --preset (default none)"
     add("--recompute", choices=RECOMPUTE, nargs="+", default=["none"], help=text)
     add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
-    add_save_flags(add)
     args = parser.parse_args()
     cases = [
         (preset, batch, precision, micro_batches, recompute)

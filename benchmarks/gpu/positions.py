@@ -1,6 +1,9 @@
 """What do rotary positions cost, compared with learned ones: a training step, a generated token, a long context?
 
 After the end of the block, the cache of rotary positions slides. With --device cpu, only tokens are measured.
+
+python -m benchmarks.gpu.positions                              # on a GPU
+python -m benchmarks.gpu.positions --device cpu --preset paper  # tokens on a CPU
 """
 
 import statistics
@@ -11,7 +14,7 @@ import numpy as np
 
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
 from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
@@ -81,13 +84,10 @@ def long_context(preset, length, steps):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "on a GPU"), ("--device cpu --preset paper", "tokens on a CPU"))
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--device", choices=["cpu", "gpu"], default="gpu", help="the device (default gpu)")
     add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
-    add_flags(add, rounds=7, steps_per_round=10, batch_size=64)
-    add_save_flags(add, "positions")
+    parser.add_flags(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
     args = parser.parse_args()
 
     config = PRESETS[args.preset]
@@ -107,7 +107,7 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
 
 
 def measure_steps(configs, args):

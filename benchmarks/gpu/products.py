@@ -8,6 +8,9 @@ This project calls cublasLt with the algorithm that is the fastest in a timing. 
 fp16 arrays, and computes a product as three fp16 products on tensor cores. The measured time includes splitting both
 operands of each product. A training step is faster: it splits an operand only once for several products. The weight
 gradient of this project is float32; that of PyTorch has the dtype of the operands, as in autograd.
+
+    python -m benchmarks.gpu.products                                  # both models
+    python -m benchmarks.gpu.products --preset paper --precision bf16  # one model
 """
 
 import statistics
@@ -18,7 +21,7 @@ import numpy as np
 from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, compare_norms, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.rounds import measure_shapes
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
@@ -124,25 +127,19 @@ def summarise(pair):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "both models"), ("--preset paper --precision bf16", "one model"))
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add_flags(add, rounds=7, threads=4, timeout=300, milliseconds=20.0)
-    add_save_flags(add, "products")
+    parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
     return parser
 
 
 def main(argv=None):
-    args, results = parser().parse_args(argv), []
-    for precision in args.precision:
-        precision_results = measure(args, precision)
-        for pair in precision_results:
-            summarise(pair)
-        TABLES["gpu-products"].print(precision_results)
-        results += precision_results
-        save(BENCHMARK, results, args, args.save_as)
+    args = parser().parse_args(argv)
+    tables = (measure(args, precision) for precision in args.precision)
+    save_each(BENCHMARK, args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ CUPTI, the profiling library of NVIDIA that torch.profiler uses, records every k
 CuPy, Triton and cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th
 kernel of this project that Python launches is the n-th one that CUPTI records, and the same is true for products.
 This matching gives the source file of each kernel and the shape of each product.
+
+    python -m benchmarks.gpu.profile                                  # gpt2 in bf16
+    python -m benchmarks.gpu.profile --preset paper --precision fp32  # another model
 """
 
 import re
@@ -16,7 +19,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
@@ -309,18 +312,13 @@ def report(result, limit):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "gpt2 in bf16"), ("--preset paper --precision fp32", "another model")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
+    parser.add_flags(preset="gpt2", precision="bf16", steps=5)
     add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
-    add("--steps", type=int, default=5, help="steps per measurement (default 5)")
     add("--rows", type=int, default=30, help="rows printed of each table (default 30)")
-    add_save_flags(add, "profile")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     config = PRESETS[args.preset]
@@ -329,7 +327,7 @@ def main():
 
     result = profile(config, args)
     report(result, args.rows)
-    save(BENCHMARK, result, args, args.save_as)
+    save(BENCHMARK, result, args)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,24 @@
 
 Both train the same model in bf16 with the same batches in the same order, the same learning rates and the same initial
 weights, and validate on the same tokens. data/README.md has the commands that prepare a text of 8.4 million tokens.
+
+    python -m benchmarks.gpu.real_run --data out/english  # 29 million parameters, 49 million tokens, on one GPU
+    python -m benchmarks.gpu.real_run --stage 0 --peers eager --steps 20 --n-embd 64 --seq-len 32  # a trial on a CPU
 """
 
 import functools
 import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from benchmarks.gpu.step import OURS, PEERS, TITLES
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
-from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import BOOK, PRESETS, TOKENIZERS
 from gpt2core.architecture import parameter_count
 from gpt2core.data import Windows
@@ -65,15 +65,9 @@ def model_config(recipe, vocab_size):
 def train_ours(recipe, stage, timeout):
     """Run train_gpt2.py of a stage; return its curves, as RealRun does."""
     package, precision, _ = STAGES[stage]
-    flags = {"preset": "book", "block_size": recipe["seq_len"], "precision": precision, "seed": SEED, "sample": 0}
+    flags = {"preset": "book", "block_size": recipe["seq_len"], "precision": precision, "seed": SEED}
     flags |= {"schedule": "cosine", "clip": 1.0, "weight_decay": 0.1, "beta2": 0.95, **recipe}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        flags["log"] = log
-        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", f"{package}.train_gpt2", *words, "--shuffle", "--no-save"]
-        run_to_end(OURS, command, blas_threads=1, timeout=timeout)
-        rows = read_log(log)
+    rows, _ = train(OURS, package, timeout, ["--shuffle"], **flags)
     ends = [row["step"] for row in rows if "val_loss" in row]
     parts = [rows[first + 1 : last + 1] for first, last in pairwise([-1, *ends])]
     return {
@@ -140,12 +134,7 @@ def curves_of(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("--data out/english", "29 million parameters, 49 million tokens, on one GPU"),
-        ("--stage 0 --peers eager --steps 20 --n-layer 2 --n-embd 64 --batch-size 8 --seq-len 32", "a trial on a CPU"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     parser.MAY_BE_0 += ("stage",)
     add = parser.add_argument
     text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
@@ -158,14 +147,11 @@ def main():
     add("--n-layer", type=int, default=8, help="layers (default 8)")
     add("--n-head", type=int, default=8, help="heads (default 8)")
     add("--n-embd", type=int, default=512, help="channels (default 512)")
-    add("--seq-len", type=int, default=256, help="tokens per sequence (default 256)")
-    add_flags(add, batch_size=64, steps=3000, timeout=300)
+    parser.add_flags(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
     add("--min-lr", type=float, default=1e-4, help="learning rate at the end of the cosine (default 1e-4)")
     add("--warmup", type=int, default=200, help="steps of linear warm-up (default 200)")
     add("--val-fraction", type=float, default=0.02, help="the last part of the corpus, for validation (default 0.02)")
-    add("--eval-every", type=int, default=100, help="steps between validations (default 100)")
-    add_save_flags(add, "real_run")
     args = parser.parse_args()
     names = "data n_layer n_head n_embd seq_len batch_size steps lr min_lr warmup val_fraction eval_every"
     recipe = {name: getattr(args, name) for name in names.split()}
@@ -175,7 +161,7 @@ def main():
         train = functools.partial(train_torch, recipe, peer, args.stage, args.timeout)
         results.append(result(TITLES[peer], recipe, train))
         compare(results)
-        path = save(BENCHMARK, results, args, args.save_as)  # after each program: an interrupted run keeps its results
+        path = save(BENCHMARK, results, args)  # after each program: an interrupted run keeps its results
     TABLES["gpu-real-run"].print(results)
     title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {results[0]['tokens'] / 1e6:.1f} M tokens"
     write_plot(curves_of(results), title, path.with_suffix(".png"))

@@ -3,6 +3,9 @@
 Each command runs twice in new processes: with empty caches of compiled kernels, and again with the caches that the
 first run has filled. The caches are those of Triton, CuPy, NVIDIA's driver and this project; the files of Python and of
 the libraries stay in the memory of the operating system. One more run of each kind records where its time goes.
+
+    python -m benchmarks.gpu.start             # every command
+    python -m benchmarks.gpu.start --rounds 1  # a quick trial
 """
 
 import json
@@ -17,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.start_trace import START
 from testing.jobs import ROOT
 
@@ -100,13 +103,12 @@ def breakdown(events):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "every command"), ("--rounds 1", "a quick trial"))
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
     parser.MAY_BE_0 += ("rounds",)  # only the traced run
     add("--rounds", type=int, default=3, help="runs of each command with empty and with warm caches (default 3)")
     add("--show-output", action="store_true", help="print what each traced command printed (default: no)")
-    add_save_flags(add, "start")
     args = parser.parse_args()
     results = {}
     for command in args.commands:
@@ -119,7 +121,7 @@ def main():
                 print(output)
     if args.rounds:
         TABLES["gpu-start"].print(results)
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,12 @@
-"""Is a training step on the GPU faster than PyTorch's, compiled or eager, and how much memory does it use?"""
+"""Is a training step on the GPU faster than PyTorch's, compiled or eager, and how much memory does it use?
+
+python -m benchmarks.gpu.step --preset gpt2                              # one model beside PyTorch
+python -m benchmarks.gpu.step --preset paper --precision bf16 fp32 tf32  # three precisions
+python -m benchmarks.gpu.step --preset paper --no-compile --rounds 1     # a quick trial
+"""
 
 import functools
+import itertools
 import statistics
 import time
 from dataclasses import replace
@@ -9,15 +15,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import (
-    add_flags,
-    add_save_flags,
-    benchmark_parser,
-    nvidia_smi,
-    paired_ratio,
-    round_medians,
-    save,
-)
+from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
 from benchmarks.harness.rounds import measure_specs, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
@@ -135,8 +133,10 @@ def process_specs(args, preset, precision):
             yield ProcessSpec(TITLES[peer], "benchmarks.peers.torch_gpt2_cuda", args.threads, options)
 
 
-def measure(args, specs, steps):
-    """Measure one preset and precision; return one result for each spec, with the seconds of every step."""
+def measure(args, preset, precision):
+    """Measure one preset and precision; return one result for each program, with the seconds of every step."""
+    specs = list(process_specs(args, preset, precision))
+    steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
     measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": steps})
     results = []
     for spec in specs:
@@ -179,25 +179,19 @@ def summarise(results):
             }
 
 
-def verdicts(results):
-    """Yield a sentence for each peer, with the ratio of the peer's time to the time of this project."""
+def print_verdicts(results):
+    """Print a sentence for each peer, with the ratio of the peer's time to the time of this project."""
     ours = results[0]
     for name, ratio in ours["times_as_fast"].items():
         text = f"ours is {ratio['median']:.3f} times as fast as {name}"
         if name in ours["times_as_fast_as_unread"]:  # not this project's other program
             unread = ours["times_as_fast_as_unread"][name]["median"]
             text += f", and {unread:.3f} times as fast if {name} reads its losses only after the round"
-        yield text
+        print(text, flush=True)
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("--preset gpt2", "one model beside PyTorch"),
-        ("--preset paper --precision bf16 fp32 tf32", "three precisions"),
-        ("--preset paper --no-compile --rounds 1", "a quick trial"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"
@@ -212,24 +206,13 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
-    add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add_flags(add, rounds=7, threads=4, timeout=500, warm_up=3)
+    parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
-    add_save_flags(add, "step")
     args = parser.parse_args()
 
-    results = []
-    for preset in args.preset:
-        steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
-        for precision in args.precision:
-            table_results = measure(args, list(process_specs(args, preset, precision)), steps)
-            summarise(table_results)
-            TABLES["gpu-step"].print(table_results)
-            print("\n".join(verdicts(table_results)), flush=True)
-            results += table_results
-            # after each table, so that an interrupted run keeps its finished tables
-            save(BENCHMARK, results, args, args.save_as)
+    tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
+    save_each(BENCHMARK, args, tables, summarise, TABLES["gpu-step"].print, print_verdicts)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ the median of its rounds.
 A training run itself times a few tiles of the attention kernels (stage2_cuda/attention/tuned_tiles.py). This script
 times more candidates. Its results are the basis of the table DEFAULT_TILES, of the tiles that a training run times, and
 of the constants of the other kernels.
+
+    python -m benchmarks.gpu.tune                                 # all kernels
+    python -m benchmarks.gpu.tune --kernel layernorm column_sums  # two kernels
 """
 
 import contextlib
@@ -21,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
@@ -287,21 +290,16 @@ def show(case, rows, limit=6):
     """Print a table of the `limit` fastest candidates and of the current constants ("in use")."""
     current = next(row for row in rows if row["label"] == "in use")
     shown = rows[:limit] + [current] * (current not in rows[:limit])
-    speeds = [{"gain": current["ms"] / row["ms"], "rate": case.bytes / row["ms"] / 1e9} for row in shown]
-    columns = f"{case.title} = {{label}} | ms = {{ms:.5f}} | times as fast = {{gain:.3f}} | TB/s = {{rate:.3g}}"
-    rows = [row | speed for row, speed in zip(shown, speeds, strict=True)]
-    Table("", f"{columns} | error = {{error:.0e}}").print(rows)
+    columns = f"{case.title} = {{label}} | ms = {{ms:.5f}} | times as fast = {{{current['ms']} / ms:.3f}}"
+    Table("", f"{columns} | TB/s = {{{case.bytes} / ms / 1e9:.3g}} | error = {{error:.0e}}").print(shown)
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "all kernels"), ("--kernel layernorm column_sums", "two kernels")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
     add("--share", type=int, help="used by the script itself: compile this share of the candidates")
-    add_save_flags(add)
     args = parser.parse_args()
     if args.share is not None:
         return compile_share(args)

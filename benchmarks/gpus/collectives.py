@@ -3,6 +3,9 @@
 Several of our all-reduces are captured in one CUDA graph, as in a training step. PyTorch's all-reduces are launched
 from Python one after another, as DistributedDataParallel does. These launches matter only for the smallest arrays: for
 larger arrays a launch takes less time than an all-reduce.
+
+    python -m benchmarks.gpus.collectives                            # on two and four GPUs
+    python -m benchmarks.gpus.collectives --ranks 2 --sizes 1000000  # one size on two GPUs
 """
 
 import functools
@@ -15,7 +18,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
@@ -269,15 +272,11 @@ def verdicts(results, ranks):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "on two and four GPUs"), ("--ranks 2 --sizes 1000000", "one size on two GPUs")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
+    parser.add_flags(ranks=[2, 4], rounds=9, timeout=150)
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    add_flags(add, rounds=9, timeout=150)
-    add_save_flags(add, "collectives")
     return parser
 
 
@@ -301,7 +300,7 @@ def main(argv=None):
         TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
         results += of_ranks
     saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
-    save(BENCHMARK, saved, args, args.save_as)
+    save(BENCHMARK, saved, args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 Each trial starts a run that resumes from a checkpoint, and kills a random rank with SIGKILL at a random moment, which
 may be during start-up. The other ranks then wait for an NCCL kernel that never ends.
+
+    python -m benchmarks.gpus.kill                      # ten runs
+    python -m benchmarks.gpus.kill --times 1 --ranks 2  # a quick trial on two GPUs
 """
 
 import random
@@ -13,8 +16,8 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, nvidia_smi, save
-from benchmarks.ranks.kill import checkpoint_of, finished, killed_run, print_trials, summary_of, times_of
+from benchmarks.harness.report import benchmark_parser, nvidia_smi
+from benchmarks.ranks.kill import checkpoint_of, finished, killed_run, report
 from testing.jobs import ROOT, Job, launcher
 
 BENCHMARK = "benchmarks.gpus.kill"
@@ -83,15 +86,11 @@ def is_clean(result):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "ten runs"), ("--times 1 --ranks 2", "a quick trial on two GPUs")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add_flags(add, times=10, steps=4000, checkpoint_every=100, seed=0)
+    parser.add_flags(preset="tiny", times=10, steps=4000, checkpoint_every=100, seed=0)
     add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")
-    add("--preset", default="tiny", help="model (default tiny)")
     add("--dp", default="bucket", help="strategy of gradient synchronisation (default bucket)")
-    add_save_flags(add, "kill")
     return parser
 
 
@@ -113,15 +112,12 @@ def main(argv=None):
                 results.append(result)
     progress("")
     results = [result | {"clean": is_clean(result)} for result in results]
-    columns = "steps printed = {steps_seen} | cause reported = {cause:or NONE} | left on GPUs = {on_gpus:or nothing}"
-    print_trials(results, columns)
-    summary = summary_of(results, is_clean)
-    print(
-        f"{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
-        f"({times_of(summary)}), {summary['readable']} left a readable checkpoint."
-    )
-    options = vars(args) | {"longest_moment": longest}
-    save(BENCHMARK, {**options, "summary": summary, "rows": results}, args, args.save_as)
+    report(
+        BENCHMARK, args, results, is_clean, longest,
+        'steps printed = {steps_seen} | cause reported = {cause or "NONE"} | left on GPUs = {on_gpus or "nothing"}',
+        f"{{clean_ends}} of {{times}} ended within {END_LIMIT} s, reported the cause and left nothing (median "
+        "{median_seconds:.2f} s, longest {longest_seconds:.2f} s), {readable} left a readable checkpoint.",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

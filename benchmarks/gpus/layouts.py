@@ -3,6 +3,10 @@
 A layout is data, tensor and pipeline parallelism with a schedule, ZeRO 0 to 3, recomputation, and a strategy of data
 parallelism. Layouts are drawn at random for each number of ranks, and train the same model on the same batches with
 --deterministic. Layouts with the same --tp must have the same bits; with another --tp sums have another order.
+
+    python -m benchmarks.gpus.layouts  # 1, 2 and 4 GPUs
+    python -m benchmarks.gpus.layouts --ranks 1 2 --layouts 4  # a quick trial on two GPUs
+    python -m benchmarks.gpus.layouts --stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64  # on CPUs
 """
 
 import itertools
@@ -15,7 +19,7 @@ import numpy as np
 from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
@@ -98,25 +102,13 @@ def results_of(runs):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "1, 2 and 4 GPUs"),
-        ("--ranks 1 2 --layouts 4", "a quick trial on two GPUs"),
-        ("--stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64 --batch-size 16", "on CPUs"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    add("--preset", choices=PRESETS, default="small", help="model (default small)")
+    parser.add_flags(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0)
     add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default 1 2 4)")
     add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
-    add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
-    add("--seq-len", type=int, default=256, help="tokens per sequence (default 256)")
-    add("--seed", type=int, default=0, help="seed of the random layouts (default 0)")
-    add_flags(add, steps=20, timeout=500)
-    add_save_flags(add, "layouts")
     return parser
 
 
@@ -140,7 +132,7 @@ def main(argv=None):
     TABLES["gpus-layouts"].print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
     return 1 if different else 0
 
 

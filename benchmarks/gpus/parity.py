@@ -2,6 +2,9 @@
 
 The fast mode is training without --deterministic. Each row of a table shows one run of train_gpt2.py. Its numbers are
 read from the log of the run. The run of the last row uses --transport mpi, which gives the same bits at a lower speed.
+
+    python -m benchmarks.gpus.parity                         # on 1, 2 and 4 GPUs
+    python -m benchmarks.gpus.parity --ranks 1 2 --steps 10  # a quick trial on two GPUs
 """
 
 import statistics
@@ -10,10 +13,9 @@ import sys
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
-from benchmarks.ranks.parity import first_difference, train
-from gpt2core.app.presets import PRESETS
-from stage1_mpi.launch import choose, launch_line
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
+from benchmarks.ranks.parity import first_difference
 
 BENCHMARK = "benchmarks.gpus.parity"
 UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
@@ -36,16 +38,14 @@ def cases(ranks):
 
 def compare(args, precision):
     """Run all cases in one precision; return one result for each run. The first result is that of stage 2."""
-    common = args.preset, args.steps, args.timeout
+    common = dict(timeout=args.timeout, preset=args.preset, steps=args.steps, precision=precision)
     progress(f"{precision}: stage 2")
-    stage_2 = [sys.executable, "-m", "stage2_cuda.train_gpt2", "--precision", precision, DETERMINISTIC]
-    expected = train("stage 2", stage_2, *common)
+    expected, _ = train(f"{args.preset}, stage 2", "stage2_cuda", words=[DETERMINISTIC], **common)
     results = [result_of("stage 2", 1, precision, expected, expected)]
-    stage_3 = [sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--precision", precision]
     for ranks, flags in cases(args.ranks):
         name = " ".join([gpus(ranks), *flags])
         progress(f"{precision}: {name}")
-        log = train(name, [*launch_line(*choose(), ranks), *stage_3, *flags], *common)
+        log, _ = train(f"{args.preset}, {name}", "stage3_mpi_cuda", words=flags, ranks=ranks, **common)
         results.append(result_of(name, ranks, precision, log, expected))
     progress("")
     return results
@@ -84,21 +84,8 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "on 1, 2 and 4 GPUs"), ("--ranks 1 2 --steps 10", "a quick trial on two GPUs")
-    )
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add(
-        "--precision",
-        choices=("fp32", "tf32", "bf16"),
-        nargs="+",
-        default=["fp32", "bf16"],
-        help="precisions, one table each (default fp32 bf16)",
-    )
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
-    add_flags(add, steps=50, timeout=300)
-    add_save_flags(add, "parity")
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="paper", precision=["fp32", "bf16"], ranks=[1, 2, 4], steps=50, timeout=300)
     return parser
 
 
@@ -112,7 +99,7 @@ def main(argv=None):
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
     return 0 if all_met else 1
 
 

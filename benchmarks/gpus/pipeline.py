@@ -5,6 +5,9 @@ ran, and simulates the schedule with the mean times of these actions. A bubble i
 in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have the
 order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
 order: gpipe and 1f1b, for example, have the same bubble in theory.
+
+    python -m benchmarks.gpus.pipeline                                                          # gpt2 on two GPUs
+    python -m benchmarks.gpus.pipeline --stage 1 --preset tiny --batch-size 8 --schedules 1f1b  # on CPUs
 """
 
 import re
@@ -18,12 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkFailed, progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
-from gpt2core.app.output.run_log import read_log
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.pipeline"
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
@@ -34,24 +36,13 @@ EQUAL = 1.0  # points: two schedules whose simulated bubbles differ by less have
 
 def measure(args, schedule):
     """The result of one schedule: bubbles in percent, and the median of the seconds per step."""
-    sizes = ("--preset", args.preset, "--batch-size", args.batch_size, "--micro-batches", args.micro_batches)
-    how = (
-        "--pp",
-        args.ranks,
-        "--pp-schedule",
-        schedule,
-        "--schedule-picture",
-        "--steps",
-        args.steps,
-        *args.flags.split(),
-    )
+    flags = {name: getattr(args, name) for name in ("preset", "batch_size", "micro_batches", "steps")}
+    flags |= {"pp": args.ranks, "pp_schedule": schedule}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.jsonl")
-        flags = (*sizes, *how, *corpus(Path(folder), PRESETS[args.preset]), "--sample", 0, "--no-save", "--log", log)
-        flags = map(str, flags)
-        line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", f"{STAGES[args.stage]}.train_gpt2", *flags]
-        text = " ".join(run_to_end(schedule, line, blas_threads=1, timeout=args.timeout).split())
-        seconds = [row["seconds"] for row in read_log(log)]
+        flags |= corpus(Path(folder), PRESETS[args.preset])
+        words = ["--schedule-picture", *args.flags.split()]
+        log, text = train(schedule, STAGES[args.stage], args.timeout, words, args.ranks, **flags)
+    text, seconds = " ".join(text.split()), [row["seconds"] for row in log]
     bubbles = {kind: float(percent) for kind, percent in re.findall(PICTURE, text)}
     if bubbles.keys() != {"measured", "simulated"}:
         raise BenchmarkFailed(f"{schedule}: the output has no measured and simulated bubble: {text[-500:]}")
@@ -61,7 +52,7 @@ def measure(args, schedule):
 def corpus(folder, config):
     """Flags for random tokens, and a tokenizer with the whole vocabulary of a preset; none if a text has it."""
     if config.vocab_size < 256:  # the words of the text that is the default
-        return ()
+        return {}
     tokens, tokenizer = folder / "tokens.bin", folder / "tokenizer.json"
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 8 * config.block_size * 64)
     ids.astype(np.uint16).tofile(tokens)
@@ -70,7 +61,7 @@ def corpus(folder, config):
     made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.save(str(tokenizer))
-    return "--data", tokens, "--tokenizer", tokenizer
+    return {"data": tokens, "tokenizer": tokenizer}
 
 
 def verdict(results):
@@ -88,23 +79,13 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "gpt2 on two GPUs"),
-        ("--stage 1 --preset tiny --batch-size 8 --schedules 1f1b", "on CPUs"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--ranks", type=int, default=2, help="ranks that divide the layers (default 2)")
-    add("--batch-size", type=int, default=32, help="sequences per step (default 32)")
-    add("--micro-batches", type=int, default=8, help="micro-batches per step (default 8)")
+    parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
     add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)")
     text = "more flags of train_gpt2.py, in quotes (default: --precision bf16 --deterministic in stage 3)"
     add("--flags", default=None, metavar="FLAGS", help=text)
-    add_flags(add, steps=12, timeout=200)
-    add_save_flags(add, "pipeline")
     return parser
 
 
@@ -120,7 +101,7 @@ def main(argv=None):
     TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
     return 0 if met else 1
 
 

@@ -3,6 +3,10 @@
 Two jobs run at the same time: an MPI job with all our variants and a job with all variants of PyTorch. A variant uses
 the first GPU, the first two GPUs, or all GPUs. Only one variant trains at a time; every round measures all variants. A
 variant that waits uses GPU memory but no GPU time.
+
+    python -m benchmarks.gpus.scaling                                         # on 1, 2 and 4 GPUs
+    python -m benchmarks.gpus.scaling --ranks 1 2 --batch-size 16 --rounds 1  # a quick trial on two GPUs
+    python -m benchmarks.gpus.scaling --strong 64 --paper                     # more tables
 """
 
 import statistics
@@ -13,7 +17,7 @@ import numpy as np
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
 from gpt2core.app.presets import PRESETS
@@ -236,61 +240,41 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, docstring, timeout, limited, *examples, preset="gpt2"):
+def parser_of(benchmark, docstring, timeout, preset="gpt2"):
     """A parser with the common flags of the benchmarks on several GPUs.
 
-    timeout: the default of --timeout in seconds. limited: the subject of its help text, such as "one round". examples:
-    those of --help, (flags, comment). preset: the default of --preset.
+    timeout, preset: the defaults of --timeout in seconds and of --preset.
     """
-    parser = benchmark_parser(benchmark, docstring, *examples)
-    add, name = parser.add_argument, benchmark.split(".")[-1]
-    add("--preset", choices=PRESETS, default=preset, help=f"model (default {preset})")
-    add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
-    add("--timeout", type=int, default=timeout, help=f"seconds that {limited} may take (default {timeout})")
-    add_save_flags(add, name)
+    parser = benchmark_parser(benchmark, docstring)
+    parser.add_flags(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout)
     return parser
 
 
-def add_rounds(add):
+def add_rounds(parser):
     """Add the flags of benchmarks with interleaved rounds."""
+    add = parser.add_argument
+    parser.add_flags(rounds=5, steps_per_round=10, threads=4)
     warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
-    add_flags(add, rounds=5, steps_per_round=10, threads=4)
     add("--warm-up", type=int, default=1, help=warm_up)
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
-def add_sizes(add, ranks=4, batch_size=16):
+def add_sizes(parser, ranks=4, batch_size=16):
     """Add --ranks and --batch-size, with these defaults, of the benchmarks whose variants all use the same GPUs."""
-    add("--ranks", type=int, default=ranks, help=f"GPUs (default {ranks})")
-    add("--batch-size", type=int, default=batch_size, help=f"sequences per GPU (default {batch_size})")
+    parser.add_flags(ranks=ranks)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"sequences per GPU (default {batch_size})")
 
 
 def parser():
-    parser = parser_of(
-        BENCHMARK,
-        __doc__,
-        300,
-        "one round of a variant, with compilation,",
-        ("", "on 1, 2 and 4 GPUs"),
-        ("--ranks 1 2 --batch-size 16 --rounds 1", "a quick trial on two GPUs"),
-        ("--strong 64 --paper", "more tables"),
-    )
+    parser = parser_of(BENCHMARK, __doc__, 300)
     add = parser.add_argument
-    add_rounds(add)
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
+    add_rounds(parser)
+    parser.add_flags(ranks=[1, 2, 4], no_ddp=False, no_compile=False)
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
     add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
-    add(
-        "--ways",
-        choices=OUR_VARIANTS,
-        nargs="+",
-        default=list(OUR_VARIANTS),
-        help="our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)",
-    )
-    add("--no-ddp", action="store_true", help="do not run PyTorch")
-    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
+    text = "our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)"
+    add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help=text)
     return parser
 
 
@@ -308,7 +292,7 @@ def main(argv=None):
     results = {"paper": None, "scaling": []}
 
     def save_so_far():  # after each table, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args, args.save_as)
+        save(BENCHMARK, results, args)
 
     if args.paper:
         results["paper"] = paper(args)

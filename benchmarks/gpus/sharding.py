@@ -8,6 +8,10 @@ steps must agree; otherwise they do not train the same model, and the exit code 
 "GPU memory" is what nvidia-smi shows as used after the first steps, at most, without the CUDA context and without the
 memory of the other jobs. It includes NCCL's buffers. "held in pools" is the peak of CuPy's or PyTorch's pools:
 peak_memory_bytes in the log of training, max_memory_reserved in PyTorch. "tensors" is PyTorch's max_memory_allocated.
+
+    python -m benchmarks.gpus.sharding  # gpt2-xl on two GPUs
+    python -m benchmarks.gpus.sharding --zero 3 --recompute none --rounds 3  # only the first comparison
+    python -m benchmarks.gpus.sharding --preset nano --precision fp32 --rounds 1  # a trial, with TRITON_INTERPRET=1
 """
 
 import functools
@@ -195,25 +199,15 @@ def verdicts(results):
 
 
 def parser():
-    parser = parser_of(
-        BENCHMARK,
-        __doc__,
-        300,
-        "one round of a program, with compilation,",
-        ("", "gpt2-xl on two GPUs"),
-        ("--zero 3 --recompute none --rounds 3", "only the first comparison"),
-        ("--preset nano --precision fp32 --rounds 1", "a trial: with TRITON_INTERPRET=1 on CPUs"),
-        preset="gpt2-xl",
-    )
+    parser = parser_of(BENCHMARK, __doc__, 300, preset="gpt2-xl")
     add = parser.add_argument
-    add_sizes(add, ranks=2, batch_size=16)
-    add_rounds(add)
+    add_sizes(parser, ranks=2, batch_size=16)
+    add_rounds(parser)
+    parser.add_flags(no_torch=False, no_compile=False)
     text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
     add("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)
     text = "one table each; block: with --recompute block, and with checkpointed blocks in PyTorch (default none block)"
     add("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help=text)
-    add("--no-torch", action="store_true", help="do not run PyTorch")
-    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
     return parser
 
 
@@ -233,7 +227,7 @@ def main(argv=None):
         print("\n".join(verdicts(of_table)), flush=True)
         results += of_table
         same &= agree(of_table)
-        save(BENCHMARK, results, args, args.save_as)  # after each table, so that an interrupted run keeps it
+        save(BENCHMARK, results, args)  # after each table, so that an interrupted run keeps it
     return 0 if same else 1
 
 

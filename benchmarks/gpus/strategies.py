@@ -3,6 +3,10 @@
 In a baseline the same ranks do not communicate: each rank trains its own model. The step time of a strategy minus the
 step time of its baseline is the time of the communication that does not overlap with computation. There are two
 baselines, because the deterministic mode uses other kernels for matrix products than the fast mode.
+
+    python -m benchmarks.gpus.strategies                                      # on four GPUs
+    python -m benchmarks.gpus.strategies --ranks 2 --preset paper --rounds 1  # a quick trial on two GPUs
+    python -m benchmarks.gpus.strategies --ranks 2 --buckets-mb 1 10 100      # bucket sizes
 """
 
 from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, reached, variant_name
@@ -91,17 +95,9 @@ def time_ratio(numerator, denominator):
 
 
 def parser():
-    parser = parser_of(
-        BENCHMARK,
-        __doc__,
-        300,
-        "one round of a variant",
-        ("", "on four GPUs"),
-        ("--ranks 2 --preset paper --rounds 1", "a quick trial on two GPUs"),
-        ("--ranks 2 --buckets-mb 1 10 100", "bucket sizes"),
-    )
-    add_sizes(parser.add_argument)
-    add_rounds(parser.add_argument)
+    parser = parser_of(BENCHMARK, __doc__, 300)
+    add_sizes(parser)
+    add_rounds(parser)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
     return parser
 
@@ -119,7 +115,7 @@ def main(argv=None):
     TABLES["gpus-strategies"].print(results)
     if not args.buckets_mb:
         print("\n".join(verdicts(results, args.ranks)))
-    save(BENCHMARK, results, args, args.save_as)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

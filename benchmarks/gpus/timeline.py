@@ -5,6 +5,9 @@ a graph, but not the stream on which the kernel was captured. So this script ass
 lanes of the figure. Kernels of NCCL and of the canonical sum are in the lane "communication". The other kernels are in
 the lane "compute", or in "compute, concurrent" if they start while a kernel of the lane "compute" runs. The profiler
 slows each kernel a little, so the step takes longer than in the other benchmarks.
+
+    python -m benchmarks.gpus.timeline                           # on four GPUs
+    python -m benchmarks.gpus.timeline --ranks 2 --preset paper  # a quick trial on two GPUs
 """
 
 import numpy as np
@@ -136,15 +139,8 @@ def plot(steps, path):
 
 
 def parser():
-    parser = parser_of(
-        BENCHMARK,
-        __doc__,
-        200,
-        "the job",
-        ("", "on four GPUs"),
-        ("--ranks 2 --preset paper", "a quick trial on two GPUs"),
-    )
-    add_sizes(parser.add_argument)
+    parser = parser_of(BENCHMARK, __doc__, 200)
+    add_sizes(parser)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
     return parser
@@ -159,7 +155,7 @@ def main(argv=None):
     steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
     TABLES["gpus-timeline"].print(times)
-    path = save(BENCHMARK, times, args, args.save_as)
+    path = save(BENCHMARK, times, args)
     trace = path.with_name(f"{path.stem}_trace.json")
     write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))

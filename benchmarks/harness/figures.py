@@ -1,4 +1,8 @@
-"""Draw the figures of docs/ASSIGNMENT.md again from the files in results/torch, without a measurement or a GPU."""
+"""Draw the figures of docs/ASSIGNMENT.md again from the files in results/torch, without a measurement or a GPU.
+
+python -m benchmarks.harness.figures               # all figures
+python -m benchmarks.harness.figures ddp_timeline  # one of them
+"""
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
@@ -32,13 +36,7 @@ FIGURES = {
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.harness.figures",
-        __doc__,
-        ("", "all figures"),
-        ("ddp_timeline", "one of them"),
-        usage="%(prog)s [NAME ...]",
-    )
+    parser = benchmark_parser("benchmarks.harness.figures", __doc__, saves=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"figures (default all: {', '.join(FIGURES)})")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in FIGURES]:

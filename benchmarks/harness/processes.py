@@ -189,9 +189,9 @@ def timed_round(graphs, milliseconds):
     return dict(times, norms=graphs.norms())
 
 
-def peak_bytes():
-    """The largest resident set size of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_bytes(usage=None):
+    """The largest resident set size of this process so far, or in this usage of resources, in bytes."""
+    peak = (usage or resource.getrusage(resource.RUSAGE_SELF)).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
 
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.tuned_choices import processor
 from testing.jobs import ROOT
@@ -218,10 +219,62 @@ def to_json(record):
     return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
 
 
+FLAGS = {  # {name: help text} of flags of several benchmarks
+    "preset": "model",
+    "device": "cuda, or cpu for a trial",
+    "precision": "precision",
+    "ranks": "ranks of a job; on GPUs, each rank has its own",
+    "threads": "CPU threads of each process",
+    "rounds": "number of rounds; each round times every program",
+    "steps_per_round": "timed steps of each program in a round",
+    "warm_up": "steps or runs before the first measurement",
+    "repeats": "measured runs of each row",
+    "milliseconds": "approximate device time of one round",
+    "timeout": "seconds that one round of a program, or one run, may take",
+    "batch_size": "sequences per step over all ranks",
+    "seq_len": "tokens per sequence",
+    "batch": "sequences of a rank",
+    "context": "tokens of a sequence",
+    "micro_batches": "micro-batches per step",
+    "bucket_mb": "minimum bucket size in 10^6 bytes",
+    "times": "number of kills of a rank",
+    "steps": "steps of each run",
+    "eval_every": "steps between validations",
+    "checkpoint_every": "steps between checkpoints",
+    "seed": "seed of what is chosen at random",
+    "no_compile": "measure PyTorch only without torch.compile, which needs a C++ compiler",
+    "no_ddp": "do not run PyTorch",
+    "no_torch": "do not run PyTorch",
+}
+CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": ("cuda", "cpu")}  # values of flags
+
+
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
     MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows"  # names of flags
+
+    def add_flags(self, **defaults):
+        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
+        for name, default in defaults.items():
+            flag, text = f"--{name.replace('_', '-')}", FLAGS[name]
+            if default is False:
+                self.add_argument(flag, action="store_true", help=text)
+                continue
+            values, several = (default, {"nargs": "+"}) if isinstance(default, list) else ([default], {})
+            shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+            text += f"{'; one or more' * bool(several)} (default {shown})"
+            kind = {"type": type(values[0]), "choices": CHOICES.get(name)}
+            self.add_argument(flag, default=default, help=text, **kind, **several)
+
+    def add_save_flags(self, name):
+        """Add the flags --save, --save-as and --commit. name: the default of --save-as, a file name without .json."""
+        add = self.add_argument
+        add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
+        # --no-save is the default now. The flag exists because older command lines have it.
+        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
+        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+        add("--commit", help="commit to record in the results file (default: the one that git reports)")
 
     def parse_args(self, arguments=None, namespace=None):
         options = super().parse_args(arguments, namespace)
@@ -234,59 +287,32 @@ class BenchmarkParser(Parser):
         return options
 
 
-def benchmark_parser(benchmark, docstring, *examples, **options):
-    """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring. examples: (flags, comment)."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    return BenchmarkParser(docstring, examples, f"python -m {benchmark}", formatter_class=keep_lines, **options)
+def benchmark_parser(benchmark, docstring, saves=True):
+    """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring.
 
-
-FLAGS = {  # {name: help text} of flags of several benchmarks, whose values are numbers
-    "rounds": "number of rounds; each round times every program",
-    "steps_per_round": "timed steps of each program in a round",
-    "warm_up": "steps before the first round",
-    "milliseconds": "approximate device time of one round",
-    "threads": "CPU threads of each process",
-    "timeout": "seconds that one round of a program, or one run, may take",
-    "batch_size": "sequences per step over all ranks",
-    "times": "number of kills of a rank",
-    "steps": "steps of each run",
-    "checkpoint_every": "steps between checkpoints",
-    "seed": "seed of the choice of ranks and of times",
-}
-
-
-def add_flags(add, **defaults):
-    """Add flags of FLAGS with these defaults to a parser; `add` is its method add_argument."""
-    for name, default in defaults.items():
-        text = f"{FLAGS[name]} (default {default:g})"
-        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
-
-
-def add_save_flags(add, name=None):
-    """Add the flags --save and --commit to a parser; `add` is its method add_argument.
-
-    If `name` is given, also add --save-as with the default `name`, a file name without .json.
+    The lines "python -m BENCHMARK flags  # comment" of the docstring are its examples. saves: whether to add the flags
+    of save().
     """
-    text = "write the results file to results/, which git tracks (default: to out/results/)"
-    add("--save", action="store_true", help=text)
-    # --no-save is the default now. The flag exists because older command lines have it.
-    add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
-    if name:
-        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
-    add("--commit", help="commit to record in the results file (default: the one that git reports)")
+    command = re.compile(rf"^ *python -m {re.escape(benchmark)}(.*?) +# (.*)\n", re.MULTILINE)
+    examples = [(flags.strip(), comment) for flags, comment in command.findall(docstring)]
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    text = command.sub("", docstring)
+    parser = BenchmarkParser(text, examples, f"python -m {benchmark}", formatter_class=keep_lines)
+    if saves:
+        parser.add_save_flags(benchmark.split(".")[-1])
+    return parser
 
 
 def save(benchmark, results, args, name=None):
     """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
-    benchmark: "benchmarks.<group>.<module>"; without `name` the file is <group>/<module>.json. In the groups cpu and
-    ranks, the name also gets the cpu_suffix(). The file is in results/ if args.save is true, else in
-    out/results/. args.commit replaces the detected commit. Lists of measured samples are written as their summaries;
-    see SAMPLES.
+    benchmark: "benchmarks.<group>.<module>". name: by default args.save_as. In the groups cpu and ranks, the name also
+    gets the cpu_suffix(). The file is in results/ if args.save is true, else in out/results/. args.commit replaces the
+    detected commit. Lists of measured samples are written as their summaries; see SAMPLES.
     """
-    *_, group, module = benchmark.split(".")
+    group = benchmark.split(".")[-2]
     kind = cpu_suffix() if group in ("cpu", "ranks") else ""
-    file = Path("results", group, f"{name or module}{kind}.json")
+    file = Path("results", group, f"{name or args.save_as}{kind}.json")
     path = ROOT / file if args.save else ROOT / "out" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
@@ -302,3 +328,16 @@ def save(benchmark, results, args, name=None):
     print("\n{}, {} cores, {} with {} kernels".format(*machine))
     print(f"Written to {path.relative_to(ROOT)}, commit {record['commit']}{hint}.", flush=True)
     return path
+
+
+def save_each(benchmark, args, measured, *shows):
+    """Save the results of one table after another, so that an interrupted run keeps its finished tables.
+
+    measured: an iterator of the results of each table, lists. shows: functions that print such a list.
+    """
+    results = []
+    for of_table in measured:
+        for show in shows:
+            show(of_table)
+        results += of_table
+        save(benchmark, results, args)

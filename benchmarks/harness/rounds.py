@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, peak_bytes, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, peak_bytes, progress, run_rounds
 
 SEED = 20260101
 
@@ -32,18 +32,21 @@ def interleaved(functions, rounds):
     results = {name: [] for name in functions}
     for number in range(rounds):
         for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            progress(f"round {number + 1}/{rounds}: {name}")
             results[name].append(functions[name]())
+    progress("")
     return results
 
 
 def measure_specs(specs, benchmark, args, warm_up, request):
-    """run_rounds() of the processes of some ProcessSpecs, which are started and ended here.
+    """run_rounds() of the processes of some ProcessSpecs, and "import_bytes", their memory after the imports.
 
     benchmark: the module that has prepare(). args: the flags, of which "timeout" and "rounds" are read.
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout)) for spec in specs]
-        return run_rounds(processes, args.rounds, warm_up, request)
+        measured = run_rounds(processes, args.rounds, warm_up, request)
+        return {each.spec.name: measured[each.spec.name] | {"import_bytes": each.baseline} for each in processes}
 
 
 def measure_shapes(specs, benchmark, args, shapes, kinds):

@@ -9,20 +9,20 @@ import statistics
 import time
 from datetime import UTC, datetime
 
-from benchmarks.harness.report import add_save_flags, commit, save
+from benchmarks.harness.report import commit, save
 from stage2_cuda.memory_advice import is_out_of_memory
 from testing.jobs import ROOT
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
 
 
-def add_row_flags(add, name):
-    """Add --only, --minutes, --fresh and --dry-run, and the flags of add_save_flags(). name: the default file name."""
+def add_row_flags(parser):
+    """Add --only, --minutes, --fresh and --dry-run."""
+    add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains all these texts")
     add("--minutes", type=float, default=8, help="start no row after this time; run again for the rest (default 8)")
     add("--fresh", action="store_true", help="measure all rows again (default: skip the rows in the file)")
     add("--dry-run", action="store_true", help="print the names of the rows that would be measured")
-    add_save_flags(add, name)
 
 
 def rows_path(benchmark, args, suffix=".json"):
@@ -50,7 +50,7 @@ def run_rows(benchmark, args, cases):
     saved_at, unsaved, order = time.monotonic(), False, list(dict.fromkeys([*cases, *rows]))
 
     def save_rows():
-        save(benchmark, [rows[each] for each in order if each in rows], args, args.save_as)
+        save(benchmark, [rows[each] for each in order if each in rows], args)
 
     try:
         for number, name in enumerate(wanted, 1):

@@ -1,9 +1,11 @@
 """Tables of the documentation as descriptions: a Table has a template for each cell, and names its files in results/.
 
 A description is text: "title = cell" for each column, separated by | or new lines; only "name" is the same as
-"name = {name}". A cell is a template with fields of a row, as in str.format: "{case}, {name}", "{shape[0]}". After the
-colon of a field comes a format of Python, as in "{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". A title may be a
-template too. A field that ends in "?" may be missing. None and a missing field give "".
+"name = {name}". Titles and cells are templates, as of str.format. Between the braces is a Python expression of the
+fields of a row, without : and ! outside of brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A point
+reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must exist.
+`file` is the content of the file. After the colon comes a format of Python, as in "{us:.1f}", or one of FORMATS, as in
+"{seconds:ms 3}". The text of None, of a missing field and of what is computed from them is "".
 """
 
 import functools
@@ -67,66 +69,100 @@ def percent(share, digits=1):
     return f"{100 * share:.{digits}f} %"
 
 
-def mib(count):
-    """Bytes as MiB, with one decimal below 10^9 bytes."""
-    return f"{count / 2**20:,.1f}" if count < 1e9 else f"{count / 2**20:,.0f}"
-
-
-def cell(value):
-    """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation, of a float 4 digits."""
+def cell(value, spec=".4g"):
+    """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation."""
     if isinstance(value, dict):
-        if value.get("oom"):
-            return "out of memory"
-        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else value["mean"].text
+    return formatted(value, spec) if isinstance(value, int | float) else str(value)
 
 
-def formatted(value, format_spec):
-    """The text of a value: by one of FORMATS and the words after its name, or by a format of Python; "" for None."""
-    name, *words = format_spec.split() or [""]
-    if value is None:
-        return ""
-    return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
-
-
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 BYTES = {"GiB": 2.0**-30, "MiB": 2.0**-20, "MB": 1e-6, "GB": 1e-9}
 FORMATS = {  # {name: function of the value and of the words after the name}
-    **{unit: lambda value, digits=4, scale=scale: number(value, scale, int(digits)) for unit, scale in UNITS.items()},
+    **{unit: lambda value, digits=4, scale=scale: number(value, scale, int(digits)) for unit, scale in SECONDS.items()},
     **{unit: lambda count, spec=".2f", scale=scale: format(scale * count, spec) for unit, scale in BYTES.items()},
-    "memory": mib,
+    "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "number": number,
-    "quartiles": lambda value, unit="s", digits=4: spread(value, UNITS[unit], int(digits)),
+    "quartiles": lambda value, unit="s", digits=4: spread(value, SECONDS[unit], int(digits)),
     "ratio": lambda value, digits=2: f"{value['median']:.{digits}f}",
     "percent": percent,
-    "times": lambda value, factor, spec: format(float(factor) * value, spec),  # "{alpha:times 1e6 .1f}"
-    "largest": lambda values, *words: formatted(max(values), " ".join(words)),
-    "last": lambda values, *words: formatted(values[-1], " ".join(words)),
-    "or": lambda value, *words: str(value or " ".join(words)),
-    "joined": lambda values, *words: f" {' '.join(words)} ".replace("  ", " ").join(map(str, values)),
-    "listed": ", ".join,
+    "list": lambda values, spec="": ", ".join(format(value, spec) for value in values),
     "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
-    "code": lambda text: f"`{text}`",
     "cell": cell,
 }
 
 
-class Templates(string.Formatter):
-    """str.format with FORMATS and with fields that may be missing."""
+def formatted(value, format_spec):
+    """The text of a value: by one of FORMATS and the words after its name, or by a format of Python."""
+    name, *words = format_spec.split() or [""]
+    if value is None or isinstance(value, Missing):
+        return value.text if value is OUT_OF_MEMORY and name == "cell" else ""
+    return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
 
-    def get_field(self, field_name, args, kwargs):
-        name, optional, keys = field_name.partition("?")
-        if optional and kwargs.get(name) is None:
-            return None, name
-        return super().get_field(name + keys, args, kwargs)
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+
+class Missing:
+    """A value that was not measured; what is computed from it is missing too. text: with the format "cell"."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __bool__(self):
+        return False
+
+    def itself(self, *_):
+        return self
+
+    __getattr__ = __getitem__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = itself
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = itself
+
+
+NOT_MEASURED, OUT_OF_MEMORY = Missing(""), Missing("out of memory")
+
+
+class Fields(dict):
+    """A dictionary of results in a template: fields.name is fields["name"].
+
+    A missing field is OUT_OF_MEMORY if the field "oom" is true, as run_rows() writes it, and else NOT_MEASURED.
+    """
+
+    def __missing__(self, name):
+        return OUT_OF_MEMORY if self.get("oom") else NOT_MEASURED
+
+    def __getitem__(self, name):
+        return wrapped(super().__getitem__(name))
+
+    __getattr__ = __getitem__
+
+
+def wrapped(value):
+    """A value of a file in results/ for a template: Fields instead of dictionaries, NOT_MEASURED instead of None."""
+    if isinstance(value, list | tuple):
+        return [wrapped(each) for each in value]
+    return NOT_MEASURED if value is None else Fields(value) if isinstance(value, dict) else value
+
+
+class Templates(string.Formatter):
+    """str.format with expressions and FORMATS."""
+
+    def get_field(self, expression, args, fields):
+        return eval(compiled(expression), fields), expression
 
     def format_field(self, value, format_spec):
         return formatted(value, format_spec)
 
 
-def fill(template, row):
-    """The text of a template with the fields of a row."""
-    return Templates().vformat(template, (), row)
+@functools.cache
+def compiled(expression):
+    return compile(expression, expression, "eval")
+
+
+def fill(template, row, file=None):
+    """The text of a template with the fields of a row of this file. Raises NameError for a name that is no field."""
+    fields = {name: wrapped(value) for name, value in row.items()}
+    return Templates().vformat(template, (), fields | {"row": Fields(row), "file": Fields(file or {})})
 
 
 def columns_of(description):
@@ -144,6 +180,13 @@ def flat(results, *names):
             yield {name: key, **row}
 
 
+def beside(rows, is_base, *fields):
+    """The rows, each with the first row that has the same fields and is_base(row) as "base"; None if there is none."""
+    rows = [row | {"key": [row.get(field) for field in fields]} for row in rows]
+    bases = [row for row in rows if is_base(row)]
+    return (row | {"base": next((base for base in bases if base["key"] == row["key"]), None)} for row in rows)
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,17 +194,18 @@ def flat(results, *names):
 class Table:
     """A table of one or more files in results/; table() returns (rows {title: cell}, names of the files).
 
-    description: of the columns; "" if the rows have the cells already. rows: function of the content of a file that
-    returns the rows, whose fields the templates name; {file[...]} is the content of the file. console: description of
-    columns of print() only. merged: rows with the same first cell are one row. order: the rows are sorted by this
-    function of their cells.
+    description: of the columns; "" if the rows have the cells already. rows: function of the results of a file that
+    returns the rows, whose fields the templates name. console: description of columns of print() only. merged: rows
+    with the same first cell are one row. lines: each column is a line "title, result" of the table, unless its text is
+    "". order: the rows are sorted by this function of their cells.
     """
 
     files: str | tuple
     description: str = ""
-    rows: Callable = lambda record: record["results"]
+    rows: Callable = list
     console: str = ""
     merged: bool = False
+    lines: bool = False
     order: Callable | None = None
 
     def __call__(self):
@@ -172,13 +216,14 @@ class Table:
         """[{title: cell}] of the contents of files. console: with the columns of print()."""
         found, columns = {}, columns_of(self.description + f"\n{self.console}" * console)
         for record in filter(lambda record: record["results"], records):
-            for row in self.rows(record):
+            for row in self.rows(record["results"]):
                 if columns:
-                    fields = row | {"file": record}
-                    row = {fill(title, fields): fill(template, fields) for title, template in columns.items()}
+                    row = {fill(title, row, record): fill(text, row, record) for title, text in columns.items()}
                 key = next(iter(row.values())) if self.merged else len(found)
                 before = found.setdefault(key, {})
                 before.update({title: text for title, text in row.items() if text or title not in before})
+        if self.lines:
+            return [{"": title, "result": text} for row in found.values() for title, text in row.items() if text]
         titles = dict.fromkeys(title for row in found.values() for title in row)
         rows = sorted(found.values(), key=self.order) if self.order else found.values()
         return [{title: row.get(title, "") for title in titles} for row in rows]
@@ -192,11 +237,7 @@ class Table:
             print_table(rows)
             print(flush=True)
 
-    def of(self, files):
-        """The same table of other files."""
-        return replace(self, files=files)
-
     def kinds(self, name, *kinds):
         """{"NAME": this table, "NAME-KIND": the same of the file with the suffix _KIND, for each kind}."""
-        others = {f"{name}-{kind}": self.of(f"{self.files}_{kind.replace('-', '_')}") for kind in kinds}
-        return {name: self, **others}
+        files = {f"{name}-{kind}": f"{self.files}_{kind.replace('-', '_')}" for kind in kinds}
+        return {name: self, **{other: replace(self, files=file) for other, file in files.items()}}

@@ -25,76 +25,60 @@ PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", 
 
 # -- README's table ---------------------------------------------------------------------------------------------------
 
-
-def two_threads(results):
-    """(result of this project, of PyTorch, speedup) of cpu/train_step.py with two threads."""
-    found = {result["name"]: result for result in results if result["threads"] == 2}
-    return found["ours"], found["torch eager"], found["ours"]["times_as_fast_as_eager"]
-
-
-def two_ranks(results):
-    ours = next(result for result in results if result["name"].startswith("stage 1"))
-    torch = next(result for result in results if result["name"] == "torch DDP, gloo")
-    return ours, torch, ours["times_as_fast"][torch["name"]]
-
-
-def gpu_step(results):
-    ours, torch = results
-    return ours, torch, ours["times_as_fast"][torch["name"]]
-
-
-def one_sequence(results):
-    """The fastest program of PyTorch is the peer."""
-    ours, *peers = [result for result in results if result["case"] == "one"]
-    torch = min(peers, key=lambda result: result["token"]["median"])
-    program = torch["name"].removeprefix("torch ").replace(" + each step a graph", ", CUDA graph")
-    return ours, torch | {"program": program}, ours["times_as_fast"][torch["name"]]
-
-
-def four_gpus(results):
-    found = {result["name"]: result for result in results["scaling"][0]["rows"]}
-    ours = found["ours, 4 GPUs --dp flat --zero 1"]
-    return ours, found["DDP, 4 GPUs"], ours["times_as_fast"]
-
-
-STEP_TIME = "{seconds[median]:times 1e3 .4g} ms"
-HEADLINE = (  # (title, section of docs/RESULTS.md, file, function that returns the pair, cell, PyTorch's program)
+STEP_TIME = "{seconds.median * 1e3:.4g} ms"
+HEADLINE = (  # (title, section of docs/RESULTS.md, file, arguments of pair(), cell, PyTorch's program)
     (
         "time per training step, preset `paper`, 2 threads, AMD Zen 4",
-        "cpu-training-step", "cpu/train_step", two_threads, STEP_TIME, "eager",
+        "cpu-training-step", "cpu/train_step", dict(ours="ours", torch="torch eager", threads=2), STEP_TIME, "eager",
     ),
     (
         "the same on an Intel Xeon, with MKL (see the note)",
-        "cpu-training-step", "cpu/train_step_intel", two_threads, STEP_TIME, "eager",
+        "cpu-training-step", "cpu/train_step_intel", dict(ours="ours", torch="torch eager", threads=2), STEP_TIME,
+        "eager",
     ),
     (
         "the first row with 2 MPI ranks, one thread each",
-        "ranks", "ranks/ranks", two_ranks, STEP_TIME, "DDP, gloo",
+        "ranks", "ranks/ranks", dict(ours="stage 1", torch="torch DDP, gloo"), STEP_TIME, "DDP, gloo",
     ),
     (
-        "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {hardware[gpu]:gpu}",
-        "gpu-step", "gpu/step_gpt2", gpu_step, STEP_TIME, "compiled",
+        "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {file.hardware.gpu:gpu}",
+        "gpu-step", "gpu/step_gpt2", dict(ours="ours", torch="torch"), STEP_TIME, "compiled",
     ),
     (
-        "time per generated token, GPT-2 124M, bf16, one {hardware[gpu]:gpu}",
-        "gpu-decode", "gpu/decode", one_sequence, "{token[median]:times 1e6 .0f} µs", "{program}",
+        "time per generated token, GPT-2 124M, bf16, one {file.hardware.gpu:gpu}",
+        "gpu-decode", "gpu/decode", dict(ours="ours", torch="torch", case="one"), "{token.median * 1e6:.0f} µs",
+        "{name.removeprefix('torch ').replace(' + each step a graph', ', CUDA graph')}",
     ),
     (
-        "training speed, GPT-2 124M, bf16, 4 {hardware[gpu]:gpu}s",
-        "several-gpus", "gpus/scaling_64", four_gpus, "{tokens_per_second:times 1e-6 .2f} M tokens/s", "DDP, compiled",
+        "training speed, GPT-2 124M, bf16, 4 {file.hardware.gpu:gpu}s",
+        "several-gpus", "gpus/scaling_64", dict(ours="ours, 4 GPUs --dp flat --zero 1", torch="DDP, 4 GPUs"),
+        "{tokens_per_second / 1e6:.2f} M tokens/s", "DDP, compiled",
     ),
 )  # fmt: skip
+
+
+def pair(results, ours, torch, **wanted):
+    """(result of this project, of PyTorch, speedup). ours, torch: the start of the names; wanted: fields of both.
+
+    The fastest program of PyTorch is the peer.
+    """
+    results = results if isinstance(results, list) else results["scaling"][0]["rows"]
+    results = [result for result in results if wanted.items() <= result.items()]
+    ours = next(result for result in results if result["name"].startswith(ours))
+    peers = (result for result in results if result["name"].startswith(torch))
+    torch = min(peers, key=lambda result: (result.get("token") or result["seconds"])["median"])
+    speedup = ours.get("times_as_fast_as_eager") or ours["times_as_fast"]
+    return ours, torch, speedup.get(torch["name"], speedup)
 
 
 def headline():
     """The rows of README's table. The title of a row is a link to the section of docs/RESULTS.md with all results."""
     rows = []
-    for title, section, file, pair, cell, program in HEADLINE:
-        record = load(file)
-        ours, torch, speedup = pair(record["results"])
+    for title, section, file, names, cell, program in HEADLINE:
+        ours, torch, speedup = pair(load(file)["results"], **names)
         rows.append(
             {
-                "": fill(f"[{title}](docs/RESULTS.md#{section})", record),
+                "": fill(f"[{title}](docs/RESULTS.md#{section})", {}, load(file)),
                 "this project": fill(cell, ours),
                 "PyTorch": fill(f"{cell} ({program})", torch),
                 "speedup": fill("{median:.2f}", speedup),
@@ -144,9 +128,7 @@ def pages():
 
 
 def main():
-    parser = benchmark_parser(
-        "benchmarks.harness.tables", __doc__, ("", "rewrite the tables"), ("--check", "only compare them with results/")
-    )
+    parser = benchmark_parser("benchmarks.harness.tables", __doc__, saves=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
     outdated = []

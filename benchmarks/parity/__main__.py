@@ -2,6 +2,10 @@
 
 If a rung fails, a line below the table says at which step, layer, operation and tensor the first difference is. A rung
 that this machine cannot run is a grey row with its reason. The exit code is 1 if a rung fails.
+
+    python -m benchmarks.parity                             # all stages
+    python -m benchmarks.parity --only kernels-0 kernels-2  # two rungs
+    python -m benchmarks.parity --full                      # the paper's 50 steps
 """
 
 import json
@@ -58,13 +62,7 @@ def print_row(row):
 
 
 def parser():
-    parser = benchmark_parser(
-        "benchmarks.parity",
-        __doc__,
-        ("", "all stages"),
-        ("--only kernels-0 kernels-2", "two rungs"),
-        ("--full", "the paper's 50 steps"),
-    )
+    parser = benchmark_parser("benchmarks.parity", __doc__, saves=False)
     add = parser.add_argument
     add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
     names = [rung.name for rung in RUNGS]

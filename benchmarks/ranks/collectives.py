@@ -1,6 +1,10 @@
 """How fast are our collectives compared with the MPI library's and gloo's? How much CPU time does a waiting rank use?
 
 Ours are built from send and receive only (stage1_mpi/collectives.py). gloo is PyTorch's library for CPU tensors.
+
+    python -m benchmarks.ranks.collectives                                            # all-reduce on 2, 4 and 8 ranks
+    python -m benchmarks.ranks.collectives --ranks 2 --sizes 1000 1000000 --rounds 3  # a quick trial
+    python -m benchmarks.ranks.collectives --idle                                     # CPU time of a waiting rank
 """
 
 import statistics
@@ -15,7 +19,7 @@ import numpy as np
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 from testing.jobs import run_mpi
@@ -244,26 +248,18 @@ def idle(args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "all-reduce on 2, 4 and 8 ranks"),
-        ("--ranks 2 --sizes 1000 1000000 --rounds 3", "a quick trial"),
-        ("--idle", "CPU time of a waiting rank"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     parser.add_argument(
         "--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of each job (default 2 4 8)")
+    parser.add_flags(ranks=[2, 4, 8], rounds=9, timeout=900)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
     )
-    add_flags(parser.add_argument, rounds=9, timeout=900)
     parser.add_argument(
         "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
     )
     parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
-    add_save_flags(parser.add_argument, "collectives")
     args = parser.parse_args()
 
     if args.idle:
@@ -274,7 +270,7 @@ def main():
         found[operation], fits = compare(args, operation)
         # all_reduce keeps the names of the older files
         found["alpha_beta" if operation == "all_reduce" else f"alpha_beta_{operation}"] = fits
-    path = save(BENCHMARK, found, args, name=args.save_as)
+    path = save(BENCHMARK, found, args)
     for operation in args.operations:
         plot(found[operation], path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
 

@@ -2,40 +2,34 @@
 
 Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, from the same initial weights. The last
 2 % of the book are for validation.
+
+    python -m benchmarks.ranks.convergence                                       # all runs with two seeds
+    python -m benchmarks.ranks.convergence --steps 20 --eval-every 10 --seeds 0  # a quick trial
 """
 
 import statistics
-import sys
-import tempfile
-from pathlib import Path
 
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import progress, run_main, run_to_end
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.training_runs import train as train_gpt2
 from gpt2core.app.output.loss_plot import Curve, write_plot
-from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import BOOK, TOKENIZERS
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.ranks.convergence"
 BASE = "--shuffle"  # the run with which the others are compared
 ORDERS = {"in order": ("--no-shuffle",), BASE: ("--shuffle",), "--local-shuffle": ("--local-shuffle",)}
 CODES = {f"--shuffle --compress {code}": ("--shuffle", "--compress", code) for code in ("fp16", "bf16", "int8")}
 RUNS = ORDERS | CODES  # {name: flags}
-RECIPE = "--preset tiny --threads 1 --schedule cosine --warmup 20 --clip 1 --val-fraction 0.02 --sample 0 --no-save"
+RECIPE = "--preset tiny --threads 1 --schedule cosine --warmup 20 --clip 1 --val-fraction 0.02"
 
 
 def train(name, args, seed):
     """The log of one run, a list with one dictionary for each step."""
     progress(f"{name}, seed {seed}")
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        flags = {"data": BOOK, "tokenizer": TOKENIZERS["book"], "seed": seed, "steps": args.steps, "log": log}
-        flags["eval-every"] = args.eval_every
-        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-        line = [*launch_line(*choose(), args.ranks), sys.executable, "-m", "stage1_mpi.train_gpt2"]
-        run_to_end(name, [*line, *RECIPE.split(), *words, *RUNS[name]], blas_threads=1, timeout=args.timeout)
-        return read_log(log)
+    flags = dict(data=BOOK, tokenizer=TOKENIZERS["book"], seed=seed, steps=args.steps, eval_every=args.eval_every)
+    words = [*RECIPE.split(), *RUNS[name]]
+    return train_gpt2(name, "stage1_mpi", args.timeout, words, args.ranks, **flags)[0]
 
 
 def result(name, logs):
@@ -65,16 +59,12 @@ def curves_of(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "all runs with two seeds"), ("--steps 20 --eval-every 10 --seeds 0", "a quick trial")
-    )
-    add = parser.add_argument
+    parser = benchmark_parser(BENCHMARK, __doc__)
     parser.MAY_BE_0 += ("seeds",)
-    add("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)")
-    add("--ranks", type=int, default=2, help="number of ranks (default 2)")
-    add("--eval-every", type=int, default=100, help="steps between validations (default 100)")
-    add_flags(add, steps=400, timeout=600)
-    add_save_flags(add)
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"
+    )
+    parser.add_flags(ranks=2, steps=400, eval_every=100, timeout=600)
     args = parser.parse_args()
     results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]
     progress("")

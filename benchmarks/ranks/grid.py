@@ -5,6 +5,9 @@ Memory, calls and bytes are those of the rank with most. The time is that of the
 machine can only make a step longer. A time is predicted only if each rank has a core. The CPU time of a rank is
 compared with the predicted computation and update; it depends less on other programs, but a rank that polls for a
 message computes too.
+
+    python -m benchmarks.ranks.grid                      # two and four ranks
+    python -m benchmarks.ranks.grid --ranks 2 --steps 3  # a quick trial
 """
 
 import itertools
@@ -12,7 +15,7 @@ import os
 from dataclasses import replace
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.ranks.grid_ranks import train_all
 from gpt2core.app.plan import calibrate
 from gpt2core.app.planning.machine import calibration_file, host_machine
@@ -94,12 +97,9 @@ def errors(results, name):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "two and four ranks"), ("--ranks 2 --steps 3", "a quick trial"))
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
-    add("--calibrate", action="store_true", help="measure the constants of this machine again")
-    add_flags(add, batch_size=16, steps=10, timeout=500)
-    add_save_flags(add)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(ranks=[2, 4], batch_size=16, steps=10, timeout=500)
+    parser.add_argument("--calibrate", action="store_true", help="measure the constants of this machine again")
     args = parser.parse_args()
     if args.calibrate or host_machine(calibration_file(), 2) is None:
         calibrate()

@@ -2,6 +2,9 @@
 
 Each trial starts a run that resumes from a checkpoint, and kills a random rank with SIGKILL at a random moment, which
 may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run.
+
+    python -m benchmarks.ranks.kill                      # 20 runs on four ranks
+    python -m benchmarks.ranks.kill --times 1 --ranks 2  # a quick trial
 """
 
 import functools
@@ -17,7 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
@@ -111,41 +114,30 @@ def ended_cleanly(result):
     return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
-def print_trials(results, description):
-    """Print a row for each trial. description: of the columns that only one kind of jobs has."""
-    texts = [
-        {
-            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
-            "curve": "equal" if result.get("equal") else "DIFFERS",
-        }
-        for result in results
-    ]
-    Table("", TRIALS + description).print([result | each for result, each in zip(results, texts, strict=True)])
+def report(benchmark, args, results, is_clean, longest, columns, sentence):
+    """Print a row for each trial and a sentence, and save both.
 
-
-def summary_of(results, is_clean):
-    """{name: number} of all trials; is_clean(result): whether a job ended as it should."""
+    is_clean(result): whether a job ended as it should. longest: the seconds of a whole run. columns: a description of
+    the columns that only one kind of jobs has. sentence: a template of the flags and of the summary.
+    """
+    checkpoints = ("unreadable" if result["step"] is None else f"step {result['step']}" for result in results)
+    rows = [result | {"checkpoint": text} for result, text in zip(results, checkpoints, strict=True)]
+    Table("", TRIALS + columns).print(rows)
     seconds = [result["seconds"] for result in results]
-    return {
+    summary = {
         "clean_ends": sum(map(is_clean, results)),
         "readable": sum(result["step"] is not None for result in results),
+        **({"equal": sum(result["equal"] for result in results)} if "equal" in results[0] else {}),
         "median_seconds": statistics.median(seconds),
         "longest_seconds": max(seconds),
     }
-
-
-def times_of(summary):
-    return f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
+    print(sentence.format(**vars(args), **summary))
+    save(benchmark, {**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "20 runs on four ranks"), ("--times 1 --ranks 2", "a quick trial")
-    )
-    add_flags(parser.add_argument, times=20, steps=60, checkpoint_every=2, seed=0)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default 4)")
-    parser.add_argument("--preset", default="tiny", help="model (default tiny)")
-    add_save_flags(parser.add_argument)
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():
         sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
@@ -164,15 +156,12 @@ def main():
             if result := trial(args, folder, expected, rng, longest):
                 results.append(result)
     progress("")
-    print_trials(results, "resumed curve = {curve}")
-    summary = summary_of(results, ended_cleanly) | {"equal": sum(result["equal"] for result in results)}
-    print(
-        f"{summary['clean_ends']} of {args.times} ended within 10 s with no process left ({times_of(summary)}), "
-        f"{summary['readable']} left a readable checkpoint, {summary['equal']} resumed with the curve of the "
-        f"uninterrupted run, bit for bit."
-    )
-    options = vars(args) | {"longest_moment": longest}
-    save(BENCHMARK, {**options, "summary": summary, "rows": results}, args)
+    report(
+        BENCHMARK, args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
+        "{clean_ends} of {times} ended within 10 s with no process left (median {median_seconds:.2f} s, longest "
+        "{longest_seconds:.2f} s), {readable} left a readable checkpoint, {equal} resumed with the curve of the "
+        "uninterrupted run, bit for bit.",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

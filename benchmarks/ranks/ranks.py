@@ -1,8 +1,13 @@
-"""Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?"""
+"""Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?
+
+python -m benchmarks.ranks.ranks                                    # preset paper on two ranks
+python -m benchmarks.ranks.ranks --with-threads --dp flat bucket    # more rows
+python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick trial
+"""
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.app.presets import PRESETS
@@ -99,18 +104,11 @@ def verdicts(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "preset paper on two ranks"),
-        ("--with-threads --dp flat bucket", "more rows"),
-        ("--preset tiny --rounds 1 --no-ddp", "a quick trial"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="ranks of stage 1 and processes of PyTorch (default 2)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
+    parser.add_flags(preset="paper", ranks=2, batch_size=16, bucket_mb=BUCKET_MB)
+    parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
     add(
@@ -120,9 +118,6 @@ def main():
     )
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    add("--no-ddp", action="store_true", help="do not run PyTorch")
-    add_flags(add, batch_size=16, rounds=7, steps_per_round=2, warm_up=2, timeout=900)
-    add_save_flags(add)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, not args.no_deterministic)
 

@@ -3,6 +3,9 @@
 The model is preset `paper` with two vocabularies. The sum is that of the gradient (V, C) of the token embedding: once
 an all-reduce of all rows, and by its rows, if each rank has read a given number of distinct tokens. The steps train on
 random tokens that are as frequent as words are in a text.
+
+python -m benchmarks.ranks.sparse                               # two vocabularies on four ranks
+python -m benchmarks.ranks.sparse --rounds 1 --vocabularies 172  # a quick trial
 """
 # V vocabulary, C channels, R distinct tokens on a rank
 
@@ -12,7 +15,7 @@ import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import SEED, step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
@@ -126,15 +129,12 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "two vocabularies on four ranks"), ("--rounds 1 --vocabularies 172", "a quick trial")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="number of ranks of one thread (default 4)")
     add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
     add("--no-steps", action="store_true", help="measure only the sums")
-    add_flags(add, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
-    add_save_flags(add)
+    parser.add_flags(batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
     results = []

@@ -1,8 +1,13 @@
-"""How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?"""
+"""How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?
+
+python -m benchmarks.ranks.strategies                                     # on two and four ranks
+python -m benchmarks.ranks.strategies --ranks 2 --preset tiny --rounds 1  # a quick trial
+python -m benchmarks.ranks.strategies --ranks 2 --only zero               # only some variants
+"""
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
@@ -102,20 +107,12 @@ def verdict(results, ranks):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "on two and four ranks"),
-        ("--ranks 2 --preset tiny --rounds 1", "a quick trial"),
-        ("--ranks 2 --only zero", "only some variants"),
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="paper", ranks=[2, 4], batch_size=16, bucket_mb=BUCKET_MB)
+    parser.add_flags(rounds=5, steps_per_round=1, warm_up=1, timeout=900)
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT"
     )
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
-    add("--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT")
-    add_flags(add, batch_size=16, rounds=5, steps_per_round=1, warm_up=1, timeout=900)
-    add_save_flags(add)
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)

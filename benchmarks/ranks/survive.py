@@ -2,6 +2,9 @@
 
 One job is started with --max-restarts, and again and again a random rank is killed with SIGKILL: before the first
 checkpoint, while a checkpoint is written, and at random moments, which may be during start-up.
+
+    python -m benchmarks.ranks.survive                                 # 20 kills of one run on four ranks
+    python -m benchmarks.ranks.survive --times 2 --ranks 2 --steps 60  # a quick trial
 """
 
 import os
@@ -15,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import add_flags, add_save_flags, benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from benchmarks.ranks.kill import curve
 from gpt2core.app.checkpoints.directory import HIDDEN
@@ -27,7 +30,8 @@ LONGEST = 2.0  # seconds from the first step of a start until a kill at a random
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
 AGAIN = "it is started again"
 COLUMNS = """
-    kill = {number} | moment = {moment} | killed = rank {rank} | incomplete checkpoint = {left}
+    kill = {number} | moment = {moment} | killed = rank {rank}
+    incomplete checkpoint = {"yes" if incomplete else "no"}
     last step before = {last} | first step after = {after} | steps repeated = {repeated}
     seconds until it = {seconds:.2f}
 """
@@ -150,18 +154,11 @@ def summary_of(rows, found, wanted):
 
 
 def parser():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "20 kills of one run on four ranks"),
-        ("--times 2 --ranks 2 --steps 60", "a quick trial"),
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
+    parser.add_argument(
+        "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
     )
-    add = parser.add_argument
-    add_flags(add, times=20, steps=600, checkpoint_every=10, seed=0)
-    add("--ranks", type=int, default=4, help="ranks of the run (default 4)")
-    add("--preset", default="tiny", help="model (default tiny)")
-    add("--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)")
-    add_save_flags(add, "survive")
     return parser
 
 
@@ -174,8 +171,7 @@ def main():
         rows = survive(args, folder)
         found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
     progress("")
-    texts = [{"last": str(row["before"]), "left": "yes" if row["incomplete"] else "no"} for row in rows]
-    Table("", COLUMNS).print([row | each for row, each in zip(rows, texts, strict=True)])
+    Table("", COLUMNS).print([row | {"last": str(row["before"])} for row in rows])
     summary = summary_of(rows, found, wanted)
     same = "the losses and parameters of an undisturbed run" if summary["equal"] else "OTHER losses or parameters"
     print(
@@ -183,7 +179,7 @@ def main():
         f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
         f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
     )
-    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args, args.save_as)
+    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args)
     return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
 
 

@@ -6,13 +6,16 @@ behind a bucket first copies what it overwrites, in order to undo it: three arra
 and with it the guard. The row "update alone" is the most that a step could gain: norm and AdamW without anything else.
 
 The trainers differ only in this file: the project has no such option, see docs/RESULTS.md for the reason.
+
+python -m benchmarks.ranks.update_behind                                    # on two and four ranks
+python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a quick trial
 """
 
 import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_flags, add_save_flags, add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
@@ -124,15 +127,10 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK, __doc__, ("", "on two and four ranks"), ("--ranks 2 --preset tiny --rounds 1", "a quick trial")
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
-    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--bucket-mb", type=float, default=4.0, help="minimum bucket size in 10^6 bytes (default 4)")
-    add_flags(add, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
-    add_save_flags(add)
+    parser.add_flags(preset="paper", bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)

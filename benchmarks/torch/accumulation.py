@@ -8,6 +8,9 @@ layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance co
             65,504; bfloat16 has the range of float32, but 8 bits of precision, which the subtraction of a large mean
             loses. Therefore autocast on a GPU computes LayerNorm in float32, and bfloat16 needs this too, for the
             precision. (Autocast on the CPU returns half precision; its kernel has statistics in float32.)
+
+    python -m benchmarks.torch.accumulation               # on a GPU
+    python -m benchmarks.torch.accumulation --device cpu  # on the CPU
 """
 
 import functools
@@ -21,7 +24,7 @@ from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import add_device_flag, check_device
+from benchmarks.torch.models import check_device
 
 BENCHMARK = "benchmarks.torch.accumulation"
 TERM, COUNT = 0.01, 1000
@@ -98,9 +101,9 @@ def layernorm_row(dtype, title, device):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "on a GPU"), ("--device cpu", "on the CPU"))
-    add_device_flag(parser.add_argument)
-    add_row_flags(parser.add_argument, "accumulation")
+    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser.add_flags(device="cuda")
+    add_row_flags(parser)
     args = parser.parse_args()
     check_device(args)
     device = args.device

@@ -1,6 +1,10 @@
 """How long does an all-reduce take with gloo on the CPU, with NCCL on GPUs, and with our algorithms over MPI?
 
 One row per library, number of ranks and size. `ddp_model` fits its two constants to these rows.
+
+    python -m benchmarks.torch.all_reduce                                             # gloo and MPI on the CPU
+    python -m benchmarks.torch.all_reduce --ranks 2 --sizes 1000000 --libraries gloo  # a quick trial
+    python -m benchmarks.torch.all_reduce --libraries nccl                            # on several GPUs
 """
 
 import functools
@@ -12,7 +16,8 @@ from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
-from benchmarks.torch.models import TIMED_BACKENDS, Groups, add_run_flags, device_of_rank, slowest, timed
+from benchmarks.torch.groups import TIMED_BACKENDS, Groups, seconds_of, slowest
+from benchmarks.torch.models import device_of_rank
 
 BENCHMARK = "benchmarks.torch.all_reduce"
 SIZES = [10**k for k in range(6, 10)]
@@ -24,13 +29,7 @@ def all_reduces(size, warm_up, repeats):
     """{"seconds": of each measured all-reduce of `size` bytes of float32} of this rank."""
     device = device_of_rank()
     x = torch.zeros(size // 4, device=device)
-    for _ in range(warm_up):
-        dist.all_reduce(x)
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        seconds.append(timed(lambda: dist.all_reduce(x), device)[0])
-    return {"seconds": seconds}
+    return {"seconds": seconds_of(lambda: dist.all_reduce(x), device, warm_up, repeats)}
 
 
 def torch_row(groups, library, ranks, size, args):
@@ -62,19 +61,13 @@ def with_bandwidth(ranks, size, milliseconds):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "gloo and MPI on the CPU"),
-        ("--ranks 2 --sizes 1000000 --libraries gloo", "a quick trial"),
-        ("--libraries nccl", "on several GPUs"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
     add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)")
-    add_run_flags(add, warm_up=5, repeats=10)
-    add_row_flags(add, "all_reduce")
+    parser.add_flags(warm_up=5, repeats=10)
+    add_row_flags(parser)
     args = parser.parse_args()
 
     cases = {}

@@ -6,6 +6,10 @@ the memory before backward, T up to the first that does not fit. grid: causal, b
 causal: forward and backward, timed by triton.testing.do_bench exactly as the assignment's leaderboard does.
 
 Run the command again until no row is missing. Times are milliseconds.
+
+    python -m benchmarks.torch.attention --dry-run      # the names of the rows
+    python -m benchmarks.torch.attention --only memory  # one part
+    python -m benchmarks.torch.attention                # all rows that are missing
 """
 
 import functools
@@ -193,18 +197,12 @@ def cases(args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("--dry-run", "the names of the rows"),
-        ("--only memory", "one part"),
-        ("", "all rows that are missing"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
-    add_row_flags(add, "attention")
+    add_row_flags(parser)
     args = parser.parse_args()
     rows = run_rows(BENCHMARK, args, cases(args))
     TABLES["torch-attention"].print(rows, "leaderboard")

@@ -6,6 +6,10 @@ stage2_cuda/attention/launches.py, for few programs into SMALL_TILES of torch_br
 TILES of torch_bridge/kernels/fp16x3_launches.py. The lines "in use" are the tiles of these tables.
 
 Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
+
+    python -m benchmarks.torch.attention_tiles --dry-run  # the names of the rows
+    python -m benchmarks.torch.attention_tiles --kernel forward --head-size 64 --length 1024  # one kernel
+    python -m benchmarks.torch.attention_tiles  # all tiles that are missing
 """
 
 import functools
@@ -103,13 +107,7 @@ def print_rankings(rows, count):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("--dry-run", "the names of the rows"),
-        ("--kernel forward --head-size 64 --length 1024", "one kernel"),
-        ("", "all tiles that are missing"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--heads", type=int, default=1, help="batch x heads (default 1)")
@@ -120,7 +118,7 @@ def main():
     add("--warmup", type=int, default=10, help="milliseconds before each measurement (default 10)")
     add("--rep", type=int, default=40, help="milliseconds of each measurement (default 40)")
     add("--show", type=int, default=5, help="lines of each ranking (default 5)")
-    add_row_flags(add, "attention_tiles")
+    add_row_flags(parser)
     args = parser.parse_args()
     print_rankings(run_rows(BENCHMARK, args, cases(args)), args.show)
 

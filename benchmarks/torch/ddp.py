@@ -2,6 +2,10 @@
 
 The row "none" trains without synchronisation; the exposed time of another row is its step time minus that one's.
 `--timeline` instead draws one step of naive above one of overlapped. `ddp_model` compares the rows with a formula.
+
+    python -m benchmarks.torch.ddp                            # on two GPUs
+    python -m benchmarks.torch.ddp --backend gloo --size toy  # a quick trial on the CPU
+    python -m benchmarks.torch.ddp --timeline                 # draw one step
 """
 
 import functools
@@ -15,21 +19,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.harness.assignment_tables import TABLES, print_tables
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import (
-    TIMED_BACKENDS,
-    Groups,
-    add_group_flags,
-    batch_of,
-    build,
-    device_of_rank,
-    loss_of,
-    release_memory,
-    settings_of,
-    slowest,
-    timed,
-)
+from benchmarks.harness.report import save
+from benchmarks.harness.rows import run_rows
+from benchmarks.torch.groups import TIMED_BACKENDS, Groups, group_parser, seconds_of, settings_of, slowest
+from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory, timed
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
 BENCHMARK = "benchmarks.torch.ddp"
@@ -97,12 +90,7 @@ def steps(way, size, context, batch, warm_up, repeats):
     """
     release_memory()
     device, model, step = prepare(way, size, context, batch)
-    for _ in range(warm_up):
-        step()
-    found = {"step": [], "finish": []}
-    for _ in range(repeats):
-        dist.barrier()
-        found["step"].append(timed(step, device)[0])
+    found = {"step": seconds_of(step, device, warm_up, repeats), "finish": []}
 
     def finish():
         found["finish"].append(timed(model.finish_gradient_synchronization, device)[0])
@@ -121,8 +109,7 @@ def steps(way, size, context, batch, warm_up, repeats):
 
 def way_row(groups, way, args):
     """The values of a row: of each run, the time of the slowest rank."""
-    settings = way, args.size, args.context, args.batch, args.warm_up, args.repeats
-    found = groups.run(args.backend, args.ranks, steps, *settings)
+    found = groups.run_way(args, args.ranks, steps, way)
     values = {"way": way, "step": slowest(found, "step"), "finish": slowest(found, "finish")}
     if found[0]["backward"]:
         values["backward"] = slowest(found, "backward")
@@ -196,20 +183,12 @@ def timeline(args, settings, groups):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "on two GPUs"),
-        ("--backend gloo --size toy", "a quick trial on the CPU"),
-        ("--timeline", "draw one step"),
-    )
+    described = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU"
+    parser = group_parser(BENCHMARK, __doc__, TIMED_BACKENDS, described, ranks=2)
     add = parser.add_argument
-    add_group_flags(add, TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
-    add("--ranks", type=int, default=2, help="ranks (default 2)")
     text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
     add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
-    add_row_flags(add, "ddp")
     args = parser.parse_args()
     if any(not 0 < mb < math.inf for mb in args.buckets_mb):
         parser.error(f"--buckets-mb {args.buckets_mb}: every size must be above 0")

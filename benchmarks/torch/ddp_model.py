@@ -12,6 +12,9 @@ case from the time of backward: with a fast network only the last bucket is expo
 with a slow network most of s / w is exposed, whatever n is.
 
 w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compared with the result.
+
+    python -m benchmarks.torch.ddp_model            # after all_reduce and ddp
+    python -m benchmarks.torch.ddp_model --ranks 4  # for four ranks
 """
 
 import argparse
@@ -21,7 +24,7 @@ import numpy as np
 
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_save_flags, benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.rows import saved_rows
 from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.bucket_size import best_bucket
@@ -128,7 +131,7 @@ def draw(found, s, w, o, backward, title, path):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ("", "after all_reduce and ddp"), ("--ranks 4", "for four ranks"))
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--size", default="xl", help="model of the rows of ddp (default xl)")
     add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
@@ -137,7 +140,6 @@ def main():
     add("--context", type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)")
     add("--all-reduce", default="all_reduce", help="name of the file to fit (default all_reduce)")
     add("--ddp", default="ddp", help="name of the file to compare with (default ddp)")
-    add_save_flags(add, "ddp_model")
     args = parser.parse_args()
 
     w, o = fit(read(args.all_reduce), args.backend, args.ranks)
@@ -152,7 +154,7 @@ def main():
         f"form assumes that they are equal."
     )
     results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best, "rows": found}
-    path = save(BENCHMARK, results, args, args.save_as)
+    path = save(BENCHMARK, results, args)
     draw(found, s, w, o, base["backward"]["mean"] / 1e3, settings, path.with_suffix(".png"))
 
 

@@ -16,15 +16,8 @@ import sys
 
 from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
-from benchmarks.torch.models import (
-    PRECISIONS,
-    SIZES,
-    add_run_flags,
-    check_device,
-    model_parser,
-    release_memory,
-)
+from benchmarks.harness.rows import mean_and_deviation, measured, run_rows
+from benchmarks.torch.models import PRECISIONS, SIZES, check_device, model_parser, release_memory
 from benchmarks.torch.passes import (
     BLOCKS,
     COMPILED,
@@ -169,12 +162,11 @@ def without_compiler(args):
 def main():
     text = "fp32 is without TF32 (default: see above)"
     everything = "all sizes, contexts, precisions and implementations; about an hour"
-    parser = model_parser(BENCHMARK, __doc__, "see above", text, everything)
-    add = parser.add_argument
+    parser = model_parser(BENCHMARK, __doc__, text, everything, models="see above")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
-    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=f"{described} (default: above)")
-    add_run_flags(add, warm_up=3, repeats=5)
-    add_row_flags(add, "end_to_end")
+    text = f"{described} (default: above)"
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=text)
+    parser.add_flags(warm_up=3, repeats=5)
     args = parser.parse_args()
     check_device(args)
     if without_compiler(args):

@@ -6,6 +6,10 @@ torch.relu(a @ b + c), the same under torch.compile, and cublasLt with a fused R
 torch._addmm_activation fuses a bias vector only. cublasLt is therefore called directly (stage2_cuda/gemm/cublaslt.py).
 
 Device time in milliseconds, from CUDA graphs of several calls. Run the command again until no tile is missing.
+
+    python -m benchmarks.torch.matmul_search                         # M = N = K = 2048
+    python -m benchmarks.torch.matmul_search --size 1024 --rounds 3  # a smaller size
+    python -m benchmarks.torch.matmul_search --dry-run               # the names of the rows
 """
 
 import argparse
@@ -205,18 +209,12 @@ def explain(size, best, times):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "M = N = K = 2048"),
-        ("--size 1024 --rounds 3", "a smaller size"),
-        ("--dry-run", "the names of the rows"),
-    )
+    parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
     add("--show", type=int, default=12, help="lines of the ranking (default 12)")
-    add_row_flags(add, "matmul_search")
+    add_row_flags(parser)
     args = parser.parse_args()
     cases = {
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)

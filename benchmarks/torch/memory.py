@@ -23,7 +23,7 @@ import torch
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_tables
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
+from benchmarks.harness.rows import measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
     allocated_after,
     allocated_by_ours,
@@ -219,15 +219,12 @@ def cases(args):
 
 
 def main():
-    selection = "a selection that takes about a minute on an H200"
     text = "bf16 is autocast over fp32 parameters (default: both)"
-    everything = "all sizes, contexts, precisions and implementations"
-    parser = model_parser(BENCHMARK, __doc__, selection, text, everything)
+    parser = model_parser(BENCHMARK, __doc__, text, "all sizes, contexts, precisions and implementations")
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    add_row_flags(add, "memory")
     args = parser.parse_args()
     check_device(args)
     if min(args.blocks) < 1:

@@ -1,11 +1,10 @@
-"""The models of the systems assignment as torch_gpt2 of the given width and depth, the backends, and a clock.
+"""The models of the systems assignment as torch_gpt2 of the given width and depth, and a clock.
 
 The vocabulary has 10,000 tokens; d_ff is 4 d_model. GPT-2 has the assignment's sizes, and its own layers.
 """
 
 import contextlib
 import gc
-import os
 import sys
 import time
 
@@ -16,22 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import mean_and_deviation
+from benchmarks.harness.rows import add_row_flags
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
-from testing.torch_ranks import RanksFailed, TorchRanks
 
 VOCABULARY = 10_000
 PRECISIONS = "fp32", "bf16"
-BACKENDS = {  # name: options of TorchRanks
-    "gloo": dict(backend="gloo"),
-    "nccl": dict(backend="nccl"),
-    # through the host's network stack
-    "nccl-sockets": dict(backend="nccl", environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
-    "nccl-shared": dict(backend="nccl", share_gpus=True),  # more ranks than GPUs
-}
-TIMED_BACKENDS = [name for name in BACKENDS if name != "nccl-shared"]  # whose times are those of a GPU per rank
+SELECTION = "a selection that takes about a minute on an H200"  # what a command measures without --sizes
 SIZES = {  # name: (d_model, layers, heads)
     "small": (768, 12, 12),
     "medium": (1024, 24, 16),
@@ -119,82 +110,25 @@ def loss_of(model, inputs, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class Groups:
-    """A context manager. run(backend, ranks, function, *args) calls a function on every rank; see TorchRanks.
-
-    The processes of one backend and number of ranks are kept until another one is asked for. Raises
-    torch.OutOfMemoryError if a rank had too little GPU memory.
-    """
-
-    def __init__(self, limit=300):
-        self.limit, self.key, self.ranks = limit, None, None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        if self.ranks:
-            self.ranks.__exit__()
-
-    def run(self, name, ranks, function, *args):
-        if self.key != (name, ranks):
-            self.__exit__()
-            threads = max(1, (os.cpu_count() or 1) // ranks)
-            self.key = name, ranks
-            self.ranks = TorchRanks(ranks, threads=threads, limit=self.limit, **BACKENDS[name])
-        try:
-            return self.ranks.run(function, *args)
-        except RanksFailed as error:
-            if "OutOfMemoryError" in str(error):
-                raise torch.OutOfMemoryError(str(error)) from None
-            raise
-
-
-def slowest(found, field):
-    """{"mean", "std", "n"} in ms of the slowest rank in each run; found: {field: seconds of each run} of each rank."""
-    return mean_and_deviation([1e3 * max(each) for each in zip(*(rank[field] for rank in found), strict=True)])
-
-
-def add_run_flags(add, warm_up, repeats):
-    """The flags of a measurement."""
-    add("--warm-up", type=int, default=warm_up, help=f"runs before the measurement (default {warm_up})")
-    add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
-
-
-def add_device_flag(add):
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
-
-
-def model_parser(benchmark, docstring, models, precisions, everything):
+def model_parser(benchmark, docstring, precisions, everything, models=SELECTION):
     """The parser of a command that measures models; the other arguments are parts of help texts.
 
     models: what is measured without --sizes and --contexts. precisions, everything: of --precisions and --all.
     """
-    trial = ("--device cpu --sizes toy --contexts 32", "a quick trial on the CPU")
-    examples = ("", "a selection, on a GPU"), trial, ("--dry-run", "the names of the rows")
-    parser = benchmark_parser(benchmark, docstring, *examples)
+    examples = f"""
+    python -m {benchmark}  # a selection, on a GPU
+    python -m {benchmark} --device cpu --sizes toy --contexts 32  # a quick trial on the CPU
+    python -m {benchmark} --dry-run  # the names of the rows
+    """
+    parser = benchmark_parser(benchmark, docstring + examples)
     add = parser.add_argument
     add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {models})")
     add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {models})")
-    add("--batch", type=int, default=4, help="sequences (default 4)")
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     add("--all", action="store_true", help=everything)
-    add_device_flag(add)
+    parser.add_flags(batch=4, device="cuda")
+    add_row_flags(parser)
     return parser
-
-
-def add_group_flags(add, backends, described):
-    """The flags of a command that trains a model on a group of ranks. described: the backends, for the help text."""
-    add("--size", choices=SIZES, default="xl", help="model (default xl)")
-    add("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
-    add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
-    add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
-    add_run_flags(add, warm_up=5, repeats=10)
-
-
-def settings_of(args, ranks):
-    """The settings of add_group_flags() as the beginning of the names of rows."""
-    return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
 
 
 def check_device(args):

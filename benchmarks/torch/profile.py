@@ -26,10 +26,9 @@ import torch
 from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import mean_and_deviation, run_rows
 from benchmarks.torch.models import (
     SIZES,
-    add_run_flags,
     check_device,
     model_parser,
     naive_attention,
@@ -169,15 +168,12 @@ def selected(args):
 
 
 def main():
-    selection = "a selection that takes about a minute on an H200"
     text = "fp32 is without TF32 (default bf16, two rows of fp32)"
-    everything = "all sizes and contexts, in bf16 or in --precisions"
-    parser = model_parser(BENCHMARK, __doc__, selection, text, everything)
+    parser = model_parser(BENCHMARK, __doc__, text, "all sizes and contexts, in bf16 or in --precisions")
     add = parser.add_argument
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    add_run_flags(add, warm_up=2, repeats=5)
-    add_row_flags(add, "profile")
+    parser.add_flags(warm_up=2, repeats=5)
     args = parser.parse_args()
     check_device(args)
     settings = {"{1} / context {2} / {3} / {0}".format(*each): each for each in selected(args)}

@@ -6,6 +6,10 @@
     fully_shard         PyTorch's FSDP, one unit per block               the same
 
 "counted" is the size of the tensors of these three kinds on rank 0; "GB" is what the GPU's allocator has given out.
+
+    python -m benchmarks.torch.sharding                            # on two GPUs
+    python -m benchmarks.torch.sharding --backend gloo --size toy  # a quick trial on the CPU
+    python -m benchmarks.torch.sharding --dry-run                  # the names of the rows
 """
 
 import functools
@@ -15,21 +19,9 @@ import torch.distributed as dist
 
 from benchmarks.harness.assignment_tables import MOMENTS, print_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import (
-    BACKENDS,
-    Groups,
-    add_group_flags,
-    batch_of,
-    build,
-    device_of_rank,
-    loss_of,
-    release_memory,
-    settings_of,
-    slowest,
-    timed,
-)
+from benchmarks.harness.rows import run_rows
+from benchmarks.torch.groups import BACKENDS, Groups, group_parser, seconds_of, settings_of, slowest
+from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory
 from torch_bridge.ddp import BucketedDDP
 from torch_bridge.fsdp import FSDP
 from torch_bridge.sharded_optimizer import ShardedOptimizer
@@ -103,12 +95,7 @@ def steps(way, size, context, batch, warm_up, repeats):
         look("after step")
 
     look("init")
-    for _ in range(warm_up):
-        step()
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        seconds.append(timed(step, device)[0])
+    seconds = seconds_of(step, device, warm_up, repeats)
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
@@ -131,8 +118,7 @@ def predicted(way, parameters, ranks):
 
 def way_row(groups, way, ranks, args):
     """The values of a row: the largest memory of a rank, the time of the slowest rank, the mean loss of the ranks."""
-    settings = way, args.size, args.context, args.batch, args.warm_up, args.repeats
-    found = groups.run(args.backend, ranks, steps, *settings)
+    found = groups.run_way(args, ranks, steps, way)
     values = {"way": way, "ranks": ranks, "step": slowest(found, "seconds")}
     wanted = predicted(way, found[0]["parameters"], ranks)
     for moment in MOMENTS:
@@ -146,19 +132,8 @@ def way_row(groups, way, ranks, args):
 
 
 def main():
-    parser = benchmark_parser(
-        BENCHMARK,
-        __doc__,
-        ("", "on two GPUs"),
-        ("--backend gloo --size toy", "a quick trial on the CPU"),
-        ("--dry-run", "the names of the rows"),
-    )
-    add = parser.add_argument
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    add_group_flags(add, BACKENDS, text)
-    add("--ranks", type=int, nargs="+", default=[2], help="ranks (default 2)")
-    add_row_flags(add, "sharding")
-    args = parser.parse_args()
+    args = group_parser(BENCHMARK, __doc__, BACKENDS, text, ranks=[2]).parse_args()
 
     cases = {}
     with Groups() as groups:

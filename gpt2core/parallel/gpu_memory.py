@@ -86,7 +86,7 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
     layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
     # a copy of the head's matrix, with padding rows if V needs them, or in two fp16 arrays
-    pads = config.vocab_size != V * tp
+    pads = V != math.ceil(config.vocab_size / tp)
     head_copy = BYTES[precision] * V * C * (splits_operands | pads) * share.has_head
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V * share.has_head
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input

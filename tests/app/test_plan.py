@@ -14,9 +14,11 @@ from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machin
 from gpt2core.app.planning.step_time import step_seconds, update_seconds
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token
+from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
+from stage1_mpi import calibrate
 from tests.support.training import make_trainer
 
 MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=True)
@@ -109,6 +111,13 @@ def test_ranks_need_a_calibration(run, monkeypatch):
     assert (code, err) == (0, "") and out.startswith("calibrated in ") and "recommended: " in out
     monkeypatch.setattr(command, "CALIBRATE", ["-c", "raise SystemExit('error: no MPI')"])
     assert run("--calibrate")[2] == "error: --calibrate: two ranks cannot run here: no MPI\n"
+
+
+def test_a_calibration_measures_the_update_and_the_step_of_stage_0(monkeypatch):
+    monkeypatch.setattr(calibrate, "STEPS", 1)
+    passes = {f"{kind}_{way}": (1e-6, 1e12) for kind in ("block", "ends") for way in ("forward", "backward")}
+    found = calibrate.update_rates(Solo(), passes)
+    assert set(found) == {"bandwidth", "step"} and found["bandwidth"][0] > 0 and found["step"][0] >= 0
 
 
 def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):

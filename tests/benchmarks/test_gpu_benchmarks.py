@@ -387,10 +387,8 @@ def test_bubbles_are_read_and_judged(monkeypatch):
         "pipeline simulated, with the mean times of\nthese actions: 40.0 ms, bubble {}%\n"
     )
     bubbles = {"gpipe": (24.5, 22.9), "1f1b": (21.7, 20.9), "interleaved": (19.9, 18.7), "zero-bubble": (17.7, 17.8)}
-    monkeypatch.setattr(pipeline, "run_to_end", lambda schedule, *_, **__: text.format(*bubbles[schedule]))
-    monkeypatch.setattr(pipeline, "read_log", lambda path: [dict(seconds=9.0)] * 5 + [dict(seconds=0.5)] * 3)
-    monkeypatch.setattr(pipeline, "choose", lambda: ("mpiexec", "hydra"))
-    monkeypatch.setattr(pipeline, "launch_line", lambda *_: [])
+    log = [dict(seconds=9.0)] * 5 + [dict(seconds=0.5)] * 3
+    monkeypatch.setattr(pipeline, "train", lambda schedule, *_, **__: (log, text.format(*bubbles[schedule])))
     args = pipeline.parser().parse_args(["--flags", "--seed 1"])
     results = [pipeline.measure(args, schedule) for schedule in bubbles]
     assert results[0] == dict(schedule="gpipe", median=0.5, measured=24.5, simulated=22.9)
@@ -404,7 +402,7 @@ def test_bubbles_are_read_and_judged(monkeypatch):
     near = [dict(results[0], measured=21.0, simulated=21.8), *results[1:]]  # 0.9 points from 1f1b: equal
     assert pipeline.verdict(near)[0]
     assert not pipeline.verdict([dict(near[0], simulated=21.9), *results[1:]])[0]  # 1 point: not equal
-    monkeypatch.setattr(pipeline, "run_to_end", lambda *_, **__: "nothing")
+    monkeypatch.setattr(pipeline, "train", lambda *_, **__: (log, "nothing"))
     with pytest.raises(BenchmarkFailed, match="gpipe: the output has no measured and simulated bubble: nothing"):
         pipeline.measure(args, "gpipe")
 

@@ -1,6 +1,5 @@
 """The harness: summaries of samples, results files, and the --help of every benchmark script."""
 
-import argparse
 import json
 import math
 import os
@@ -85,9 +84,7 @@ def test_a_speedup_that_is_no_number_or_above_its_ideal_by_more_than_noise_is_di
 
 
 def save_arguments(*argv):
-    parser = argparse.ArgumentParser()
-    report.add_save_flags(parser.add_argument)
-    return parser.parse_args(["--commit", "abc1234", *argv])
+    return report.benchmark_parser("benchmarks.cpu.decode", "A question.").parse_args(["--commit", "abc1234", *argv])
 
 
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):
@@ -178,7 +175,8 @@ def test_every_script_explains_its_flags(script, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "?" in shown and "--save " in shown and "--no-save" not in shown
-    for example in examples_of(shown):
+    assert (examples := examples_of(shown))
+    for example in examples:
         assert_parsed(monkeypatch, main, arguments_of(example, f"python -m {script}"))
     monkeypatch.setattr("sys.argv", [script, "--sav"])
     with pytest.raises(SystemExit) as ended:

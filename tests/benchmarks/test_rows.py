@@ -1,7 +1,5 @@
 """benchmarks.harness.rows: a table that several runs measure."""
 
-import argparse
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,8 +20,8 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def call(cases, *flags):
-        parser, measured = argparse.ArgumentParser(), []
-        rows.add_row_flags(parser.add_argument, "example")
+        parser, measured = report.benchmark_parser(NAME, "A question."), []
+        rows.add_row_flags(parser)
 
         def recorded(name, function):
             return lambda: measured.append(name) or function()
@@ -53,11 +51,11 @@ def test_rows_of_other_cases_stay_in_the_file(run):
 
 
 def test_no_row_is_started_after_the_time_is_over(run, capsys):
-    assert run(CASES, "--minutes", "0")[1] == ["small / 1"]
+    assert run(CASES, "--minutes", "1e-9")[1] == ["small / 1"]
     assert "2 rows are missing; run the command again" in capsys.readouterr().out
-    assert run(CASES, "--minutes", "0")[1] == ["small / 2"]
+    assert run(CASES, "--minutes", "1e-9")[1] == ["small / 2"]
     assert "1 rows are missing" in capsys.readouterr().out
-    assert run(CASES, "--minutes", "0")[1] == ["large / 1"] and "missing" not in capsys.readouterr().out
+    assert run(CASES, "--minutes", "1e-9")[1] == ["large / 1"] and "missing" not in capsys.readouterr().out
 
 
 def test_out_of_memory_is_a_row_and_other_errors_are_raised(run):

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.harness.assignment_tables import TABLES  # noqa: E402
 from benchmarks.torch import ddp, ddp_model  # noqa: E402
-from benchmarks.torch.models import Groups  # noqa: E402
+from benchmarks.torch.groups import Groups  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from testing.torch_ranks import RanksFailed, TorchRanks  # noqa: E402
 

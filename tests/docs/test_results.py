@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.harness import assignment_tables, flag_tables, table_format, tables
-from benchmarks.harness.table_format import Table, load, number, spread
+from benchmarks.harness.table_format import Table, beside, load, number, spread
 from testing.jobs import ROOT
 
 BEGIN, END = re.compile(r"<!-- table: "), re.compile(r"<!-- end -->")
@@ -77,14 +77,42 @@ def test_a_description_has_templates_for_titles_and_cells():
     record = {"results": [{"name": "a", "ranks": 2, "ms": {"median": 0.5}, "gain": None}], "commit": "abc"}
     table = Table(
         "x",
-        "= {name} | {ranks} ranks = {ms:ms 3}\n gain = {gain:.2f} | more = {more?[0]} | ranks",
+        "= {name} | {ranks} ranks = {ms:ms 3}\n gain = {2 * gain:.2f} | more = {row.more[0]} | ranks",
         console="c = {name}",
     )
     row = {"": "a", "2 ranks": "500", "gain": "", "more": "", "ranks": "2"}
     assert table.cells([record]) == [row] and table.cells([record], console=True) == [row | {"c": "a"}]
-    with pytest.raises(KeyError, match="other"):
+    with pytest.raises(NameError, match="other"):
         Table("x", "a = {other}").cells([record])
     assert Table("x").cells([{"results": []}]) == []
+
+
+def test_what_is_computed_from_a_missing_number_is_missing():
+    table = Table("x", "gain = {base.ms.mean / row.ms.mean:.1f} | ms = {row.ms:cell} | first = {words[0].name}")
+    base = {"ms": {"mean": 6, "std": 1}}
+    rows = [
+        {"base": base, "ms": {"mean": 3.0, "std": 0.5}, "words": [{"name": "a"}]},
+        {"base": base, "oom": True, "words": [None]},
+        {"base": None, "ms": None, "words": [{}]},
+    ]
+    cells = [list(row.values()) for row in table.cells([{"results": rows}])]
+    assert cells == [["2.0", "3 ± 0.5", "a"], ["", "out of memory", ""], ["", "", ""]]
+
+
+def test_a_row_is_beside_the_first_row_with_the_same_fields():
+    rows = [{"name": name, "size": size} for size in (1, 2) for name in ("ours", "torch", "ours")][1:]
+    bases = [row["base"] and row["base"]["size"] for row in beside(rows, lambda row: row["name"] == "torch", "size")]
+    assert bases == [1, 1, 2, 2, 2]
+    assert [row["base"] for row in beside(rows[1:2], lambda row: row["name"] == "torch", "size")] == [None]
+
+
+def test_columns_can_be_the_lines_of_a_table():
+    table = Table("x", "runs = {runs} | of these, equal = {row.equal}", lambda results: [results], lines=True)
+    assert table.cells([{"results": {"runs": 3, "equal": 2}}]) == [
+        {"": "runs", "result": "3"},
+        {"": "of these, equal", "result": "2"},
+    ]
+    assert table.cells([{"results": {"runs": 3}}]) == [{"": "runs", "result": "3"}]
 
 
 def test_rows_with_the_same_first_cell_are_merged_and_columns_keep_their_order():

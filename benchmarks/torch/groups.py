@@ -1,0 +1,90 @@
+"""Groups of ranks that PyTorch's backends connect: the backends, the processes, and the flags of their commands."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation
+from benchmarks.torch.models import SIZES, timed
+from testing.torch_ranks import RanksFailed, TorchRanks
+
+BACKENDS = {  # name: options of TorchRanks
+    "gloo": dict(backend="gloo"),
+    "nccl": dict(backend="nccl"),
+    # through the host's network stack
+    "nccl-sockets": dict(backend="nccl", environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
+    "nccl-shared": dict(backend="nccl", share_gpus=True),  # more ranks than GPUs
+}
+TIMED_BACKENDS = [name for name in BACKENDS if name != "nccl-shared"]  # whose times are those of a GPU per rank
+
+
+class Groups:
+    """A context manager. run(backend, ranks, function, *args) calls a function on every rank; see TorchRanks.
+
+    The processes of one backend and number of ranks are kept until another one is asked for. Raises
+    torch.OutOfMemoryError if a rank had too little GPU memory.
+    """
+
+    def __init__(self, limit=300):
+        self.limit, self.key, self.ranks = limit, None, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.ranks:
+            self.ranks.__exit__()
+
+    def run(self, name, ranks, function, *args):
+        if self.key != (name, ranks):
+            self.__exit__()
+            threads = max(1, (os.cpu_count() or 1) // ranks)
+            self.key = name, ranks
+            self.ranks = TorchRanks(ranks, threads=threads, limit=self.limit, **BACKENDS[name])
+        try:
+            return self.ranks.run(function, *args)
+        except RanksFailed as error:
+            if "OutOfMemoryError" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    def run_way(self, args, ranks, steps, way):
+        """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank; args: of group_parser()."""
+        settings = args.size, args.context, args.batch, args.warm_up, args.repeats
+        return self.run(args.backend, ranks, steps, way, *settings)
+
+
+def slowest(found, field):
+    """{"mean", "std", "n"} in ms of the slowest rank in each run; found: {field: seconds of each run} of each rank."""
+    return mean_and_deviation([1e3 * max(each) for each in zip(*(rank[field] for rank in found), strict=True)])
+
+
+def seconds_of(function, device, warm_up, repeats):
+    """The seconds of each measured call of function() on this rank. All ranks begin a call together."""
+    for _ in range(warm_up):
+        function()
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        seconds.append(timed(function, device)[0])
+    return seconds
+
+
+def group_parser(benchmark, docstring, backends, described, ranks):
+    """The parser of a command that trains a model on a group of ranks; the other arguments are parts of help texts.
+
+    described: the backends. ranks: the default of --ranks.
+    """
+    parser = benchmark_parser(benchmark, docstring)
+    parser.add_argument("--size", choices=SIZES, default="xl", help="model (default xl)")
+    parser.add_argument("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
+    parser.add_flags(batch=4, context=128, ranks=ranks, warm_up=5, repeats=10)
+    add_row_flags(parser)
+    return parser
+
+
+def settings_of(args, ranks):
+    """The settings of group_parser() as the beginning of the names of rows."""
+    return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
