@@ -477,8 +477,8 @@ def browser():
 
 # the number of pictures that are visible in each visible figure
 PICTURES = """[...document.querySelectorAll("figure, .drawing, [data-part=head], .heads button")]
-  .filter(each => each.checkVisibility()).map(each => [...each.querySelectorAll("svg")].filter(svg => {
-    const box = svg.getBoundingClientRect();
+  .filter(each => each.checkVisibility()).map(each => [...each.querySelectorAll("svg, .ranks")].filter(picture => {
+    const box = picture.getBoundingClientRect();
     return box.width > 0 && box.height > 0;
   }).length)"""
 CHOOSE = """(number => { const choice = document.getElementById("player-view"); choice.value = number;
@@ -697,10 +697,8 @@ def test_the_player_takes_no_key_with_a_modifier_of_another_element_or_out_of_vi
 
 
 # texts of the cells of the player that are wider than their cells
-CLIPPED = """[...document.querySelectorAll("#step-player .cell")].filter(cell => {
-  const [box, ...texts] = [...cell.querySelectorAll("rect, text")].map(each => each.getBoundingClientRect());
-  return texts.pop().width > box.width;
-}).map(cell => cell.textContent)"""
+CLIPPED = """[...document.querySelectorAll("#step-player .cell")].filter(cell =>
+  cell.scrollWidth > cell.clientWidth).map(cell => cell.textContent)"""
 
 
 @pytest.mark.parametrize("title", ["ring all-reduce", "reduce-scatter", "ZeRO-1", "ZeRO-3"])
@@ -740,15 +738,16 @@ def test_pointing_at_a_chart_a_bar_or_a_slice_shows_its_numbers(browser, page):
     assert "in memory: 393.2 kB (gradients" in point_at(browser, f'{PLAYER}.querySelector(".memory .bytes")')
     titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
     browser.evaluate(f"{CHOOSE}({titles.index('pipeline gpipe')})")
-    assert point_at(browser, f'{PLAYER}.querySelector(".track rect")') == "forward of micro-batch 0, chunk 0, 1 unit"
-    span = f'Number({PLAYER}.querySelector(".track svg").getAttribute("viewBox").split(" ")[2])'
-    whole = browser.evaluate(span)
+    assert point_at(browser, f'{PLAYER}.querySelector(".track .event")') == "forward of micro-batch 0, chunk 0, 1 unit"
+    inside = f'{PLAYER}.querySelector(".track > div").getBoundingClientRect().width'
+    whole = browser.evaluate(inside)
     browser.click('[data-action="in"]')
-    assert browser.evaluate(span) == whole / 2
+    assert browser.evaluate(inside) == pytest.approx(2 * whole)
     pressed("End")
-    assert browser.evaluate(f'{PLAYER}.querySelector(".head").style.left') == "100%"  # the window follows the line
+    head, track = (f'{PLAYER}.querySelector("{each}").getBoundingClientRect().right' for each in (".head", ".track"))
+    assert abs(browser.evaluate(f"{head} - {track}")) < 4  # the window follows the line
     browser.click('[data-action="out"]')
-    assert browser.evaluate(span) == whole and browser.errors() == []
+    assert browser.evaluate(inside) == whole and browser.errors() == []
 
 
 MOVING = f"{PLAYER}.getAnimations({{ subtree: true }}).length"
