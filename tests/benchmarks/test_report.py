@@ -524,7 +524,7 @@ TOUCHING = """[...document.querySelectorAll(".chart")].filter(each => each.check
 @pytest.mark.parametrize("width", [1400, 390])
 def test_the_texts_of_a_chart_are_inside_and_do_not_touch(browser, page, width):
     browser.open(page.as_uri(), width)
-    browser.evaluate("document.querySelectorAll('[role=tabpanel]').forEach(each => { each.hidden = false })")
+    browser.evaluate("document.querySelectorAll('.panel').forEach(each => { each.style.display = 'block' })")
     assert browser.evaluate(TOUCHING) == []
 
 
@@ -536,7 +536,7 @@ def test_a_tab_shows_the_data_flow_of_a_stage_and_marks_what_it_adds(browser, pa
     for _ in range(stage):
         browser.press("ArrowRight")
     panel = f'document.getElementById("figure-panel{stage + 1}")'
-    shown = '[...document.querySelectorAll("#figures [role=tabpanel]")].map(each => each.checkVisibility())'
+    shown = '[...document.querySelectorAll("#figures .panel")].map(each => each.checkVisibility())'
     assert browser.evaluate(shown) == [number == stage for number in range(4)]
     assert browser.evaluate(f'{panel}.querySelector("h3").textContent') == f"Figure {stage + 2}: {STAGE_NAMES[stage]}"
     added = browser.evaluate(f'[...{panel}.querySelectorAll(".added b")].map(each => each.textContent)')
@@ -834,7 +834,7 @@ def test_the_side_navigation_marks_the_section_in_view(browser, page):
 def test_every_control_and_picture_has_a_name(browser, page):
     browser.open(page.as_uri())
     nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
-    named = {"button", "link", "slider", "checkbox", "combobox", "tab", "image", "region", "navigation", "tabpanel"}
+    named = {"button", "link", "slider", "checkbox", "combobox", "radio", "image", "region", "navigation", "radiogroup"}
     found = [(node["role"]["value"], node["name"]["value"]) for node in nodes if node["role"]["value"] in named]
     assert {role for role, _ in found} == named and [role for role, name in found if not name] == []
 
