@@ -138,7 +138,7 @@ def tick_label(value, _=None):
 def draw_lines(axes, chart, colours, limit):
     """Draw `lines`. Returns ([(x, y, text)] of their points, their labels, which are in one column)."""
     points, labels = [], []
-    thin = {"arrowstyle": "-", "color": colours["line"], "linewidth": 0.8, "shrinkA": 2, "shrinkB": 3, "relpos": (0, 0.5)}
+    thin = {"arrowstyle": "-", "color": colours["line"], "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
     for line in chart.lines:
         colour = colours[line.colour]
         look = {"linestyle": line.style, "linewidth": line.width, "marker": line.marker, "markersize": 5}

@@ -90,7 +90,7 @@ class Recorder:
 
 
 class Recorded(Handle):
-    """The handle of a message and of its arrival. time: an array that receives the time of the arrival; 0 for a send."""
+    """The handles of a message and of its arrival. time: an array that receives the time of the arrival, or 0."""
 
     def __init__(self, recorder, handles, time=0):
         self.recorder, self.handles, self.time = recorder, handles, time
@@ -124,7 +124,7 @@ def decoded(x, ranks):
     return number, [rank for rank in range(ranks) if value >> (ranks * number + rank) & 1]
 
 
-# -- the recorded algorithms: functions of a communicator and the number of elements, which return a Recorder ------------
+# -- the recorded algorithms: each takes a communicator and the number of elements, and returns its Recorder -----------
 
 
 def ring_all_reduce(comm, size):

@@ -233,11 +233,12 @@ def test_the_trace_that_training_writes_can_be_read(train, corpus, tmp_path):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """A Progress whose lines are in the attribute `texts`."""
+    """A progress bar whose lines are in the attribute `texts`."""
     monkeypatch.setattr(parts, "hardware", dict)
     texts = []
     nothing = lambda *_: None  # noqa: E731
-    return SimpleNamespace(texts=texts, line=texts.append, begin=nothing, show=nothing, done=nothing)
+    names = "set_description_str", "set_postfix_str", "update"
+    return SimpleNamespace(texts=texts, write=texts.append, **dict.fromkeys(names, nothing))
 
 
 def test_a_saved_part_is_used_again_unless_its_options_or_its_file_changed(lines, tmp_path):
