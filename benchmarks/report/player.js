@@ -39,27 +39,9 @@
 
   // -- the controls --------------------------------------------------------------------------------------------------
 
-  const choice = make("select", { id: "player-view" });
-  for (const [label, members] of Map.groupBy(views, (view) => view.group)) {
-    const options = members.map((view) => make("option", { value: views.indexOf(view) }, view.title));
-    choice.append(make("optgroup", { label }, ...options));
-  }
-  const slider = make("input", { type: "range", min: 0, value: 0, "aria-label": "frame" });
-  const position = make("output", { class: "position" });
-  const about = make("p"), drawing = make("div", { class: "drawing" }), now = make("div", { class: "now" });
-  const buttons = {};
-  for (const [name, sign, label] of [
-    ["first", "|<", "first frame"], ["previous", "<", "previous frame"], ["play", "Play", "play"],
-    ["next", ">", "next frame"], ["last", ">|", "last frame"], ["out", "−", "zoom out"], ["in", "+", "zoom in"],
-  ]) {
-    buttons[name] = make("button", { type: "button", "aria-label": label, "data-action": name }, sign);
-  }
-  const controls = make("div", { class: "controls" }, ...Object.values(buttons), slider, position);
-  root.replaceChildren(make("label", { for: "player-view" }, "View "), choice, drawing, controls, now, about);
-  root.setAttribute("role", "group");
-  root.setAttribute("aria-label", "Step player");
-  root.tabIndex = 0;
-
+  const parts = ["select", ".drawing", ".controls", ".controls input", "output", ".now", ".about"];
+  const [choice, drawing, controls, slider, position, now, about] = parts.map((part) => root.querySelector(part));
+  const button = (action) => controls.querySelector(`[data-action="${action}"]`);
   let view = null, frame = 0, timer = null, draw = null, zoom = null;
 
   function open(number) {
@@ -67,7 +49,7 @@
     view = views[number];
     zoom = () => {};
     slider.max = view.count - 1;
-    buttons.in.hidden = buttons.out.hidden = view.kind !== "trace";
+    button("in").hidden = button("out").hidden = view.kind !== "trace";
     draw = view.kind === "trace" ? openTrace(view) : openSlices(view);
     show(0);
   }
@@ -82,17 +64,20 @@
     root.dataset.frame = frame;
   }
 
+  function label(text) { // the button that plays and pauses
+    button("play").textContent = text;
+    button("play").setAttribute("aria-label", text.toLowerCase());
+  }
+
   function stop() {
     clearInterval(timer);
     timer = null;
-    buttons.play.textContent = "Play";
-    buttons.play.setAttribute("aria-label", "play");
+    label("Play");
   }
 
   function play() {
     if (frame === view.count - 1) show(0);
-    buttons.play.textContent = "Pause";
-    buttons.play.setAttribute("aria-label", "pause");
+    label("Pause");
     timer = setInterval(() => {
       show(frame + 1);
       if (frame === view.count - 1) stop();
@@ -334,5 +319,6 @@
     packet.animate([{ transform: shift }, { transform: "none" }], { duration: 700, easing: "ease-in-out" });
   }
 
+  root.hidden = false;
   open(0);
 })();
