@@ -6,8 +6,12 @@
   const TRACE_FRAMES = 200; // frames of a training step; a recorded collective has one frame per round
   const MILLISECONDS = { trace: 60, slices: 1500 }; // time of a frame while playing
   const COLOURS = ["var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)"]; // of ranks
-  const CATEGORIES = { forward: "forward", backward: "backward", weights: "gradients of the parameters",
-    optimizer: "optimizer", collective: "communication", wait: "wait", GPU: "GPU" };
+  const CATEGORIES = { // of the bars: colour, and name in the legend
+    forward: ["c0", "forward"], backward: ["c3", "backward"], weights: ["c2", "gradients of the parameters"],
+    optimizer: ["c4", "optimizer"], collective: ["c1", "communication"], wait: ["line", "wait"], GPU: ["c2", "GPU"],
+    phase: ["host", ""], // around the other bars
+  };
+  const colour = (category) => `--kind: var(--${(CATEGORIES[category] ?? CATEGORIES.GPU)[0]})`;
   const UNITS = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
   const BUFFERS = "temporary buffers";
   const CORNERS = [[1, 1], [1, 3], [3, 3], [3, 1]]; // grid places of ranks: clockwise, each beside its two neighbours
@@ -154,8 +158,9 @@
     let from = 0, span = length; // the part of the step that is shown
     about.textContent = text;
     const used = new Set(lanes.flatMap((lane) => lane.events.map((event) => event[3])));
-    const legend = Object.entries(CATEGORIES).filter(([category]) => used.has(category)).map(([category, name]) =>
-      make("span", { class: "entry" }, make("span", { class: `key ${category}` }), name));
+    const legend = Object.entries(CATEGORIES).filter(([category, [, name]]) => used.has(category) && name);
+    const entries = legend.map(([category, [, name]]) =>
+      make("span", { class: "entry" }, make("span", { class: "key", style: colour(category) }), name));
     const axis = make("div", { class: "axis", "aria-hidden": "true" });
     const rows = lanes.map((lane) => {
       const text = make("span"), head = make("div", { class: "head" }), bars = barsOf(lane, unit, percent);
@@ -165,7 +170,7 @@
       const track = make("div", { class: `track${lane.live ? " high" : ""}` }, inside);
       return { lane, text, head, bars, node: make("div", { class: "lane" }, title, track) };
     });
-    drawing.replaceChildren(make("p", { class: "legend" }, ...legend), ...rows.map((row) => row.node), axis);
+    drawing.replaceChildren(make("p", { class: "legend" }, ...entries), ...rows.map((row) => row.node), axis);
 
     function place(time) { // the shown part has this time in its middle, if it can
       from = Math.min(Math.max(0, time - span / 2), length - span);
@@ -212,9 +217,9 @@
     return events.map((event) => {
       const [, start, taken, category, , , mark = ""] = event;
       while (ends.at(-1) <= start + 0.05) ends.pop();
-      const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${Math.min(3 * ends.length, 9)}px`;
+      const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${Math.min(3 * ends.length, 9)}px; `;
       ends.push(start + taken);
-      return make("div", { class: `event ${category}`, style: place, "data-tip": describe(event, unit) }, mark);
+      return make("div", { class: "event", style: place + colour(category), "data-tip": describe(event, unit) }, mark);
     });
   }
 
