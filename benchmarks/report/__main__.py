@@ -86,11 +86,6 @@ def main(argv=None):
     run_command(Solo, body)
 
 
-def interrupt(number, frame):
-    """End like Ctrl-C, so that the running command is stopped."""
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C, so that the running command is stopped
     main()

@@ -13,6 +13,7 @@ from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, run_command_line
 from benchmarks.report.prompt import record_prompt
 from benchmarks.report.recording import record_all
+from benchmarks.report.runs import RANKS
 from benchmarks.report.trace import read_step
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
@@ -47,7 +48,7 @@ def parts_of(preset, steps, full):
         Part("recordings", "slices in ring, reduce-scatter, ZeRO-1, ZeRO-3", lambda _: record_all(), times=False),
         Part("prompt", "a prompt through the shipped model of the book", lambda _: record_prompt(), times=False),
         train_part("train0", 0, None, preset, steps),
-        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in ((1, 2, 4, 8) if full else (2,))),
+        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in (RANKS if full else (2,))),
         infer_part("infer0", 0, None, None),
         *(infer_part(f"infer1-{mode}", 1, 2, mode) for mode in ("replicate", "batch", "tensor")),
         Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, speeds),

@@ -19,6 +19,7 @@ PARTS = {  # {what is compared: the parts of stages 0 to 3}; --mode replicate is
     "training": ("train0", "train1-2", "train2", "train3"),
     "inference": ("infer0", "infer1-replicate", "infer2", "infer3"),
 }
+RANKS = 1, 2, 4, 8  # of the trainings of stage 1; 2 without --full
 THIS_MACHINE = "this machine"
 
 
@@ -69,11 +70,6 @@ class Runs:
             return self.reason(name)
         here = f"of preset {self.preset} and {counted(self.steps, 'step')}"
         return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not {here}"
-
-    def rank_counts(self):
-        """The numbers of ranks of the measured trainings of stage 1."""
-        names = [name for name in self.records if name.startswith("train1-")]
-        return sorted(int(name.removeprefix("train1-")) for name in names)
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
@@ -143,9 +139,9 @@ class Runs:
         found = {}
         if results := self.results("train0"):
             found["stage 0"] = Run(results["losses"], THIS_MACHINE)
-        for ranks in self.rank_counts():
-            label = f"stage 1 on {counted(ranks, 'rank')}"
-            found[label] = Run(self.results(f"train1-{ranks}")["losses"], THIS_MACHINE)
+        for ranks in RANKS:
+            if results := self.results(f"train1-{ranks}"):
+                found[f"stage 1 on {counted(ranks, 'rank')}"] = Run(results["losses"], THIS_MACHINE)
         for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
             if results := self.results(f"train{stage}"):
                 found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))

@@ -5,14 +5,9 @@ import re
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT
 
 
-def variables(theme):
-    """The CSS declarations of all colours; theme: LIGHT or DARK."""
-    return "; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items())
-
-
 def style_sheet():
     """CSS that defines the colours for light and dark screens. A printed page is light."""
-    light, dark = variables(LIGHT), variables(DARK)
+    light, dark = ("; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items()) for theme in (LIGHT, DARK))
     return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
