@@ -10,9 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
+from tqdm import tqdm
+
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
-from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
+from benchmarks.report.parts import BUSY, PartFiles, run_parts
 from gpt2core.app.command import run_command
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.flag_parser import Parser, to_path
@@ -43,16 +45,14 @@ def make_report(args):
     files = PartFiles(args.out / "parts", args.fresh)
     if files.load_average > BUSY and not args.no_measure:
         print(f"load average {files.load_average:.2f}: other programs may slow the measurements", file=sys.stderr)
-    report = Progress(len(parts))
     try:
-        records, missing, failures = run_parts(parts, files, report, args.no_measure)
+        with tqdm(total=len(parts), unit="part", disable=None, leave=False, dynamic_ncols=True) as bar:
+            records, missing, failures = run_parts(parts, files, bar, args.no_measure)
     except KeyboardInterrupt:
-        report.close()
         saved = sum(files.load(part) is not None for part in parts)
         saved = f"{saved} of {counted(len(parts), 'part')} are saved in {files.folder}"
         print(f"interrupted: {saved}; run the same command again to continue", file=sys.stderr)
         return 130
-    report.close()
     titles = {part.name: part.title for part in parts}
     page = write_report(args.out, records, missing, args.preset, args.steps, titles)
     print(f"written: {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")
@@ -86,11 +86,6 @@ def main(argv=None):
     run_command(Solo, body)
 
 
-def interrupt(number, frame):
-    """End like Ctrl-C, so that the running command is stopped."""
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C, so that the running command is stopped
     main()

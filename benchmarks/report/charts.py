@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from io import StringIO
 from textwrap import wrap
 
+import numpy as np
+
 from benchmarks.report.theme import standalone, with_variables
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
 SIZES = {"wide": (9.0, 4.0), "narrow": (4.4, 3.7)}  # inches: as wide as the page, and as a phone
 ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
-CHARACTER = 0.56 * FONT / 72  # inches, on average
+LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def svg_of(figure, salt):
 
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(text, format="svg")
     text = text.getvalue()
     text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
@@ -100,33 +102,30 @@ def draw(chart, size, theme, title=""):
     if chart.rows:
         height = ROW[size] * (len(chart.rows) + 0.6) + 0.75
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(width, height))
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        top = 1 - (0.35 if title else 0.22) / height
-        labels, limit = [line.label for line in chart.lines], 40 if size == "wide" else 21
-        rights = [len(part) for label in labels for part in wrap(label, limit)] or [len(row.text) for row in chart.rows]
-        left = 0.65 if chart.lines else min(max(len(row.label) for row in chart.rows) * CHARACTER + 0.3, 0.36 * width)
-        axes.set_position([left / width, 0.5 / height, 0, 0])
-        right = width - max(rights) * CHARACTER - 0.25
-        axes.set_position([left / width, 0.5 / height, (right - left) / width, top - 0.5 / height])
-        axes.set_xscale("log" if chart.log_x else "linear")
-        axes.set_yscale("log" if chart.log_y else "linear")
-        points = (draw_lines if chart.lines else draw_rows)(axes, figure, chart, colours, limit)
         for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
             if log:
-                low, high = axis.get_view_interval()
+                (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
                 axis.set_major_formatter(tick_label)
-                axis.set_minor_formatter(lambda value, _, few=high < 30 * low: tick_label(value) if few else "")
+                axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
+        points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
         axes.set_xlabel(chart.x_label)
         if chart.y_label:
             axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:
-            figure.text(0.01, 1 - 0.16 / height, title, fontsize=FONT + 1, va="center")
-        axes.get_xlim(), axes.get_ylim()  # matplotlib computes the limits when they are read
-        pixels = axes.transData.transform([point[:2] for point in points])
-    whole = figure.dpi * width, figure.dpi * height
-    fractions = [[round(x / whole[0], 4), round(1 - y / whole[1], 4)] for x, y in pixels]
-    return figure, [[*place, point[2]] for place, point in zip(fractions, points, strict=True)]
+            figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 1)
+        figure.draw_without_rendering()  # computes the layout, in which the labels must then keep their column
+        figure.set_layout_engine("none")
+        move_apart(axes, labels)
+        pixels = axes.transData.transform([point[:2] for point in points]) / figure.bbox.size
+    return figure, [[round(x, 4), round(1 - y, 4), text] for (x, y), (_, _, text) in zip(pixels, points, strict=True)]
+
+
+def is_short(axis):
+    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need labels."""
+    low, high = axis.get_view_interval()
+    return high < 30 * low
 
 
 def tick_label(value, _=None):
@@ -136,82 +135,62 @@ def tick_label(value, _=None):
     return f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M"
 
 
-def draw_lines(axes, figure, chart, colours, limit):
-    points = []
+def draw_lines(axes, chart, colours, limit):
+    """Draw `lines`. Returns ([(x, y, text)] of their points, their labels, which are in one column)."""
+    points, labels = [], []
+    thin = {"arrowstyle": "-", "color": colours["line"], "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
     for line in chart.lines:
-        look = {"color": colours[line.colour], "linestyle": line.style, "linewidth": line.width}
-        axes.plot(line.x, line.y, marker=line.marker, markersize=5, **look)
+        colour = colours[line.colour]
+        look = {"linestyle": line.style, "linewidth": line.width, "marker": line.marker, "markersize": 5}
+        axes.plot(line.x, line.y, color=colour, **look)
         pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if not math.isnan(y)]
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
+        look = {"textcoords": "axes fraction", "va": "center", "color": colour, "arrowprops": thin}
+        labels.append(axes.annotate("\n".join(wrap(line.label, limit)), pairs[-1], (1.03, 0.5), **look))
     if chart.whole_x:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
-    label_ends(axes, figure, chart, colours, limit)
-    return points
+    return points, labels
 
 
-def label_ends(axes, figure, chart, colours, limit):
-    """Write the label of each line beside its end; labels that would touch are moved, with a thin line to the end."""
-    axes.get_xlim(), axes.get_ylim()
-    x = axes.get_window_extent().x1 + 12
-    line_height = 1.25 * FONT * figure.dpi / 72
-    ends = []
-    for line in chart.lines:
-        last = max(number for number, y in enumerate(line.y) if not math.isnan(y))
-        place, text = (line.x[last], line.y[last]), "\n".join(wrap(line.label, limit))
-        ends.append([axes.transData.transform(place)[1], place, text, line, line_height * (text.count("\n") + 1)])
-    ends.sort(key=lambda end: end[0])
-    heights, floor, before = [], axes.get_window_extent().y0, None
-    for end in ends:
-        low = max(floor if before is None else heights[-1] + (before + end[4]) / 2, end[0])
-        heights.append(low)
-        before = end[4]
-    ceiling = figure.dpi * figure.get_figheight() - line_height / 2
-    for number in reversed(range(len(heights))):  # move those down that are above the figure
-        heights[number] = min(heights[number], ceiling)
-        ceiling = heights[number] - (ends[number][4] + ends[max(0, number - 1)][4]) / 2
-    for y, (_, place, text, line, _) in zip(heights, ends, strict=True):
-        thin = {
-            "arrowstyle": "-",
-            "color": colours["line"],
-            "linewidth": 0.8,
-            "shrinkA": 2,
-            "shrinkB": 3,
-            "relpos": (0, 0.5),
-        }
-        spot = 72 * x / figure.dpi, 72 * y / figure.dpi  # in points: the same for every resolution of a file
-        axes.annotate(
-            text, place, spot, textcoords="figure points", va="center", color=colours[line.colour], arrowprops=thin
-        )  # fmt: skip
+def move_apart(axes, labels):
+    """Move each label of a column to the height of its point; labels that would touch are moved up or down."""
+    if not labels:
+        return
+    to_axes = axes.transData + axes.transAxes.inverted()
+    labels = sorted(labels, key=lambda label: to_axes.transform(label.xy)[1])
+    line_height = 1.25 * FONT / 72 * axes.figure.dpi / axes.bbox.height
+    heights = line_height * np.array([label.get_text().count("\n") + 1 for label in labels])
+    middles = np.cumsum(heights) - heights / 2  # without space between the labels
+    top = axes.transAxes.inverted().transform(axes.figure.bbox.size)[1]
+    spaces = np.maximum.accumulate([to_axes.transform(label.xy)[1] for label in labels] - middles)
+    for label, y in zip(labels, middles + np.clip(spaces, 0, top - heights.sum()), strict=True):
+        label.set_y(y)
 
 
-def draw_rows(axes, figure, chart, colours, limit):
+def draw_rows(axes, chart, colours, limit):
+    """Draw `rows`. Returns ([(value, row, text)] of their marks, [])."""
     points = []
     for place, row in enumerate(chart.rows):
         values = [value for value, *_ in row.marks]
+        points += [(value, place, f"{row.label}: {text}") for value, text, *_ in row.marks]
         if row.bar:
             (value, text, colour, _), *_ = row.marks
-            axes.barh(place, value, color=colours[colour], height=0.62)
-            axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=FONT - 0.5)
-        elif len(values) > 1:
-            axes.plot([min(values), max(values)], [place, place], color=colours["line"], linewidth=3, zorder=1)
+            axes.bar_label(axes.barh(place, value, color=colours[colour], height=0.62), [text], padding=4)
+            continue
+        axes.plot([min(values), max(values)], [place, place], color=colours["line"], linewidth=3, zorder=1)
         spot = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
         axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **spot)
-        for value, text, colour, marker in row.marks:
-            points.append((value, place, f"{row.label}: {text}"))
-            if not row.bar:
-                hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
-                axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2)
-    characters = max(6, int(axes.get_position().x0 * figure.get_figwidth() / CHARACTER) - 2)
-    axes.set_yticks(range(len(chart.rows)), ["\n".join(wrap(row.label, characters)) for row in chart.rows])
+        for value, _, colour, marker in row.marks:
+            hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
+            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2)
+    axes.set_yticks(range(len(chart.rows)), ["\n".join(wrap(row.label, limit)) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
-    if any(row.bar for row in chart.rows):
-        inches = axes.get_position().width * figure.get_figwidth()
-        text = max(len(row.marks[0][1]) for row in chart.rows) * CHARACTER
-        axes.set_xlim(0, max(row.marks[0][0] for row in chart.rows) * inches / (inches - text))
     axes.spines["left"].set_visible(False)
-    if not chart.rows[0].bar:
+    if chart.rows[0].bar:
+        axes.margins(x=0)
+    else:
         axes.grid(True, axis="x", linewidth=0.6)
     axes.set_axisbelow(True)
-    return points
+    return points, []

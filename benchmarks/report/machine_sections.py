@@ -180,17 +180,17 @@ def samples(runs):
 def machine(hardware, runs, titles):
     """[Table]: hardware and versions, and the parts that are missing. titles: {name of a part: its title}."""
     names = {
-        "cpu": "CPU", "cores": "cores", "system": "system", "python": "Python", "numpy": "NumPy", "blas": "BLAS",
-        "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)",
-        "torch": "PyTorch", "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy", "triton": "Triton",
+        "cpu": "CPU", "cores": "cores", "memory": "memory", "system": "system", "python": "Python", "numpy": "NumPy",
+        "blas": "BLAS", "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)",
+        "torch": "PyTorch", "mpi": "MPI", "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy",
+        "triton": "Triton",
     }  # fmt: skip
-    rows = [[title, hardware[key]] for key, title in names.items() if hardware.get(key)]
-    rows.insert(2, ["memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB"])
-    rows.append(["MPI", mpi_name()])
+    known = {"memory": f"{hardware['memory_bytes'] / 2**30:.1f} GiB", "mpi": mpi_name()} | hardware
     skipped = [[titles.get(name, name), reason] for name, reason in runs.missing.items()]
     if not hardware.get("gpu"):
-        rows.append(["GPU", "none (nvidia-smi lists no GPU)"])
+        known["gpu"] = "none (nvidia-smi lists no GPU)"
         skipped.append(["stages 2 and 3 on GPUs", "nvidia-smi lists no GPU: shipped results are in grey or noted"])
+    rows = [[title, known[key]] for key, title in names.items() if known.get(key)]
     tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]
     if skipped:
         tables.append(Table("What was not measured on this machine.", ["not measured", "reason"], skipped))

@@ -13,6 +13,7 @@ from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, run_command_line
 from benchmarks.report.prompt import record_prompt
 from benchmarks.report.recording import record_all
+from benchmarks.report.runs import RANKS
 from benchmarks.report.trace import read_step
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
@@ -44,10 +45,10 @@ def parts_of(preset, steps, full):
     in_interpreter = Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)
     speeds, messages = {"preset": preset, "cores": cores}, {"ranks": 2, "sizes": sizes}
     return [
-        Part("recordings", "slices in ring, reduce-scatter, ZeRO-1 and ZeRO-3", recordings, times=False),
-        Part("prompt", "a prompt through the shipped model of the book", prompt, times=False),
+        Part("recordings", "slices in ring, reduce-scatter, ZeRO-1, ZeRO-3", lambda _: record_all(), times=False),
+        Part("prompt", "a prompt through the shipped model of the book", lambda _: record_prompt(), times=False),
         train_part("train0", 0, None, preset, steps),
-        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in ((1, 2, 4, 8) if full else (2,))),
+        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in (RANKS if full else (2,))),
         infer_part("infer0", 0, None, None),
         *(infer_part(f"infer1-{mode}", 1, 2, mode) for mode in ("replicate", "batch", "tensor")),
         Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, speeds),
@@ -66,13 +67,14 @@ def bucket_mb(preset):
 
 def gpu_parts(gpus, preset, steps):
     """The Parts of stages 2 and 3 on `gpus` GPUs; stage 3 uses a power of two of them."""
-    ranks = 1 << (gpus.bit_length() - 1)
-    parts = []
-    for stage, count, mode in ((2, None, None), (3, ranks, "replicate")):
-        parts.append(train_part(f"train{stage}", stage, count, preset, steps))
-        parts.append(infer_part(f"infer{stage}", stage, count, mode))
-        parts.append(trace_part(f"trace{stage}", stage, count, preset))
-    return parts
+    stages = (2, None, None), (3, 1 << (gpus.bit_length() - 1), "replicate")
+    return [
+        part for stage, ranks, mode in stages for part in (
+            train_part(f"train{stage}", stage, ranks, preset, steps),
+            infer_part(f"infer{stage}", stage, ranks, mode),
+            trace_part(f"trace{stage}", stage, ranks, preset),
+        )
+    ]  # fmt: skip
 
 
 def train_part(name, stage, ranks, preset, steps):
@@ -207,16 +209,9 @@ def all_reduces(show, ranks, sizes):
             results, *_ = run_mpi(ranks, collective_times, *arguments)
         except AssertionError as error:
             raise PartFailed(str(error).splitlines()[-1]) from None
-    rows = [
-        {
-            "algorithm": result["algorithm"],
-            "bytes": result["bytes"],
-            "median": statistics.median(result["seconds"]),
-            "bytes_sent": result["bytes_sent"][0],
-        }
-        for result in results
-    ]
-    return {"ranks": ranks, "rows": rows}
+    for result in results:
+        result |= {"median": statistics.median(result.pop("seconds")), "bytes_sent": result["bytes_sent"][0]}
+    return {"ranks": ranks, "rows": results}
 
 
 def interpreter(show):
@@ -230,13 +225,3 @@ def interpreter(show):
         rows, _ = run_training(lambda text: None, stage, ranks, "nano", INTERPRETER_STEPS, flags, TRITON_INTERPRET="1")
         losses[f"stage {stage}"] = [row["loss"] for row in rows]
     return {"preset": "nano", "losses": losses}
-
-
-def recordings(show):
-    """The recorded collectives of benchmarks/report/recording.py."""
-    return record_all()
-
-
-def prompt(show):
-    """The recorded prompt of benchmarks/report/prompt.py."""
-    return record_prompt()

@@ -1,4 +1,4 @@
-// The side navigation, tabs, and tooltips of the page.
+// The side navigation and the tooltips of the page.
 "use strict";
 
 (() => {
@@ -18,27 +18,6 @@
   const unfold = () => { contents.open = wide.matches; };
   wide.addEventListener("change", unfold);
   unfold();
-
-  // -- tabs: the arrow keys choose the next and the previous one ---------------------------------------------------------
-
-  for (const list of document.querySelectorAll('[role="tablist"]')) {
-    const tabs = [...list.children];
-    const choose = (chosen, focus) => tabs.forEach((tab) => {
-      tab.setAttribute("aria-selected", tab === chosen);
-      tab.tabIndex = tab === chosen ? 0 : -1;
-      document.getElementById(tab.getAttribute("aria-controls")).hidden = tab !== chosen;
-      if (tab === chosen && focus) tab.focus();
-    });
-    list.hidden = false;
-    list.addEventListener("click", (event) => tabs.includes(event.target) && choose(event.target));
-    list.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      choose(tabs[(tabs.indexOf(event.target) + step + tabs.length) % tabs.length], true);
-    });
-    choose(tabs[0]);
-  }
 
   // -- tooltips: of elements with data-tip, and of the nearest point of a chart ------------------------------------------
 

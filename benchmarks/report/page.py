@@ -8,7 +8,6 @@ from benchmarks.harness.report import commit, hardware
 from benchmarks.report import architecture, machine_sections, paper_sections
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from benchmarks.report.theme import style_sheet
-from benchmarks.report.units import Notes
 from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
@@ -35,19 +34,24 @@ def write_report(folder, records, missing, preset, steps, titles):
 
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
-    template, notes, runs = environment().get_template("page.html"), Notes(), Runs(records, missing, preset, steps)
-    charts, page = [], folder / "index.html"
+    template, runs = environment().get_template("page.html"), Runs(records, missing, preset, steps)
+    charts, notes, page = [], [], folder / "index.html"
 
     def draw(chart):
         charts.append(chart)
         return chart.inline()
 
+    def note(text):  # the number of a footnote; equal texts are one footnote
+        if text not in notes:
+            notes.append(text)
+        return notes.index(text) + 1
+
     text = template.render(
         s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=notes.number, draw=draw,
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
         style=style_sheet() + read("page.css"), scripts=[read(f"{name}.js") for name in ("page", "player", "prompt")],
         views=views(runs), prompt=runs.results("prompt"), tables=machine_sections.machine(hardware(), runs, titles),
-        gains=paper_sections.gains(runs), notes=notes.texts,
+        gains=paper_sections.gains(runs), notes=notes,
     )  # fmt: skip
     try:
         for chart in charts:

@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks import paper
 from benchmarks.harness.speedups import Speedup, speedups
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
-from benchmarks.report.runs import PAPER_NAMES, STAGE_NAMES
+from benchmarks.report.runs import PAPER_NAMES, PARTS, STAGE_NAMES
 from benchmarks.report.trace import collectives_of, time_by_op
 from benchmarks.report.units import Cell, Table, amount, number, seconds, tiny
 from gpt2core.errors import counted
@@ -59,31 +61,33 @@ def paper_spread():
 
 def headline(runs):
     """[(number, unit, sentence, footnote)]: the three numbers of the first screen."""
-    differences, found = largest_differences(runs), []
-    if differences:
-        largest = max(differences.values())
-        found.append(
-            (
-                tiny(largest), "",
-                f"is the largest relative difference between our {len(differences) + 1} loss curves. The paper's four "
-                f"differ by {100 * paper_spread():.0f} % at the last step.", "; ".join(sources(runs)),
-            )
-        )  # fmt: skip
-    for stage, text in ((0, "NumPy on one CPU"), (3, "several GPUs"), (2, "one GPU")):
-        if (run := runs.training(stage)) and len(found) < 3:
+    found = []
+    if differences := largest_differences(runs):
+        text = (
+            f"is the largest relative difference between our {len(differences) + 1} loss curves. The paper's four "
+            f"differ by {100 * paper_spread():.0f} % at the last step."
+        )
+        found.append((tiny(max(differences.values())), "", text, "; ".join(sources(runs))))
+    for stage, where in ((0, "NumPy on one CPU"), (3, "several GPUs"), (2, "one GPU")):
+        if run := runs.run("training", stage):
             theirs = paper.SECONDS[PAPER_NAMES[stage]][0]
             compared = f" The paper's {PAPER_NAMES[stage]} program: {theirs:,.0f} s." if runs.is_paper else ""
-            what = f"train {runs.steps} steps of preset {runs.preset} with stage {stage}, {text}.{compared}"
-            found.append((*seconds(run.value).split(), what, run.note))
-    if (run := runs.inference(0)) and len(found) < 3:
+            text = f"train {runs.steps} steps of preset {runs.preset} with stage {stage}, {where}.{compared}"
+            found.append((*seconds(run.value).split(), text, run.note))
+    if run := runs.run("inference", 0):
         theirs = paper.SECONDS["serial"][1]
-        what = f"for 30 new tokens with stage 0, NumPy on one CPU. The paper's serial program: {theirs:.0f} s."
-        found.append((*seconds(run.value).split(), what, run.where))
-    return found
+        text = f"for 30 new tokens with stage 0, NumPy on one CPU. The paper's serial program: {theirs:.0f} s."
+        found.append((*seconds(run.value).split(), text, run.where))
+    return found[:3]
 
 
 def sources(runs):
     return [f"{label}: {run.where}" for label, run in runs.curves().items()]
+
+
+def cover(losses, others):
+    """Whether two curves are one line of the chart."""
+    return len(losses) == len(others) and np.allclose(losses, others, SAME, 0)
 
 
 def loss_chart(runs):
@@ -93,16 +97,13 @@ def loss_chart(runs):
         Line(f"paper, {name}", steps(losses), losses, "soft", style, width=1.1)
         for (name, losses), style in zip(paper.LOSSES.items(), paper.LINE_STYLES.values(), strict=True)
     ]
-    groups = []  # [[label, ...], losses]
+    groups = []  # ([label, ...], losses)
     for label, run in runs.curves().items():
-        for group in groups:
-            if len(group[1]) == len(run.value) and all(
-                abs(a - b) <= SAME * b for a, b in zip(run.value, group[1], strict=True)
-            ):
-                group[0].append(label)
-                break
+        covered = [labels for labels, losses in groups if cover(losses, run.value)]
+        if covered:
+            covered[0].append(label)
         else:
-            groups.append([[label], run.value])
+            groups.append(([label], run.value))
     for (labels, losses), colour in zip(groups, ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
         alone = len(groups) == 1 < len(labels)
         label = f"all {len(labels)} curves of ours" if alone else f"ours, {', '.join(labels)}"
@@ -132,15 +133,13 @@ def loss_table(runs):
 def table_1(runs):
     rows, grey = [], []
     for stage, name in STAGE_NAMES.items():
-        row, ours = [name], (runs.training(stage), runs.inference(stage))
-        reasons = runs.training_reason(stage), runs.inference_reason(stage)
-        for what, run, reason, theirs in zip(
-            ("training", "inference"), ours, reasons, paper.SECONDS[PAPER_NAMES[stage]], strict=True
-        ):
+        row, ours = [name], {what: runs.run(what, stage) for what in PARTS}
+        for (what, run), theirs in zip(ours.items(), paper.SECONDS[PAPER_NAMES[stage]], strict=True):
             row.append(Cell(number(theirs), contradiction() if (stage, what) == (1, "training") else ""))
-            row.append(Cell(number(run.value), run.note) if run else Cell("–", f"{what} not measured: {reason}"))
+            missing = Cell("–", f"{what} not measured: {runs.reason_of(what, stage)}")
+            row.append(Cell(number(run.value), run.note) if run else missing)
         rows.append(row)
-        if not any(run and not run.shipped for run in ours):
+        if not any(run and not run.shipped for run in ours.values()):
             grey.append(stage)
     caption = (
         f"Table 1. Seconds of the training ({runs.steps} steps of preset {runs.preset}) and of the inference (256 "
@@ -245,12 +244,10 @@ def gain_replicate(runs):
 
 def gain_pair(runs, slow, fast, what):
     """The times of the runs of two stages on different hardware: a ratio without an ideal."""
-    run_of = runs.training if what == "training" else runs.inference
-    reason_of = runs.training_reason if what == "training" else runs.inference_reason
-    a, b = run_of(slow), run_of(fast)
+    a, b = runs.run(what, slow), runs.run(what, fast)
     if not a or not b:
         stage = fast if a else slow
-        return None, f"there is no {what} of stage {stage}: {reason_of(stage)}"
+        return None, f"there is no {what} of stage {stage}: {runs.reason_of(what, stage)}"
     text = f"stage {fast}: {seconds(b.value)} ({b.note}); stage {slow}: {seconds(a.value)} ({a.where})"
     return Speedup(a.value / b.value, math.inf, misled=a.disturbed), text
 

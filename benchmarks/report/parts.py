@@ -83,66 +83,44 @@ class PartFiles:
         return record
 
 
-def run_parts(parts, files, report, only_saved=False):
+def run_parts(parts, files, bar, only_saved=False):
     """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
 
-    report: a Progress. A part that is skipped or that fails does not stop the others; failures has the names of those
-    that failed. only_saved: run no part with times.
+    bar: a tqdm progress bar. A part that is skipped or that fails does not stop the others; failures has the names of
+    those that failed. only_saved: run no part with times.
     """
     records, missing, failures = {}, {}, []
     for part in parts:
+        bar.set_description_str(part.title)
         if record := files.load(part):
-            report.line(f"{part.title}: measured on {record['date'][:10]}, used again")
+            bar.write(f"{part.title}: measured on {record['date'][:10]}, used again")
             records[part.name] = record
-            report.done()
-            continue
-        if only_saved and part.times:
+        elif only_saved and part.times:
             missing[part.name] = "--no-measure was given"
-            report.done()
-            continue
-        report.begin(part.title)
-        started, others = time.monotonic(), OtherPrograms()
-        try:
-            results = part.measure(report.show, **part.options)
-            seconds, cores = time.monotonic() - started, others.cores()
-            records[part.name] = files.save(part, results, seconds, cores)
-            busy = f", other programs used {cores:.1f} cores" if part.times and (cores or 0) > BUSY else ""
-            report.line(f"{part.title}: {seconds:.0f} s{busy}")
-        except Skipped as error:
-            missing[part.name] = str(error)
-            report.line(f"{part.title}: skipped: {error}")
-        except (PartFailed, UserError) as error:
-            missing[part.name] = f"it failed: {error}"
-            failures.append(part.name)
-            report.line(f"{part.title}: FAILED: {error}")
-        report.done()
+        else:
+            try:
+                records[part.name] = record = measured(part, files, bar)
+                cores = record["other_cores"]
+                busy = f", other programs used {cores:.1f} cores" if part.times and (cores or 0) > BUSY else ""
+                bar.write(f"{part.title}: {record['seconds']:.0f} s{busy}")
+            except Skipped as error:
+                missing[part.name] = str(error)
+                bar.write(f"{part.title}: skipped: {error}")
+            except (PartFailed, UserError) as error:
+                missing[part.name] = f"it failed: {error}"
+                failures.append(part.name)
+                bar.write(f"{part.title}: FAILED: {error}")
+        bar.update()
     return records, missing, failures
 
 
-class Progress:
-    """A progress bar on a terminal, and one line for each part. total: the number of parts."""
-
-    def __init__(self, total):
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=total, unit="part", disable=None, leave=False, dynamic_ncols=True)
-        self.tqdm = tqdm
-
-    def begin(self, title):
-        self.title = title
-        self.show("")
-
-    def show(self, text):
-        self.bar.set_postfix_str(f"{self.title} {text}".strip())
-
-    def line(self, text):
-        self.tqdm.write(text, file=sys.stdout)
-
-    def done(self):
-        self.bar.update()
-
-    def close(self):
-        self.bar.close()
+def measured(part, files, bar):
+    """Measure a part; returns its saved record. Raises Skipped, PartFailed or UserError."""
+    started, others = time.monotonic(), OtherPrograms()
+    results = part.measure(bar.set_postfix_str, **part.options)
+    seconds, cores = time.monotonic() - started, others.cores()
+    bar.set_postfix_str("")
+    return files.save(part, results, seconds, cores)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------

@@ -9,10 +9,7 @@ Frames are logical times (Lamport, 1978): a message that is sent at time t arriv
 all messages of a round have the same time, so a frame is a round.
 """
 
-import threading
 import weakref
-from collections import defaultdict, deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +26,7 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 
+ARRIVAL = 1  # the tag of a message with the earliest time at which the next message arrives
 BUFFERS = "temporary buffers"
 FOUR_BUFFERS = (
     "A rank has at most four temporary buffers of one slice: two alternate for its partial sums, and into two others "
@@ -38,82 +36,70 @@ MOMENTS = 2  # AdamW has two moments for each parameter
 MAX_RANKS = 4  # fp32 holds integers below 2^24, and p ranks need p^2 bits
 
 
-class Messages:
-    """The messages of all ranks. sent: [{"time", "from", "to", "bytes", "slice", "ranks"}]."""
-
-    def __init__(self):
-        self.sent, self.lock = [], threading.Lock()
-        self.times = defaultdict(deque)  # {(source, to): times of the messages that were not received}
-
-    def send(self, message):
-        with self.lock:
-            self.sent.append(message)
-            self.times[message["from"], message["to"]].append(message["time"])
-
-    def receive(self, source, to):
-        """The time at which the oldest message from `source` to `to` was sent."""
-        with self.lock:
-            return self.times[source, to].popleft()
-
-
 class Recorder:
-    """A Communicator with only send_start and recv_start, which notes every call.
+    """A Communicator with only send_start and recv_start, which notes every call. A message carries its time.
 
     arrays: {name: (array of this rank, number of slices in it)}. Other arrays in messages are temporary buffers.
+    fixed: {name: bytes of an array without slices}.
+
+    sent: [{"time", "from", "to", "bytes", "slice", "ranks"}]. states: {time: {"cells": {array: [(slice, ranks that it
+    contains)]}, "bytes": {array: bytes}}}. phases: [(first time, name)].
     """
 
-    def __init__(self, comm, messages, arrays):
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.messages, self.arrays, self.time = messages, arrays, 0
-        self.buffers, self.states = {}, {}  # {id: weak reference of a temporary buffer}; {time: state of this rank}
+    def __init__(self, comm, arrays, fixed=None):
+        self.comm, self.rank, self.size, self.arrays = comm, comm.rank, comm.size, arrays
+        self.sizes = {name: array.nbytes for name, (array, _) in arrays.items()} | (fixed or {})
+        self.time, self.sent, self.states, self.phases = 0, [], {}, []
+        self.buffers = {}  # {id: weak reference of a temporary buffer}
+
+    def begin(self, phase):
+        """Begin a phase, at a new time if it is not the first."""
         self.note()
+        self.time += bool(self.phases)
+        self.phases.append((self.time, phase))
 
     def send_start(self, x, to, tag=0):
-        self.keep(x)
-        self.note()
+        self.note(x)
         number, ranks = decoded(x, self.size)
-        message = {"from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
-        self.messages.send(message | {"time": self.time})
-        return Recorded(self, self.comm.send_start(x, to, tag), None)
+        message = {"time": self.time, "from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
+        self.sent.append(message)
+        arrival = self.comm.send_start(np.array(self.time + 1), to, ARRIVAL)
+        return Recorded(self, [arrival, self.comm.send_start(x, to, tag)])
 
     def recv_start(self, out, source, tag=0):
-        self.keep(out)
-        self.note()
-        return Recorded(self, self.comm.recv_start(out, source, tag), source)
+        self.note(out)
+        time = np.array(0)
+        arrival = self.comm.recv_start(time, source, ARRIVAL)
+        return Recorded(self, [arrival, self.comm.recv_start(out, source, tag)], time)
 
-    def keep(self, x):
-        """Note the temporary buffer that contains x, if x is not in one of the named arrays."""
-        whole = x if x.base is None else x.base
-        if not any(np.may_share_memory(x, array) for array, _ in self.arrays.values()):
+    def note(self, message=None):
+        """Save the content of the arrays at the present time, and the largest size of the buffers at this time.
+
+        message: the array of a message. It is in a temporary buffer if it is not in one of the named arrays.
+        """
+        if message is not None and not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
+            whole = message if message.base is None else message.base
             self.buffers[id(whole)] = weakref.ref(whole)
-
-    def note(self):
-        """Save the content of the arrays at the present time, and the largest size of the buffers at this time."""
         buffers = sum(array.nbytes for reference in self.buffers.values() if (array := reference()) is not None)
-        before = self.states.get(self.time, {"buffers": 0})
-        cells = {name: cells_of(array, count, self.size) for name, (array, count) in self.arrays.items()}
-        self.states[self.time] = {"cells": cells, "buffers": max(buffers, before["buffers"])}
-
-    def advance(self):
-        """Begin a new frame."""
-        self.note()
-        self.time += 1
+        before = self.states.get(self.time, {"bytes": {BUFFERS: 0}})["bytes"][BUFFERS]
+        cells = {
+            name: [decoded(array[part], self.size) for part in even_slices(array.size, count)]
+            for name, (array, count) in self.arrays.items()
+        }
+        self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: max(buffers, before)}}
 
 
 class Recorded(Handle):
-    """The handle of a recorded message. source: the sender, or None for a send."""
+    """The handles of a message and of its arrival. time: an array that receives the time of the arrival, or 0."""
 
-    def __init__(self, recorder, handle, source):
-        self.recorder, self.handle, self.source = recorder, handle, source
+    def __init__(self, recorder, handles, time=0):
+        self.recorder, self.handles, self.time = recorder, handles, time
 
     def wait(self):
-        recorder = self.recorder
-        recorder.note()
-        self.handle.wait()
-        if self.source is not None:
-            sent = recorder.messages.receive(self.source, recorder.rank)
-            recorder.time = max(recorder.time, sent + 1)
-            self.source = None
+        self.recorder.note()
+        for handle in self.handles:
+            handle.wait()
+        self.recorder.time = max(self.recorder.time, int(self.time))
 
 
 def marked(size, rank, ranks):
@@ -138,47 +124,29 @@ def decoded(x, ranks):
     return number, [rank for rank in range(ranks) if value >> (ranks * number + rank) & 1]
 
 
-def cells_of(array, count, ranks):
-    """[(number of the slice, ranks) of each of `count` slices of the array]."""
-    return [decoded(array[part], ranks) for part in even_slices(array.size, count)]
+# -- the recorded algorithms: each takes a communicator and the number of elements, and returns its Recorder -----------
 
 
-# -- the recorded algorithms -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """What one rank recorded. phases: [(first frame, name)]; fixed: {name: bytes of an array without slices}."""
-
-    states: dict
-    phases: list
-    sizes: dict  # {name of an array: bytes}
-    fixed: dict
-
-
-def finished(recorder, phases, fixed=None):
-    recorder.note()
-    sizes = {name: array.nbytes for name, (array, _) in recorder.arrays.items()}
-    return OneRank(recorder.states, phases, sizes, fixed or {})
-
-
-def ring_all_reduce(comm, messages, size):
+def ring_all_reduce(comm, size):
     """The ring all-reduce of the gradients, in place, as with `--collectives ring`."""
     gradients = marked(size, comm.rank, comm.size)
-    recorder = Recorder(comm, messages, {"gradients": (gradients, comm.size)})
+    recorder = Recorder(comm, {"gradients": (gradients, comm.size)})
+    recorder.begin("reduce-scatter phase")
     collectives.all_reduce(recorder, gradients, out=gradients, algorithm="ring")
-    return finished(recorder, [(0, "reduce-scatter phase"), (comm.size - 1, "all-gather phase")])
+    recorder.phases.append((comm.size - 1, "all-gather phase"))
+    return recorder
 
 
-def ring_reduce_scatter(comm, messages, size):
+def ring_reduce_scatter(comm, size):
     """The reduce-scatter of the ring: rank r ends with slice r of the sum."""
     gradients, own = marked(size, comm.rank, comm.size), np.zeros(size // comm.size, np.float32)
-    recorder = Recorder(comm, messages, {"gradients": (gradients, comm.size), "own slice of the sum": (own, 1)})
+    recorder = Recorder(comm, {"gradients": (gradients, comm.size), "own slice of the sum": (own, 1)})
+    recorder.begin("reduce-scatter")
     collectives.reduce_scatter(recorder, gradients, out=own, algorithm="ring")
-    return finished(recorder, [(0, "reduce-scatter")])
+    return recorder
 
 
-def zero_1(comm, messages, size):
+def zero_1(comm, size):
     """A step of ZeRO-1: reduce-scatter the gradients, update the own slice of the parameters, all-gather the slices.
 
     The parameters are zeros before the update; the update of rank r writes its mark into slice r.
@@ -186,15 +154,14 @@ def zero_1(comm, messages, size):
     own = even_slices(size, comm.size)[comm.rank]
     parameters, gradients = np.zeros(size, np.float32), marked(size, comm.rank, comm.size)
     arrays = {"gradients": (gradients, comm.size), "parameters": (parameters, comm.size)}
-    recorder = Recorder(comm, messages, arrays)
+    recorder = Recorder(comm, arrays, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
+    recorder.begin("reduce-scatter of the gradients")
     collectives.reduce_scatter(recorder, gradients, out=gradients[own], algorithm="ring")
-    recorder.advance()
-    phases = [(0, "reduce-scatter of the gradients"), (recorder.time, "AdamW on the own slice")]
+    recorder.begin("AdamW on the own slice")
     parameters[own] = marked(size, comm.rank, comm.size)[own]
-    recorder.advance()
-    phases.append((recorder.time, "all-gather of the parameters"))
+    recorder.begin("all-gather of the parameters")
     collectives.all_gather(recorder, parameters[own], out=parameters)
-    return finished(recorder, phases, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
+    return recorder
 
 
 RECORDINGS = {  # {name: (title, function, what the reader sees)}
@@ -221,28 +188,26 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
 def record(name, ranks=MAX_RANKS, preset="nano"):
     """Run one of RECORDINGS on `ranks` threads; return its title, sizes and frames as JSON data.
 
-    A frame has the messages that are sent at its time and, for each rank, the state at this time: "cells" {array:
-    [(slice, ranks that it contains)]} and "bytes" {array: bytes}.
+    A frame has the messages that are sent at its time and, for each rank, its last state that is not later.
     """
     title, function, text = RECORDINGS[name]
-    size, messages = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size, Messages()
-    results = run_ranks(ranks, lambda comm: function(comm, messages, size))
-    times = range(max(max(result.states) for result in results) + 1)
+    size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
+
+    def run(comm):
+        recorder = function(comm, size)
+        recorder.note()
+        return recorder
+
+    recorders = run_ranks(ranks, run)
     frames = [
         {
-            "phase": [name for start, name in results[0].phases if start <= time][-1],
-            "messages": sorted((m for m in messages.sent if m["time"] == time), key=lambda message: message["from"]),
-            "ranks": [state_at(result, time) for result in results],
+            "phase": [name for start, name in recorders[0].phases if start <= time][-1],
+            "messages": [message for each in recorders for message in each.sent if message["time"] == time],
+            "ranks": [each.states[max(past for past in each.states if past <= time)] for each in recorders],
         }
-        for time in times
+        for time in range(max(time for each in recorders for time in each.states) + 1)
     ]
     return {"title": title, "text": text, "preset": preset, "bytes": 4 * size, "ranks": ranks, "frames": frames}
-
-
-def state_at(result, time):
-    """The last state of a rank that is not later than `time`, with the bytes of its arrays."""
-    state = result.states[max(each for each in result.states if each <= time)]
-    return {"cells": state["cells"], "bytes": result.sizes | result.fixed | {BUFFERS: state["buffers"]}}
 
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------

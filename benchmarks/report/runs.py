@@ -15,6 +15,11 @@ STAGE_NAMES = {
     3: "stage 3, CUDA, MPI and NCCL",
 }
 PAPER_NAMES = dict(zip(STAGE_NAMES, ("serial", "MPI", "CUDA", "MPI and CUDA"), strict=True))
+PARTS = {  # {what is compared: the parts of stages 0 to 3}; --mode replicate is the paper's method
+    "training": ("train0", "train1-2", "train2", "train3"),
+    "inference": ("infer0", "infer1-replicate", "infer2", "infer3"),
+}
+RANKS = 1, 2, 4, 8  # of the trainings of stage 1; 2 without --full
 THIS_MACHINE = "this machine"
 
 
@@ -58,43 +63,26 @@ class Runs:
     def reason(self, name):
         return self.missing.get(name, "no GPU was found, and results/ has no measurement of it")
 
-    def training_reason(self, stage):
-        """Why there is no training of this stage."""
-        name = "train1-2" if stage == 1 else f"train{stage}"
-        if name in self.missing or stage < 2 or self.is_paper:
+    def reason_of(self, what, stage):
+        """Why there is no run() of this stage."""
+        name = PARTS[what][stage]
+        if name in self.missing or stage < 2 or what == "inference" or self.is_paper:
             return self.reason(name)
         here = f"of preset {self.preset} and {counted(self.steps, 'step')}"
         return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not {here}"
 
-    def inference_reason(self, stage):
-        """Why there is no inference of this stage."""
-        return self.reason("infer1-replicate" if stage == 1 else f"infer{stage}")
-
-    def rank_counts(self):
-        """The numbers of ranks of the measured trainings of stage 1."""
-        names = [name for name in self.records if name.startswith("train1-")]
-        return sorted(int(name.removeprefix("train1-")) for name in names)
-
-    def training(self, stage):
-        """The seconds of the training, a Run or None."""
-        name = "train1-2" if stage == 1 else f"train{stage}"
+    def run(self, what, stage):
+        """The seconds of the "training" or the "inference" of a stage, a Run or None."""
+        name = PARTS[what][stage]
         if results := self.results(name):
-            compiled = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if stage >= 2 else ""
-            return Run(results["seconds"], self.place(name) + compiled)
-        if stage >= 2 and self.is_paper:
-            value, precision, used, how, file = shipped.training()[stage]
-            return Run(value, f"{precision}{how}; {shipped.origin(file, used)}", True, precision)
-        return None
-
-    def inference(self, stage):
-        """The seconds of the paper's inference, a Run or None. On ranks: --mode replicate, the paper's method."""
-        name = "infer1-replicate" if stage == 1 else f"infer{stage}"
-        if results := self.results(name):
-            disturbed = stage == 0 and any(each.above for each in self.inference_speedups().values())
-            return Run(results["seconds"], self.place(name) + ", disturbed" * disturbed, disturbed=disturbed)
-        if stage == 2:
-            value, precision, file = shipped.inference()
-            return Run(value, f"{precision}; {shipped.origin(file, 1)}", True, precision)
+            compiles = what == "training" and stage >= 2
+            note = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if compiles else ""
+            disturbed = name == "infer0" and any(each.above for each in self.inference_speedups().values())
+            where = self.place(name) + note + ", disturbed" * disturbed
+            return Run(results["seconds"], where, disturbed=disturbed)
+        if (what, stage) in (known := shipped.runs()) and (what == "inference" or self.is_paper):
+            value, precision, used, note, file = known[what, stage]
+            return Run(value, f"{precision}{note}; {shipped.origin(file, used)}", True, precision)
         return None
 
     def place(self, name):
@@ -151,9 +139,9 @@ class Runs:
         found = {}
         if results := self.results("train0"):
             found["stage 0"] = Run(results["losses"], THIS_MACHINE)
-        for ranks in self.rank_counts():
-            label = f"stage 1 on {counted(ranks, 'rank')}"
-            found[label] = Run(self.results(f"train1-{ranks}")["losses"], THIS_MACHINE)
+        for ranks in RANKS:
+            if results := self.results(f"train1-{ranks}"):
+                found[f"stage 1 on {counted(ranks, 'rank')}"] = Run(results["losses"], THIS_MACHINE)
         for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
             if results := self.results(f"train{stage}"):
                 found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))

@@ -28,20 +28,17 @@ def curve(name, ranks):
     return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
 
 
-def training():
-    """{stage: (seconds of 50 steps of `paper`, precision, GPUs, how it was computed, source)} of stages 2 and 3."""
+def runs():
+    """{(what, stage): (seconds, precision, GPUs, how it was computed, source)}; a training has 50 steps of `paper`."""
     step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
     paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
+    decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
+    how = ", 50 times the median step"
     return {
-        2: (50 * step["seconds"]["median"], "fp32", 1, ", 50 times the median step", "gpu/step_paper_fp32"),
-        3: (paper["totals"]["median"], "bf16", paper["ranks"], "", "gpus/scaling"),
+        ("training", 2): (50 * step["seconds"]["median"], "fp32", 1, how, "gpu/step_paper_fp32"),
+        ("training", 3): (paper["totals"]["median"], "bf16", paper["ranks"], "", "gpus/scaling"),
+        ("inference", 2): (decode["total"]["median"], "fp32", 1, "", "gpu/decode_paper"),
     }
-
-
-def inference():
-    """(seconds of the paper's inference on one GPU, precision, source)."""
-    row = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
-    return row["total"]["median"], "fp32", "gpu/decode_paper"
 
 
 def kernels():

@@ -5,28 +5,15 @@ import re
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT
 
 
-def variables(theme):
-    """The CSS declarations of all colours; theme: LIGHT or DARK."""
-    return "; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items())
-
-
 def style_sheet():
     """CSS that defines the colours for light and dark screens. A printed page is light."""
-    light, dark = variables(LIGHT), variables(DARK)
+    light, dark = ("; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items()) for theme in (LIGHT, DARK))
     return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 def standalone(svg):
-    """An inline SVG as a file of its own, with the definitions of its colours and with a background.
-
-    It has no width and height, so a browser shows it as large as the window.
-    """
-    head, rest = svg.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
-    head = head if "xmlns=" in head else head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    background = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
-    style = f"{style_sheet()}svg {{ background: var(--page); }}"  # in a window of another shape
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>\n{style}\n</style>\n{background}{rest}\n'
+    """An inline SVG as a file of its own, with the definitions of its colours and with a background."""
+    return svg.replace(">", f">\n<style>\n{style_sheet()}svg {{ background: var(--page); }}\n</style>", 1)
 
 
 def with_variables(svg):

@@ -1,6 +1,6 @@
-"""Numbers as text with their units, tables, and the footnotes of the page."""
+"""Numbers as text with their units, and tables."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,6 @@ class Table:
     rows: list
     numbers: tuple = ()
     grey: tuple = ()
-
-
-@dataclass
-class Notes:
-    """The footnotes in the order of their first use; equal texts are one footnote."""
-
-    texts: list = field(default_factory=list)
-
-    def number(self, text):
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
 
 
 def number(value):

@@ -233,11 +233,12 @@ def test_the_trace_that_training_writes_can_be_read(train, corpus, tmp_path):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """A Progress whose lines are in the attribute `texts`."""
+    """A progress bar whose lines are in the attribute `texts`."""
     monkeypatch.setattr(parts, "hardware", dict)
     texts = []
     nothing = lambda *_: None  # noqa: E731
-    return SimpleNamespace(texts=texts, line=texts.append, begin=nothing, show=nothing, done=nothing)
+    names = "set_description_str", "set_postfix_str", "update"
+    return SimpleNamespace(texts=texts, write=texts.append, **dict.fromkeys(names, nothing))
 
 
 def test_a_saved_part_is_used_again_unless_its_options_or_its_file_changed(lines, tmp_path):
@@ -477,8 +478,8 @@ def browser():
 
 # the number of pictures that are visible in each visible figure
 PICTURES = """[...document.querySelectorAll("figure, .drawing, [data-part=head], .heads button")]
-  .filter(each => each.checkVisibility()).map(each => [...each.querySelectorAll("svg")].filter(svg => {
-    const box = svg.getBoundingClientRect();
+  .filter(each => each.checkVisibility()).map(each => [...each.querySelectorAll("svg, .ranks")].filter(picture => {
+    const box = picture.getBoundingClientRect();
     return box.width > 0 && box.height > 0;
   }).length)"""
 CHOOSE = """(number => { const choice = document.getElementById("player-view"); choice.value = number;
@@ -524,7 +525,7 @@ TOUCHING = """[...document.querySelectorAll(".chart")].filter(each => each.check
 @pytest.mark.parametrize("width", [1400, 390])
 def test_the_texts_of_a_chart_are_inside_and_do_not_touch(browser, page, width):
     browser.open(page.as_uri(), width)
-    browser.evaluate("document.querySelectorAll('[role=tabpanel]').forEach(each => { each.hidden = false })")
+    browser.evaluate("document.querySelectorAll('.panel').forEach(each => { each.style.display = 'block' })")
     assert browser.evaluate(TOUCHING) == []
 
 
@@ -536,7 +537,7 @@ def test_a_tab_shows_the_data_flow_of_a_stage_and_marks_what_it_adds(browser, pa
     for _ in range(stage):
         browser.press("ArrowRight")
     panel = f'document.getElementById("figure-panel{stage + 1}")'
-    shown = '[...document.querySelectorAll("#figures [role=tabpanel]")].map(each => each.checkVisibility())'
+    shown = '[...document.querySelectorAll("#figures .panel")].map(each => each.checkVisibility())'
     assert browser.evaluate(shown) == [number == stage for number in range(4)]
     assert browser.evaluate(f'{panel}.querySelector("h3").textContent') == f"Figure {stage + 2}: {STAGE_NAMES[stage]}"
     added = browser.evaluate(f'[...{panel}.querySelectorAll(".added b")].map(each => each.textContent)')
@@ -697,10 +698,8 @@ def test_the_player_takes_no_key_with_a_modifier_of_another_element_or_out_of_vi
 
 
 # texts of the cells of the player that are wider than their cells
-CLIPPED = """[...document.querySelectorAll("#step-player .cell")].filter(cell => {
-  const [box, ...texts] = [...cell.querySelectorAll("rect, text")].map(each => each.getBoundingClientRect());
-  return texts.pop().width > box.width;
-}).map(cell => cell.textContent)"""
+CLIPPED = """[...document.querySelectorAll("#step-player .cell")].filter(cell =>
+  cell.scrollWidth > cell.clientWidth).map(cell => cell.textContent)"""
 
 
 @pytest.mark.parametrize("title", ["ring all-reduce", "reduce-scatter", "ZeRO-1", "ZeRO-3"])
@@ -740,15 +739,16 @@ def test_pointing_at_a_chart_a_bar_or_a_slice_shows_its_numbers(browser, page):
     assert "in memory: 393.2 kB (gradients" in point_at(browser, f'{PLAYER}.querySelector(".memory .bytes")')
     titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
     browser.evaluate(f"{CHOOSE}({titles.index('pipeline gpipe')})")
-    assert point_at(browser, f'{PLAYER}.querySelector(".track rect")') == "forward of micro-batch 0, chunk 0, 1 unit"
-    span = f'Number({PLAYER}.querySelector(".track svg").getAttribute("viewBox").split(" ")[2])'
-    whole = browser.evaluate(span)
+    assert point_at(browser, f'{PLAYER}.querySelector(".track .event")') == "forward of micro-batch 0, chunk 0, 1 unit"
+    inside = f'{PLAYER}.querySelector(".track > div").getBoundingClientRect().width'
+    whole = browser.evaluate(inside)
     browser.click('[data-action="in"]')
-    assert browser.evaluate(span) == whole / 2
+    assert browser.evaluate(inside) == pytest.approx(2 * whole)
     pressed("End")
-    assert browser.evaluate(f'{PLAYER}.querySelector(".head").style.left') == "100%"  # the window follows the line
+    head, track = (f'{PLAYER}.querySelector("{each}").getBoundingClientRect().right' for each in (".head", ".track"))
+    assert abs(browser.evaluate(f"{head} - {track}")) < 4  # the window follows the line
     browser.click('[data-action="out"]')
-    assert browser.evaluate(span) == whole and browser.errors() == []
+    assert browser.evaluate(inside) == whole and browser.errors() == []
 
 
 MOVING = f"{PLAYER}.getAnimations({{ subtree: true }}).length"
@@ -835,7 +835,7 @@ def test_the_side_navigation_marks_the_section_in_view(browser, page):
 def test_every_control_and_picture_has_a_name(browser, page):
     browser.open(page.as_uri())
     nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
-    named = {"button", "link", "slider", "checkbox", "combobox", "tab", "image", "region", "navigation", "tabpanel"}
+    named = {"button", "link", "slider", "checkbox", "combobox", "radio", "image", "region", "navigation", "radiogroup"}
     found = [(node["role"]["value"], node["name"]["value"]) for node in nodes if node["role"]["value"] in named]
     assert {role for role, _ in found} == named and [role for role, name in found if not name] == []
 
