@@ -207,6 +207,17 @@ TABLES = {
         command | caches | seconds = {value.seconds:s 3} | quartiles = {value.seconds:quartiles s 3}""",
         lambda results: (row | {"command": COMMANDS[row["name"]]} for row in flat(results, "name", "caches")),
     ).kinds("gpu-start", "h100"),
+    "gpu-checkpoints": Table("gpu/checkpoints", """
+        = {"`%s`" % name if "--" in name else name} | ms per step = {totals.median / steps * 1e3:.2f}
+        time of this row / time without checkpoints = {times:ratio 3}"""),
+    "gpu-positions": Table("gpu/positions", """
+        positions = {name} | before the end of the block, us = {seconds.before:us} | after it, us = {seconds.after:us}
+        times = {after_times:ratio}""",
+        lambda results: ({"name": name, **found} for name, found in results["tokens"].items())),
+    "gpu-contexts": Table("gpu/positions", """
+        = 1 x {tokens:,} tokens | ms per step = {seconds:ms} | held, GiB = {held_bytes:GiB}
+        loss of the first step = {first_loss:.3f} | of the last step = {last_loss:.3f}""",
+        lambda results: results["contexts"]),
     "gpu-memory": Table("gpu/memory", """
         = {title} | held, GiB = {held_bytes:GiB} | predicted, GiB = {model_bytes:GiB}
         difference = {difference * 100:+.1f} % | held according to the driver, GiB = {driver_bytes:GiB}""",
