@@ -228,7 +228,7 @@ class UnitRecorder:
 
     def __init__(self, accumulator, ranks):
         self.parameters, self.gradients = accumulator.parameters, accumulator.unit_gradients
-        self.shards, self.everyone, self.frames, self.summed = accumulator.shards, list(range(ranks)), [], []
+        self.shards, self.everyone, self.frames, self.summed = accumulator.work.layout, list(range(ranks)), [], []
         for part in accumulator.parts:
             part.before = self.after(part.before, "forward")
             part.before_backward = self.after(part.before_backward, "backward")
