@@ -236,7 +236,7 @@ def test_a_large_batch_and_a_sharded_model_use_the_core_s_decoder():
     model, _ = models(UNTIED)
     backend = model.backend
     assert backend.decoder(model, backend.decoder_batch + 1) is None
-    model.group = SimpleNamespace(size=2)
+    model.group = SimpleNamespace(size=2, rank=0)
     assert backend.decoder(model, 1) is None
     assert Decoder(model).steps_ahead == 0
 
