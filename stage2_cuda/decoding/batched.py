@@ -107,22 +107,24 @@ def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
     """Without a cache (None): y (B, N) = gelu(h w + bias); h (B, K), w (K, N).
 
     With a cache (B, block, 2K): q, k, v = h w + bias. The kernel stores q in y (B, K), and k and v in the cache at the
-    newest position of each sequence b, lengths[b] - 1.
+    newest position of each sequence b, lengths[b] - 1, modulo block. If y is (B, 2K), it stores q and k in y.
     """
     (B, K), N = h.shape, w.shape[1]
-    arguments = y, cache, h, w, bias, lengths, B, K, N, block
+    arguments = y, cache, h, w, bias, lengths, B, K, N, y.shape[1], block
     options = dict(BLOCK_B=padded_batch(B), BLOCK_K=block_k(tiling, w), BLOCK_N=tiling.block_n, PRECISION=precision)
     launch_tiled(linear_kernel, (triton.cdiv(N, tiling.block_n),), *arguments, tiling=tiling, num_stages=3, **options)
 
 
-def attention(y, q, cache, lengths, n_head, tiling):
-    """y (B, C) = attention of the query q[b] to the first lengths[b] cached positions of sequence b, for every b.
+def attention(y, q, cache, lengths, n_head, tiling, rotation=None):
+    """y (B, C) = attention of the query q[b] to the cached positions of sequence b, for every b.
 
-    q (B, C); cache (B, block, 2C).
+    q (B, C); cache (B, block, 2C). These are the last lengths[b] positions, at most block; position number i is at
+    index i % block. rotation: None, or Sequences.rotation; then q (B, 2C) has q and k of the newest position, and the
+    kernel rotates both, and stores k in the cache.
     """
-    B, C = q.shape
+    B, C = y.shape
     block, D = cache.shape[1], C // n_head
-    arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
+    arguments = y, q, cache, rotation, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
     width = triton.next_power_of_2(D)
     # the tile sizes are those of 16-bit heads of 64; larger heads and fp32 get as many bytes, which fit in registers
     keys = max(16, tiling.block_keys * 2 * 64 // (cache.itemsize * max(64, width)))
@@ -205,9 +207,27 @@ def load_vector(x_ptr, C, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def newest_positions(lengths_ptr, B, block, BLOCK_B: tl.constexpr):
-    """The position of each sequence's newest token (BLOCK_B)."""
+    """The index in the cache of each sequence's newest token (BLOCK_B)."""
     rows = tl.arange(0, BLOCK_B)
-    return tl.minimum(tl.load(lengths_ptr + rows, rows < B, 1), block) - 1
+    return (tl.load(lengths_ptr + rows, rows < B, 1) - 1) % block
+
+
+@triton.jit
+def load_rotation(rotation_ptr, SIZE: tl.constexpr, D: tl.constexpr):
+    """The cosines and sines (D) for load_rotated(). rotation_ptr: SIZE / 2 cosines, then SIZE / 2 sines."""
+    d = tl.arange(0, D)
+    pair = tl.where(d < SIZE // 2, d, d - SIZE // 2)
+    cos, sin = tl.load(rotation_ptr + pair, d < SIZE, 0), tl.load(rotation_ptr + SIZE // 2 + pair, d < SIZE, 0)
+    return cos, tl.where(d < SIZE // 2, -sin, sin)
+
+
+@triton.jit
+def load_rotated(x_ptr, cos, sin, SIZE: tl.constexpr, D: tl.constexpr):
+    """x (SIZE), a row of one head, rotated (kernels/rotary.py): float32 (D), zero beyond SIZE."""
+    d = tl.arange(0, D)
+    other = tl.where(d < SIZE // 2, d + SIZE // 2, d - SIZE // 2)  # the other channel of the pair
+    x, y = tl.load(x_ptr + d, d < SIZE, 0).to(tl.float32), tl.load(x_ptr + other, d < SIZE, 0).to(tl.float32)
+    return x * cos + y * sin
 
 
 @triton.jit
@@ -232,17 +252,18 @@ def normalize(s, weight, bias, C, inverse_C, eps, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def store_output(y_ptr, cache_ptr, value, B, cols, N, C, position, block, BLOCK_B: tl.constexpr):
+def store_output(y_ptr, cache_ptr, value, B, cols, N, C, y_columns, position, block, BLOCK_B: tl.constexpr):
     """Without a cache (None), store gelu(value) in the columns `cols` of y (B, N); value (BLOCK_B, number of columns).
 
-    With a cache, `value` has columns of q, k and v: store q in y (B, C), and k and v in the cache at `position`.
+    With a cache, `value` has columns of q, k and v: store the first y_columns of them in y (B, y_columns), and the
+    others in the cache at `position`.
     """
     rows = tl.arange(0, BLOCK_B)
     mask = (rows < B)[:, None] & (cols < N)[None, :]
     if cache_ptr is not None:
         offs = (rows.to(tl.int64) * block + position)[:, None] * (2 * C) + (cols - C)[None, :]
-        tl.store(y_ptr + rows[:, None] * C + cols[None, :], value, mask & (cols < C)[None, :])
-        tl.store(cache_ptr + offs, value, mask & (cols >= C)[None, :])
+        tl.store(y_ptr + rows[:, None] * y_columns + cols[None, :], value, mask & (cols < y_columns)[None, :])
+        tl.store(cache_ptr + offs, value, mask & (cols >= y_columns)[None, :])
     else:
         tl.store(y_ptr + rows[:, None] * N + cols[None, :], value * sigmoid_of_2u(value), mask)
 
@@ -269,7 +290,7 @@ def layernorm_kernel(
 
 @triton.jit
 def linear_kernel(
-    y_ptr, cache_ptr, h_ptr, w_ptr, bias_ptr, lengths_ptr, B, K, N, block,
+    y_ptr, cache_ptr, h_ptr, w_ptr, bias_ptr, lengths_ptr, B, K, N, y_columns, block,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -284,12 +305,12 @@ def linear_kernel(
         acc = tl.dot(h, w, acc, input_precision=PRECISION)
     acc += tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)[None, :]
     position = newest_positions(lengths_ptr, B, block, BLOCK_B) if cache_ptr is not None else 0
-    store_output(y_ptr, cache_ptr, acc, B, cols, N, K, position, block, BLOCK_B)
+    store_output(y_ptr, cache_ptr, acc, B, cols, N, K, y_columns, position, block, BLOCK_B)
 
 
 @triton.jit
 def attention_kernel(
-    y_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
+    y_ptr, q_ptr, cache_ptr, rotation_ptr, lengths_ptr, H, block, scale,
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes one head of one sequence, with an online softmax over blocks of keys.
@@ -299,17 +320,32 @@ def attention_kernel(
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
     cache_ptr += b.to(tl.int64) * block * 2 * C + h * SIZE
-    length = tl.minimum(tl.load(lengths_ptr + b), block)
+    length = tl.load(lengths_ptr + b)
+    newest, length = (length - 1) % block, tl.minimum(length, block)
+    if rotation_ptr is not None:
+        cos, sin = load_rotation(rotation_ptr + b * SIZE, SIZE, D)
     if PDL:
         wait_for_previous_launch()
-    q = tl.load(q_ptr + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
-    maximum, total, acc = tl.full((), MIN_SCORE, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
+    if rotation_ptr is not None:  # the newest position first: the loop does not read what other threads store here
+        q_ptr += b * 2 * C + h * SIZE
+        newest_ptr = cache_ptr + newest * (2 * C) + d
+        q, new_k = load_rotated(q_ptr, cos, sin, SIZE, D) * scale, load_rotated(q_ptr + C, cos, sin, SIZE, D)
+        new_k = new_k.to(cache_ptr.dtype.element_ty)
+        tl.store(newest_ptr, new_k, d < SIZE)
+        maximum, total = tl.sum(q * new_k.to(tl.float32), 0), tl.full((), 1, tl.float32)
+        acc = tl.load(newest_ptr + C, d < SIZE, 0).to(tl.float32)
+    else:
+        q = tl.load(q_ptr + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
+        maximum, total, acc = tl.full((), MIN_SCORE, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
     for start in tl.range(0, length, BLOCK_KEYS):
         keys = start + tl.arange(0, BLOCK_KEYS)
-        mask = (keys < length)[:, None] & (d < SIZE)[None, :]
+        attended = keys < length
+        if rotation_ptr is not None:
+            attended &= keys != newest
+        mask = attended[:, None] & (d < SIZE)[None, :]
         k_ptrs = cache_ptr + keys[:, None] * (2 * C) + d[None, :]
         k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)
-        scores = tl.where(keys < length, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+        scores = tl.where(attended, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 0))
         p, rescale = tl.math.exp2(scores - new_maximum), tl.math.exp2(maximum - new_maximum)
         maximum, total = new_maximum, total * rescale + tl.sum(p, 0)

@@ -36,6 +36,7 @@ struct alignas(16) AttentionMemory {
   Row row;
   float sums[WARPS][24], product_sums[2][SHARE];
   float qkv[3 * D];           // of the newest position
+  float rotation[D];          // D / 2 cosines, then D / 2 sines
   float warp_y[WARPS][D];     // of each warp: the sum of the values times their weights, exp2(score - maximum)
   float2 warp_stats[WARPS];   // of each warp: the largest score, the sum of the weights
   float block_y[CLUSTER][D];  // the same of each block
@@ -51,27 +52,27 @@ struct Attended {
   float maximum, sum, y[8];
 };
 
-// The 8 lanes of a key have 8 of its elements each. first_key: the key of this thread in pass 0.
+// The 8 lanes of a key have 8 of its elements each. first_key: the key of this thread in pass 0; keys: their number.
 template <int COUNT>
-DEVICE Attended attend(const float* q, const uint4 (&k)[PASSES], const uint4 (&v)[PASSES], int first_key, int newest,
+DEVICE Attended attend(const float* q, const uint4 (&k)[PASSES], const uint4 (&v)[PASSES], int first_key, int keys,
                        float scale) {
   Attended result = {SMALLEST, 0, {}};
   float score[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    float keys[8], dot = 0;
-    unpack(keys, k[i]);
+    float key[8], dot = 0;
+    unpack(key, k[i]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) dot += keys[e] * q[e];
+    for (int e = 0; e < 8; e++) dot += key[e] * q[e];
     dot = scale * sum_lanes(dot, 1, 4);
-    score[i] = first_key + i * KEYS_PER_PASS <= newest ? dot : SMALLEST;
+    score[i] = first_key + i * KEYS_PER_PASS < keys ? dot : SMALLEST;
     result.maximum = fmaxf(result.maximum, score[i]);
   }
   result.maximum = fmaxf(result.maximum, exchange(result.maximum, 8));
   result.maximum = fmaxf(result.maximum, exchange(result.maximum, 16));
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const float weight = fast_exp2(score[i] - result.maximum);  // 0 for keys after the newest one
+    const float weight = fast_exp2(score[i] - result.maximum);  // 0 if there is no such key
     float values[8];
     unpack(values, v[i]);
     result.sum += weight;
@@ -84,13 +85,25 @@ DEVICE Attended attend(const float* q, const uint4 (&k)[PASSES], const uint4 (&v
   return result;
 }
 
+// x (8): the elements from `first` on of a row (D) of one head, rotated as by kernels/rotary.py; 8 divides `first`.
+DEVICE void load_rotated(float (&x)[8], const float* row, const float* rotation, int first) {
+  const int other = first ^ D / 2, pair = first % (D / 2);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float cos = rotation[pair + i], sin = rotation[D / 2 + pair + i];
+    x[i] = row[first + i] * cos + row[other + i] * (first < D / 2 ? -sin : sin);
+  }
+}
+
 // partials_out (heads, C), s (C): results; x (C), partials (parts, C): from the previous kernel; bias (C), of the
-// product that gave the partial sums. cache (block, 2C): k and v of each position; the newest one is lengths[0] - 1.
-// qkv (3C, C) and proj (C, C) are weights, stored transposed; scale: log2(e) / sqrt(64), because exp2 replaces exp.
+// product that gave the partial sums. cache (block, 2C): k and v of position number i at index i % block; the newest
+// position is lengths[0] - 1. qkv (3C, C) and proj (C, C) are weights, stored transposed. rotation (D): the cosines and
+// sines of the newest position, which rotate q and k; or a null pointer. scale: log2(e) / sqrt(64), because exp2
+// replaces exp.
 CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const float* x, const float* partials,
                         const u16* bias, const u16* ln_w, const u16* qkv, const float* gamma_w, const float* beta_w,
-                        const u16* proj, const int* lengths, const u16* ahead_qkv, const u16* ahead_proj, int parts,
-                        int block, float eps, float scale) {
+                        const u16* proj, const int* lengths, const float* rotation, const u16* ahead_qkv,
+                        const u16* ahead_proj, int parts, int block, float eps, float scale) {
   AttentionMemory& memory = shared_memory<AttentionMemory>();
   const int head = cluster_number(), rank = rank_in_cluster();
   const int thread = thread_number(), warp = thread / 32, lane = thread % 32, part = thread % 8;
@@ -107,7 +120,7 @@ CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const
   uint4 w[3][STEPS], w_proj[TILES][1], k[PASSES], v[PASSES];
 #pragma unroll
   for (int n = 0; n < 3; n++) load_columns(w[n], qkv + column_of(rank * 24 + 8 * n) * C + warp * STEPS * 32, C, policy);
-  const int newest = min(lengths[0], block) - 1;
+  const int newest = (lengths[0] - 1) % block, keys = min(lengths[0], block);
   const int own_column = column_of(rank * 24 + (lane < 24 ? lane : 0));
   const float gamma_of = gamma_w[own_column], beta_of = beta_w[own_column];
   const int first_key = (rank * WARPS + warp) * 4 + lane / 8;
@@ -116,11 +129,12 @@ CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const
   for (int i = 0; i < PASSES; i++) {
     const int key = first_key + i * KEYS_PER_PASS;
     k[i] = v[i] = make_uint4(0, 0, 0, 0);
-    if (key < newest) {
+    if (key < keys && key != newest) {
       k[i] = load16(head_cache + (size_t)key * 2 * C);
       v[i] = load16(head_cache + (size_t)key * 2 * C + C);
     }
   }
+  if (rotation && thread < D) memory.rotation[thread] = rotation[thread];
   load_for_product(w_proj, proj + head * D, C, policy);
   prefetch_weights(ahead_qkv, 3 * C * C, ahead_proj, C * C, C / D);
   cluster_wait();  // all blocks of the cluster have started their signals, so other blocks may send to them
@@ -133,7 +147,7 @@ CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const
   const int column = rank * 24 + lane;  // of q, k and v
   if (lane < 24) {
     send(&memory.qkv[column], &memory.qkv_arrived, warp, low_half(rounded));
-    if (warp == 0 && column >= D)
+    if (warp == 0 && column >= (rotation ? 2 * D : D))  // k is rotated first
       cache[(size_t)newest * 2 * C + (column / D - 1) * C + head * D + column % D] = (u16)rounded;
   }
   wait_for_signal(&memory.qkv_arrived);
@@ -141,16 +155,20 @@ CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const
   float q[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) q[i] = memory.qkv[part * 8 + i];
+  if (rotation) load_rotated(q, memory.qkv, memory.rotation, part * 8);
   if (first_key == newest % KEYS_PER_PASS) {  // k and v of the newest position are not in the cache yet
-    const float *a = memory.qkv + D + part * 8, *b = a + D;
-    const uint4 new_k = make_uint4(pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
-    const uint4 new_v = make_uint4(pack(b[0], b[1]), pack(b[2], b[3]), pack(b[4], b[5]), pack(b[6], b[7]));
+    float a[8], b[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) a[i] = memory.qkv[D + part * 8 + i], b[i] = memory.qkv[2 * D + part * 8 + i];
+    if (rotation) load_rotated(a, memory.qkv + D, memory.rotation, part * 8);
+    const uint4 new_k = packed(a), new_v = packed(b);
+    if (rotation) *(uint4*)(cache + (size_t)newest * 2 * C + head * D + part * 8) = new_k;
 #pragma unroll
     for (int i = 0; i < PASSES; i++)
       if (first_key + i * KEYS_PER_PASS == newest) k[i] = new_k, v[i] = new_v;
   }
-  const Attended attended = newest < 2 * KEYS_PER_PASS ? attend<2>(q, k, v, first_key, newest, scale)
-                                                       : attend<PASSES>(q, k, v, first_key, newest, scale);
+  const Attended attended = keys <= 2 * KEYS_PER_PASS ? attend<2>(q, k, v, first_key, keys, scale)
+                                                      : attend<PASSES>(q, k, v, first_key, keys, scale);
   const float* y = attended.y;
   if (lane < 8) {
     *(float4*)&memory.warp_y[warp][lane * 8] = make_float4(y[0], y[1], y[2], y[3]);

@@ -54,18 +54,18 @@ def parts_of_head(head):
     return (qkv, proj), (fc, fc_proj)
 
 
-def attention_block(partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, ahead, eps, overlap):
+def attention_block(partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, rotation, ahead, eps, overlap):
     """Store s = x + sum of the residual's partials + bias, and partial sums of the attention output times `proj`.
 
     partials (H, C), s (C): float32 results. cache (1, block, 2C): the kernel stores k and v at the newest position,
-    lengths[0] - 1. residual: (x, partials, bias); partials and bias may be None. qkv (3C, C), proj (C, C): transposed
-    weights; qkv_ln: (gamma_w, beta_w) of single_row.fold_layernorm. ahead: two weights of the same sizes, those of the
-    kernel after the next one, which the kernel copies to the L2 cache; or (None, None). overlap: see
-    cuda_launch.launch.
+    lengths[0] - 1, modulo block. residual: (x, partials, bias); partials and bias may be None. qkv (3C, C), proj
+    (C, C): transposed weights; qkv_ln: (gamma_w, beta_w) of single_row.fold_layernorm. rotation: Sequences.rotation, or
+    None. ahead: two weights of the same sizes, those of the kernel after the next one, which the kernel copies to the
+    L2 cache; or (None, None). overlap: see cuda_launch.launch.
     """
     x, parts, bias = residual
     (H, C), block = partials.shape, cache.shape[1]
-    arguments = partials, s, cache, x, parts, bias, ln_w, qkv, *qkv_ln, proj, lengths, *ahead
+    arguments = partials, s, cache, x, parts, bias, ln_w, qkv, *qkv_ln, proj, lengths, rotation, *ahead
     numbers = 0 if parts is None else len(parts), block, float(eps), math.log2(math.e) / math.sqrt(HEAD_SIZE)
     launch("attention_kernel", C, cache.dtype, H, *arguments, *numbers, overlap=overlap)
 

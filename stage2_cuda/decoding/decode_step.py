@@ -4,7 +4,7 @@ BatchedStep serves two or more sequences. SingleRowStep serves one sequence, and
 on the GPUs and for the models that it supports.
 """
 
-# B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C)
+# B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C): position i at index i % block
 # residual = (x, partials, bias): the residual stream is the sum of x, the partial sums of a product, and the product's
 # bias. The next LayerNorm kernel computes this sum.
 
@@ -31,6 +31,8 @@ class DecodeStep:
         self.config, self.plan, self.layers, self.precision = config, plan, plan.layers, precision
         self.sequences, self.cache, self.h, self.logits, self.tiling = sequences, cache, h, logits, tiling
         self.eps = config.layer_norm_epsilon
+        # what the product before attention stores for attention: q, or q and the new k if attention rotates them
+        self.q_columns = (2 if plan.rotates else 1) * config.n_embd
         self.allocate(h.dtype, empty)
 
     def run(self):
@@ -49,7 +51,7 @@ class DecodeStep:
 class BatchedStep(DecodeStep):
     def allocate(self, dtype, empty):
         B, C = self.h.shape
-        self.q, self.y, self.g = empty((B, C), dtype), empty((B, C), dtype), empty((B, 4 * C), dtype)
+        self.q, self.y, self.g = (empty((B, columns), dtype) for columns in (self.q_columns, C, 4 * C))
         self.s = empty((B, C), "float32")
         parts = [batched.split_k(K, self.tiling).parts for K in (C, 4 * C)]
         self.attention_partials, self.mlp_partials = (empty((count, B, C), "float32") for count in parts)
@@ -57,7 +59,8 @@ class BatchedStep(DecodeStep):
     def attention(self, residual, sublayer, cache):
         x = self.add_and_normalize(residual, sublayer.norm)
         self.linear(self.q, cache, sublayer.linear_in)
-        batched.attention(self.y, self.q, cache, self.sequences.lengths, self.config.n_head, self.tiling)
+        lengths, n_head, rotation = self.sequences.lengths, self.config.n_head, self.sequences.rotation
+        batched.attention(self.y, self.q, cache, lengths, n_head, self.tiling, rotation)
         return self.product(x, self.attention_partials, self.y, sublayer.linear_out)
 
     def gelu(self, residual, sublayer, cache):
@@ -87,7 +90,7 @@ class SingleRowStep(DecodeStep):
 
     def allocate(self, dtype, empty):
         C, H, D = self.config.n_embd, self.config.n_head, self.config.n_embd // self.config.n_head
-        self.q, self.g = empty((1, C), dtype), empty((1, 4 * C), dtype)
+        self.q, self.g = empty((1, self.q_columns), dtype), empty((1, 4 * C), dtype)
         self.s, self.x = empty((1, C), "float32"), empty((1, C), "float32")
         splits = single_row.key_splits(self.config.block_size, self.tiling)
         self.splits = empty((H, splits, D), "float32"), empty((H, splits), "float32"), empty((H, splits), "float32")
@@ -105,7 +108,8 @@ class SingleRowStep(DecodeStep):
         lengths, n_head, tiling = self.sequences.lengths, self.config.n_head, self.tiling
         product = sublayer.w_out, self.config.block_size, tiling
         self.layernorm_linear(self.q, cache, None, residual, sublayer)
-        single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling)
+        rotation = self.sequences.rotation
+        single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling, rotation)
         single_row.combine_product(self.attention_partials, *self.splits, lengths, *product)
         return residual[0], self.attention_partials, sublayer.bias
 
@@ -142,11 +146,11 @@ class ClusterStep(DecodeStep):
 
     def attention(self, residual, sublayer, cache):
         weights = sublayer.ln_w, sublayer.w_in, sublayer.folded, sublayer.w_out
-        lengths, ahead = self.sequences.lengths, self.ahead[sublayer]
+        position, ahead = (self.sequences.lengths, self.sequences.rotation), self.ahead[sublayer]
         # The first kernel may not start before the previous step has ended, because it loads k, v and the length.
         overlap = sublayer is not self.layers[0][0]
         cluster_step.attention_block(
-            self.attention_partials, self.s, cache, residual, *weights, lengths, ahead, self.eps, overlap
+            self.attention_partials, self.s, cache, residual, *weights, *position, ahead, self.eps, overlap
         )
         return self.s, self.attention_partials, sublayer.bias
 

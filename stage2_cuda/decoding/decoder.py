@@ -15,10 +15,11 @@ There are three kinds of step:
 - A decode step computes one more position of each sequence with the KV cache.
 - A window step recomputes the last block_size tokens of every sequence, as stage 0 does. The first step at which the
   longest sequence has more than block_size tokens is a window step, and so are all later steps. If a prompt has
-  block_size tokens, all steps are window steps.
+  block_size tokens, all steps are window steps. With rotary positions there are no window steps: the cache slides.
 """
 
-# B sequences, T positions, C channels, H heads, V vocabulary; block = block_size; the cache of a layer: (B, block, 2C)
+# B sequences, T positions, C channels, H heads, V vocabulary; block = block_size
+# the cache of a layer: (B, block, 2C), with position number i at index i % block
 
 from collections import deque
 
@@ -62,7 +63,8 @@ class GpuDecoder:
         self.plan = forward_plan(config, self.model.arrays, OPERATIONS, "the decoder of the GPU")
         wte = self.plan.wte
         readback, self.readback = self.stream.mapped_array((B, sampling.READBACK), "int32")
-        self.sequences = sampling.Sequences(empty, B, C, block, wte, self.plan.wpe, readback)
+        pairs = C // config.n_head // 2 if self.plan.rotates else 0
+        self.sequences = sampling.Sequences(empty, B, C, block, wte, self.plan.wpe, readback, pairs)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.prefill_cache, self.h = PrefillCache(self.cache, self.backend), empty((B, C), wte.dtype)
         self.logits = empty((B, V), "float32")
@@ -86,7 +88,7 @@ class GpuDecoder:
         self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
         # Whether the next steps are window steps. With a prompt of block_size tokens all steps are window steps: step 0
         # computes the same positions as a prefill, and later steps need no KV cache.
-        self.uses_windows = max(self.lengths) >= block
+        self.uses_windows = max(self.lengths) >= block and not self.plan.rotates
         self.steps_ahead = STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -100,7 +102,7 @@ class GpuDecoder:
 
     def step(self):
         with self.stream:
-            if max(self.lengths) > self.model.config.block_size:
+            if max(self.lengths) > self.model.config.block_size and not self.plan.rotates:
                 self.uses_windows = True
             if self.uses_windows:
                 self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
@@ -308,7 +310,6 @@ class PrefillCache:
 def supports(model, batch):
     """Whether GpuDecoder supports this model and batch size.
 
-    The model must not be split over ranks, its positions must be learned, and the batch may have at most
-    batched.MAX_BATCH sequences.
+    The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
     """
-    return model.is_whole and model.config.positions == "learned" and batch <= batched.MAX_BATCH
+    return model.is_whole and batch <= batched.MAX_BATCH

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from stage2_cuda.kernels.rotary import cosines_and_sines
 from stage2_cuda.runtime.triton_launch import launch
 
 G, ROUNDS = 64, 6  # G^ROUNDS >= 2^32 keys
@@ -53,18 +54,22 @@ class Sequences:
     lengths (B) int32: number of tokens. tokens (B) int32: the newest token. ids (B, block) int32: token number i is at
     index i % block. readback (B, READBACK) int32, in memory that the host reads without a copy: token number i is at
     index i % READBACK. x (B, C) float32: the embedding of the newest token, the input of the next decode step.
+    wte (V, C), wpe (block, C): the embeddings. With rotary positions, wpe is None and `pairs` is half the head size;
+    rotation (B, 2, pairs) float32 then has the cosines and the sines of the angles at the position of the newest token.
     """
 
-    def __init__(self, empty, B, C, block, wte, wpe, readback):
+    def __init__(self, empty, B, C, block, wte, wpe, readback, pairs=0):
         self.lengths, self.tokens, self.ids = empty((B,), "int32"), empty((B,), "int32"), empty((B, block), "int32")
         self.x, self.readback, self.wte, self.wpe = empty((B, C), "float32"), readback, wte, wpe
         self.ids[...] = 0  # elements beyond a sequence's end are read too and must be valid token ids
+        self.rotation = empty((B, 2, pairs), "float32") if pairs else None
         self.sizes = wte.shape[0], block, C
-        self.options = dict(BLOCK_C=triton.next_power_of_2(C), READBACK=READBACK, num_warps=4)
+        self.options = dict(BLOCK_C=triton.next_power_of_2(C), PAIRS=pairs, READBACK=READBACK, num_warps=4)
 
     def arguments(self):
         """The first arguments of the append kernels."""
-        return self.x, self.ids, self.readback, self.tokens, self.lengths, self.wte, self.wpe, *self.sizes
+        arrays = self.x, self.ids, self.readback, self.tokens, self.lengths, self.wte, self.wpe, self.rotation
+        return *arrays, *self.sizes
 
 
 def append_given(sequences):
@@ -313,16 +318,24 @@ def exclude_kernel(logits_ptr, maxima_ptr, indices_ptr, valid_ptr, V, tiles, BLO
 
 
 @triton.jit
-def append_token(arrays, V, block, C, b, length, token, BLOCK_C: tl.constexpr, READBACK: tl.constexpr):
-    """Append `token` to sequence b, which has `length` tokens, and store its embedding in x."""
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr = arrays
+def append_token(
+    arrays, V, block, C, b, length, token, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr, READBACK: tl.constexpr
+):  # fmt: skip
+    """Append `token` to sequence b, which has `length` tokens; store its embedding in x, and its rotation."""
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr = arrays
     cols = tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
     # first the store to the memory of the host, which takes longest
     tl.store(readback_ptr + b * READBACK + length % READBACK, token)
-    position = tl.minimum(length, block - 1)  # a longer sequence is continued by window steps, which do not read x
     x = tl.load(wte_ptr + token.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
-    x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
+    if rotation_ptr is not None:
+        i = tl.arange(0, triton.next_power_of_2(PAIRS))
+        cos, sin = cosines_and_sines(length, i, PAIRS)
+        tl.store(rotation_ptr + b * 2 * PAIRS + i, cos, i < PAIRS)
+        tl.store(rotation_ptr + b * 2 * PAIRS + PAIRS + i, sin, i < PAIRS)
+    else:
+        position = tl.minimum(length, block - 1)  # a longer sequence is continued by window steps, which do not read x
+        x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     tl.store(x_ptr + b * C + cols, x, cols < C)
     tl.store(ids_ptr + b * block + length % block, token)
     tl.store(tokens_ptr + b, token)
@@ -332,20 +345,20 @@ def append_token(arrays, V, block, C, b, length, token, BLOCK_C: tl.constexpr, R
 
 @triton.jit
 def append_given_kernel(
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C,
-    BLOCK_C: tl.constexpr, READBACK: tl.constexpr,
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr, V, block, C,
+    BLOCK_C: tl.constexpr, PAIRS: tl.constexpr, READBACK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     length, token = tl.load(lengths_ptr + b), tl.load(tokens_ptr + b)
-    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
-    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, PAIRS, READBACK)
 
 
 @triton.jit
 def append_greedy_kernel(
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C,
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr, V, block, C,
     maxima_ptr, indices_ptr, tiles,
-    BLOCK_C: tl.constexpr, READBACK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, PAIRS: tl.constexpr, READBACK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b, t = tl.program_id(0), tl.arange(0, TILES)
     length = tl.load(lengths_ptr + b)
@@ -354,15 +367,15 @@ def append_greedy_kernel(
     maxima = tl.load(maxima_ptr + b * tiles + t, t < tiles, float("-inf"))
     indices = tl.load(indices_ptr + b * tiles + t, t < tiles, V)
     token = tl.min(tl.where(maxima == tl.max(maxima, 0), indices, V), 0)
-    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
-    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, PAIRS, READBACK)
 
 
 @triton.jit
 def append_sampled_kernel(
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C,
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr, V, block, C,
     state_ptr, partials_ptr, logits_ptr, tiles,
-    BLOCK_C: tl.constexpr, READBACK: tl.constexpr, G: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr, PAIRS: tl.constexpr, READBACK: tl.constexpr, G: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     length = tl.load(lengths_ptr + b)
@@ -382,5 +395,5 @@ def append_sampled_kernel(
         index_here = earlier + tl.cumsum(equal, 0) - equal
         token = tl.minimum(token, tl.min(tl.where((equal == 1) & (index_here == index), v, V), 0))
         earlier += tl.sum(equal, 0)
-    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr)
-    append_token(arrays, V, block, C, b, length, token, BLOCK_C, READBACK)
+    arrays = (x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, rotation_ptr)
+    append_token(arrays, V, block, C, b, length, token, BLOCK_C, PAIRS, READBACK)

@@ -39,6 +39,8 @@ from stage2_cuda.decoding.batched import (
     EVICT_FIRST,
     MIN_SCORE,
     launch_tiled,
+    load_rotated,
+    load_rotation,
     newest_positions,
     wait_for_previous_launch,
 )
@@ -97,7 +99,7 @@ def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, b
     """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K) is stored transposed.
 
     With a cache (1, block, 2K): q, k, v = LN(sum) w' + b. The kernel stores q in y (1, K), and k and v in the cache at
-    the newest position, lengths[0] - 1.
+    the newest position, lengths[0] - 1, modulo block. If y is (1, 2K), it stores q and k in y.
 
     residual: (x, partials, bias); sum = x + partials[0] + partials[1] + ... + bias, with x (1, K) float32, partials
     (parts, 1, K) float32, bias (K). If partials and bias are None, the sum is x. s (1, K) float32 receives the sum; it
@@ -106,21 +108,22 @@ def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, b
     """
     x, partials, bias = residual
     (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
-    arguments = y, cache, s, x, partials, bias, ln_w, w, gamma_w, beta_w, lengths, block, 1 / K, float(eps), K, N
+    arrays = y, cache, s, x, partials, bias, ln_w, w, gamma_w, beta_w, lengths
+    arguments = *arrays, block, 1 / K, float(eps), K, N, y.shape[1]
     parts = 0 if partials is None else len(partials)
     launch_tiled(layernorm_linear_kernel, grid, *arguments, tiling=tiling, PARTS=parts, **options)
 
 
-def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling):
-    """q (1, C) attends to the first lengths[0] positions of the cache (1, block, 2C), split over the keys.
+def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling, rotation=None):
+    """q (1, C) attends to the positions of the cache (1, block, 2C), split over the keys: see batched.attention().
 
     For each head and each split that has keys, store in float32 (flash decoding): the largest score in maxima
     (H, splits); the sum of the weights exp2(score - maximum) in sums (H, splits); the sum of the values times these
     weights in y (H, splits, D).
     """
-    block, D = cache.shape[1], q.shape[1] // n_head
+    block, D = cache.shape[1], y.shape[2]
     keys, width = keys_per_split(block, tiling), triton.next_power_of_2(D)
-    arguments = y, maxima, sums, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
+    arguments = y, maxima, sums, q, cache, rotation, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
     warps = min(8, max(1, keys * width // 2048))  # preferably one: no synchronization between warps
     options = dict(SIZE=D, D=width, KEYS=keys, SPLITS=maxima.shape[1], num_warps=warps)
     launch_tiled(split_keys_kernel, (n_head, maxima.shape[1]), *arguments, tiling=tiling, **options)
@@ -269,7 +272,7 @@ def fold_layernorm_kernel(
 @triton.jit
 def layernorm_linear_kernel(
     y_ptr, cache_ptr, s_ptr, x_ptr, partials_ptr, bias_ptr, ln_w_ptr, w_ptr, gamma_w_ptr, beta_w_ptr, lengths_ptr,
-    block, inverse_K, eps, K, N,
+    block, inverse_K, eps, K, N, y_columns,
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
@@ -297,8 +300,8 @@ def layernorm_linear_kernel(
     mean, mean_square = tl.reduce((total * inverse_K, squares * inverse_K), 0, add_pairs)
     value = (value - mean * gamma_w) / tl.sqrt(tl.maximum(mean_square - mean * mean, 0) + eps) + beta_w
     if cache_ptr is not None:
-        tl.store(y_ptr + cols, value, cols < K)
-        tl.store(cache_ptr + position * (2 * K) + cols - K, value, (cols >= K) & (cols < N))
+        tl.store(y_ptr + cols, value, cols < y_columns)
+        tl.store(cache_ptr + position * (2 * K) + cols - K, value, (cols >= y_columns) & (cols < N))
     else:
         tl.store(y_ptr + cols, value * sigmoid_of_2u(value), cols < N)
     if s_ptr is not None:
@@ -327,7 +330,7 @@ def linear_residual_kernel(
 
 @triton.jit
 def split_keys_kernel(
-    y_ptr, maxima_ptr, sums_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
+    y_ptr, maxima_ptr, sums_ptr, q_ptr, cache_ptr, rotation_ptr, lengths_ptr, H, block, scale,
     SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes the attention of one head over one split of KEYS keys.
@@ -335,22 +338,33 @@ def split_keys_kernel(
     SIZE: head size; D: SIZE rounded up to a power of two; scale: log2(e) / sqrt(SIZE), because exp2 replaces exp.
     """
     h, split, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
-    newest = tl.minimum(tl.load(lengths_ptr), block) - 1
-    if split * KEYS > newest:
+    length = tl.load(lengths_ptr)
+    newest, length = (length - 1) % block, tl.minimum(length, block)
+    if split * KEYS >= length:
         return  # the sequence does not reach this split yet
     C = H * SIZE
     cache_ptr += h * SIZE
     keys = split * KEYS + tl.arange(0, KEYS)
     k_ptrs = cache_ptr + keys[:, None] * (2 * C) + d[None, :]
-    mask = (keys < newest)[:, None] & (d < SIZE)[None, :]
+    earlier = (keys < length) & (keys != newest)
+    mask = earlier[:, None] & (d < SIZE)[None, :]
     k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)  # written by earlier steps
+    if rotation_ptr is not None:
+        cos, sin = load_rotation(rotation_ptr, SIZE, D)
     if PDL:
         wait_for_previous_launch()
     new_mask = d < tl.where(newest // KEYS == split, SIZE, 0)  # the previous kernel wrote the newest key and value
-    q = tl.load(q_ptr + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
-    new_k = tl.load(cache_ptr + newest * (2 * C) + d, new_mask, 0).to(tl.float32)
-    new_v = tl.load(cache_ptr + newest * (2 * C) + C + d, new_mask, 0).to(tl.float32)
-    scores = tl.where(keys < newest, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+    q_ptr += h * SIZE
+    cache_ptr += newest * (2 * C)
+    if rotation_ptr is not None:
+        q, new_k = load_rotated(q_ptr, cos, sin, SIZE, D), load_rotated(q_ptr + C, cos, sin, SIZE, D)
+        new_k = new_k.to(cache_ptr.dtype.element_ty)
+        tl.store(cache_ptr + d, new_k, new_mask)
+    else:
+        q, new_k = tl.load(q_ptr + d, d < SIZE, 0).to(tl.float32), tl.load(cache_ptr + d, new_mask, 0)
+    q, new_k = q * scale, new_k.to(tl.float32)
+    new_v = tl.load(cache_ptr + C + d, new_mask, 0).to(tl.float32)
+    scores = tl.where(earlier, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
     new_score = tl.where(newest // KEYS == split, tl.sum(new_k * q, 0), float("-inf"))
     maximum = tl.maximum(tl.max(scores, 0), new_score)
     p, new_p = tl.math.exp2(scores - maximum), tl.math.exp2(new_score - maximum)

@@ -2,8 +2,7 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin),  angle = position 10000^(-2i / D), for channels i and i + D / 2 of a head
 
-The angle is computed in float64, and without its whole turns, so that it is exact enough in float32 at any position. A
-program computes the cosines and sines of its rows once, for all heads.
+A program computes the cosines and sines of its rows once, for all heads.
 """
 
 # N = B*T rows, H heads, D channels of a head, pairs D / 2
@@ -32,6 +31,18 @@ def rotary(y, qkv, n_head, position, sign):
 
 
 @triton.jit
+def cosines_and_sines(positions, i, pairs):
+    """The cosines and the sines of the angles of pairs i (BLOCK_PAIRS) at `positions`, a scalar or (rows, 1); float32.
+
+    The angle is computed in float64 and without its whole turns, so that float32 is exact enough at any position.
+    """
+    turns_per_position = tl.math.exp2(i.to(tl.float64) / pairs * -LOG2_BASE - LOG2_2PI)
+    turns = positions.to(tl.float64) * turns_per_position
+    angle = ((turns - tl.math.floor(turns + 0.5)) * TWO_PI).to(tl.float32)
+    return tl.math.cos(angle), tl.math.sin(angle)
+
+
+@triton.jit
 def rotary_kernel(
     y_ptr, x_ptr, n, time, pairs, n_head, position, sign, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr
 ):
@@ -39,10 +50,8 @@ def rotary_kernel(
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i = tl.arange(0, BLOCK_PAIRS)
     mask = (rows < n)[:, None] & (i < pairs)[None, :]
-    turns_per_position = tl.math.exp2(i.to(tl.float64) / pairs * -LOG2_BASE - LOG2_2PI)
-    turns = (position + rows % time).to(tl.float64)[:, None] * turns_per_position[None, :]
-    angle = ((turns - tl.math.floor(turns + 0.5)) * TWO_PI).to(tl.float32)  # (BLOCK_ROWS, BLOCK_PAIRS)
-    cos, sin = tl.math.cos(angle), tl.math.sin(angle) * sign
+    cos, sin = cosines_and_sines((position + rows % time)[:, None], i[None, :], pairs)  # (BLOCK_ROWS, BLOCK_PAIRS)
+    sin *= sign
     heads = rows.to(tl.int64)[:, None] * (6 * n_head * pairs) + i[None, :]  # the first element of a pair, of head 0
     for head in range(3 * n_head):
         first = heads + head * (2 * pairs)

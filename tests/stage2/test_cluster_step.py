@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core.architecture import GPT2Config
+from gpt2core.architecture import POSITIONS, GPT2Config
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.plain_backend import rotate, rotation
 from gpt2core.sampler import Greedy, generate, generate_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
@@ -30,10 +31,15 @@ TOLERANCE = {
 
 
 class Layer:
-    """Random inputs of both kernels, as arrays of 16 bits and float32, and the expected results in float64."""
+    """Random inputs of both kernels, as arrays of 16 bits and float32, and the expected results in float64.
 
-    def __init__(self, random, C, dtype, length, parts):
-        self.C, self.H, self.newest, self.dtype, self.parts = C, C // D, length - 1, dtype, parts
+    place: the index of the newest position in the cache. rotation: the cosines and sines (2, D / 2), or None.
+    """
+
+    def __init__(self, random, C, dtype, length, parts, rotates=False):
+        self.C, self.H, self.dtype, self.parts = C, C // D, dtype, parts
+        self.place, self.length = (length - 1) % BLOCK, length
+        self.rotation = np.concatenate(rotation([length - 1], D, np.float32)) if rotates else None
         rounded = lambda *shape, scale=1.0, mean=0.0: (mean + scale * random.standard_normal(shape)).astype(dtype)  # noqa: E731
         self.x = random.standard_normal(C).astype(np.float32)
         self.partials = random.standard_normal((max(parts, 1), C)).astype(np.float32)
@@ -42,7 +48,8 @@ class Layer:
         self.fc, self.fc_proj = rounded(4 * C, C, scale=C**-0.5), rounded(C, 4 * C, scale=C**-0.5)
         self.qkv_bias, self.fc_bias = rounded(3 * C), rounded(4 * C)
         self.cache = rounded(BLOCK, 2 * C)
-        self.cache[self.newest :] = np.nan  # positions that must not be used
+        self.cache[self.place] = np.nan  # positions that must not be used
+        self.cache[length:] = np.nan
 
     def folded(self, w, bias):
         """[gamma_w, beta_w] of single_row.fold_layernorm."""
@@ -59,11 +66,15 @@ class Layer:
 
     def attention(self):
         """(partials (H, C), s, k and v of the newest position (2C))"""
-        C, H, n = self.C, self.H, self.newest
+        C, H = self.C, self.H
         s, h = self.normalized()
-        qkv = self.qkv.astype(np.float64) @ h + self.qkv_bias.astype(np.float64)
-        q, new = qkv[:C].astype(self.dtype).astype(np.float64), qkv[C:].astype(self.dtype)
-        cache = np.concatenate([self.cache[:n], new[None]]).astype(np.float64).reshape(n + 1, 2, H, D)
+        qkv = (self.qkv.astype(np.float64) @ h + self.qkv_bias.astype(np.float64)).astype(self.dtype)
+        if self.rotation is not None:
+            qkv = rotate(qkv[None].astype(np.float64), H, *rotation([self.length - 1], D, float))[0]
+        q, new = qkv[:C].astype(np.float64), qkv[C:].astype(self.dtype)
+        cache = self.cache[: self.length].astype(np.float64)
+        cache[self.place] = new
+        cache = cache.reshape(-1, 2, H, D)
         scores = np.einsum("hd,nhd->hn", q.reshape(H, D), cache[:, 0]) / math.sqrt(D)
         p = np.exp(scores - scores.max(1, keepdims=True))
         y = np.einsum("hn,nhd->hd", p / p.sum(1, keepdims=True), cache[:, 1])
@@ -112,17 +123,21 @@ def test_the_kernels_compile_without_spills(tmp_path, C, name):
 
 
 CASES = [
-    long(768, "bf16", 700, 12),
-    (256, "bf16", 300, 16),
-    (256, "fp16", 1, 0),
-    long(256, "bf16", 1024, 3),
-    long(512, "fp16", 17, 16),
+    long(768, "bf16", 700, 12, False),
+    (256, "bf16", 300, 16, False),
+    (256, "fp16", 1, 0, False),
+    long(256, "bf16", 1024, 3, False),
+    long(512, "fp16", 17, 16, False),
+    (256, "fp16", 100_000, 3, True),
+    long(256, "bf16", 1, 0, True),
+    long(512, "fp16", 300, 16, True),
+    long(768, "bf16", 1025, 12, True),
 ]
 
 
-@pytest.mark.parametrize("C, name, length, parts", CASES)
-def test_attention_equals_float64_in_the_emulator(emulated, C, name, length, parts):
-    layer = Layer(np.random.default_rng(length), C, DTYPES[name], length, parts)
+@pytest.mark.parametrize("C, name, length, parts, rotates", CASES)
+def test_attention_equals_float64_in_the_emulator(emulated, C, name, length, parts, rotates):
+    layer = Layer(np.random.default_rng(length), C, DTYPES[name], length, parts, rotates)
     partials, s, lengths = (
         np.full((C // D, C), np.nan, np.float32),
         np.full(C, np.nan, np.float32),
@@ -130,12 +145,13 @@ def test_attention_equals_float64_in_the_emulator(emulated, C, name, length, par
     )
     want, want_s, new = layer.attention()
     residual = (layer.x, layer.partials, layer.bias) if parts else (layer.x, None, None)
-    arguments = *residual, layer.ln_w, layer.qkv, *layer.folded(layer.qkv, layer.qkv_bias), layer.proj, lengths
+    weights = layer.ln_w, layer.qkv, *layer.folded(layer.qkv, layer.qkv_bias), layer.proj
+    arguments = *residual, *weights, lengths, layer.rotation
     scale = ctypes.c_float(math.log2(math.e) / math.sqrt(D))
     run = emulated(C, name).run_attention
     run(C // D, pointers(partials, s, layer.cache, *arguments), parts, BLOCK, ctypes.c_float(EPS), scale)
     assert_close(s, want_s, 1e-6)
-    assert_close(layer.cache[length - 1], new, TOLERANCE[name])
+    assert_close(layer.cache[layer.place], new, TOLERANCE[name])
     assert_close(partials, want, TOLERANCE[name])
 
 
@@ -188,12 +204,17 @@ class InNumpy:
         """LN(s) w' + b, as in single_row.py."""
         return (w @ (s * ln_w) - s.mean() * ln[0]) / np.sqrt(s.var() + eps) + ln[1]
 
-    def attention_block(self, partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, ahead, eps, overlap):
+    def attention_block(
+        self, partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, rotation, ahead, eps, overlap
+    ):
         assert overlap == (residual[1] is not None) and [a.size for a in ahead] == [qkv.size, proj.size]
-        (H, C), n = partials.shape, lengths[0]
+        (H, C), n, block = partials.shape, lengths[0], cache.shape[1]
         qkv = self.folded_product(self.total(s, residual), ln_w, qkv, qkv_ln, eps)
-        cache[0, n - 1] = qkv[C:]
-        q, (k, v) = qkv[:C].reshape(H, -1), cache[0, :n].reshape(n, 2, H, -1).transpose(1, 2, 0, 3)  # (H, n, D)
+        if rotation is not None:
+            qkv = rotate(qkv[None], H, *rotation.transpose(1, 0, 2))[0]
+        cache[0, (n - 1) % block] = qkv[C:]
+        cached = cache[0, :n]  # at most block positions
+        q, (k, v) = qkv[:C].reshape(H, -1), cached.reshape(-1, 2, H, C // H).transpose(1, 2, 0, 3)  # (H, n, D)
         p = np.exp(np.einsum("hd,hnd->hn", q, k) / math.sqrt(C // H))
         y = np.einsum("hn,hnd->hd", p / p.sum(1, keepdims=True), v)
         partials[:] = np.einsum("hd,chd->hc", y, proj.reshape(C, H, -1))
@@ -211,20 +232,21 @@ class InNumpy:
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="on a GPU the kernels themselves are tested, below")
-def test_the_launches_of_a_step_give_stage_0_s_tokens(rng, monkeypatch):
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_the_launches_of_a_step_give_stage_0_s_tokens(rng, monkeypatch, positions):
     """Which arrays each launch gets, and in which order, without the kernels."""
     for name in ("attention_block", "mlp_block", "logits"):
         monkeypatch.setattr(cluster_step, name, getattr(InNumpy(), name))
     monkeypatch.setattr(cluster_step, "supports", lambda *_: True)
     tiling = batched.SINGLE._replace(block_vocab=1024)  # in the interpreter each program takes 10 ms
     monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch: tiling))
-    config, decoders = GPT2Config(3100, 8, 2, 4, 256, tied=False), {}
+    config, decoders = GPT2Config(3100, 8, 2, 4, 256, tied=False, positions=positions), {}
     parameters = {
         name: array + 0.1 * rng.standard_normal(array.shape, np.float32)
         for name, array in initial_parameters(config, 0)
     }
     ours, stage0 = (load_model(config, parameters, backend) for backend in (CudaBackend(), NumpyBackend()))
-    assert list(generate(ours, [1, 2, 3], 6, decoders=decoders)) == list(generate(stage0, [1, 2, 3], 6))
+    assert list(generate(ours, [1, 2, 3], 8, decoders=decoders)) == list(generate(stage0, [1, 2, 3], 8))
     assert isinstance(decoders[1][0].decode_step, ClusterStep)
 
 
@@ -253,22 +275,25 @@ def empty(cupy, *shape):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("length, parts", [(1, 0), (2, 16), (255, 1), (256, 12), (257, 3), (700, 16), (1024, 9)])
 @pytest.mark.parametrize("C, name", SIZES)
-def test_attention_equals_float64(cupy, rng, C, name, length, parts, overlap):
-    layer = Layer(rng, C, DTYPES[name], length, parts)
+@pytest.mark.parametrize("rotates", [False, True])
+def test_attention_equals_float64(cupy, rng, C, name, length, parts, overlap, rotates):
+    length += rotates * 10 * BLOCK  # with rotary positions the cache slides
+    layer = Layer(rng, C, DTYPES[name], length, parts, rotates)
     residual = on_device(cupy, layer.x, *((layer.partials, layer.bias) if parts else (None, None)))
     weights = on_device(cupy, layer.ln_w, layer.qkv), on_device(cupy, *layer.folded(layer.qkv, layer.qkv_bias))
-    proj, lengths = on_device(cupy, layer.proj, np.array([length], np.int32))
+    proj, lengths, rotation = on_device(cupy, layer.proj, np.array([length], np.int32), layer.rotation)
     found = []
     for ahead in ((None, None), (weights[0][1], proj)):  # the second call must give the same bits
         partials, s, cache = empty(cupy, C // D, C), empty(cupy, C), cupy.asarray(layer.cache[None])
-        arguments = *weights[0], weights[1], proj, lengths, ahead, EPS, overlap
+        arguments = *weights[0], weights[1], proj, lengths, rotation, ahead, EPS, overlap
         cluster_step.attention_block(partials, s, cache, residual, *arguments)
         found.append((partials.get(), s.get(), cache.get()[0]))
     (partials, s, cache), (want, want_s, new) = found[0], layer.attention()
     assert_close(s, want_s, 1e-6)
-    assert_close(cache[length - 1], new, TOLERANCE[name])
+    assert_close(cache[layer.place], new, TOLERANCE[name])
     assert_close(partials, want, TOLERANCE[name])
-    np.testing.assert_array_equal(cache[: length - 1], layer.cache[: length - 1])
+    others = np.delete(np.arange(min(length, BLOCK)), layer.place)
+    np.testing.assert_array_equal(cache[others], layer.cache[others])
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
 
 

@@ -3,6 +3,7 @@
 # B sequences, V vocabulary
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,6 +94,21 @@ def test_a_batch_of_different_lengths_gives_stage_0_s_tokens(rule):
     ours, stage0 = models()
     prompts = [[1, 2, 3], [4] * 10, [9]]  # the second sequence fills the block first, so its window slides first
     assert generated(ours, prompts, 4, rule) == generated(stage0, prompts, 4, rule)
+
+
+@pytest.mark.parametrize("rule, block, prompts", [
+    ("top-k", 4, [[1, 2]]), ("sampled", 5, [[1, 2, 3], [4] * 7, [9]]),
+    *(pytest.param(rule, block, prompts, marks=pytest.mark.long) for rule, block, prompts in [
+        ("greedy", 1, [[5]]), ("greedy", 2, [[3, 1], [4]]), ("sampled", 4, [[9] * 11]), ("greedy", 7, [[1]] * 5),
+    ]),
+])  # fmt: skip
+def test_tokens_with_rotary_positions_equal_stage_0_s_past_the_end_of_the_block(monkeypatch, rule, block, prompts):
+    monkeypatch.setattr(decoder.GpuDecoder, "recompute_window", None)  # a step computes one position of each sequence
+    (ours, stage0), decoders = models(replace(UNTIED, block_size=block, n_embd=48, positions="rotary")), {}
+    for count in (2 * block + 1, 2):  # the second generation reuses the decoder
+        tokens = generated(ours, prompts, count, RULES[rule], decoders)
+        assert tokens == generated(stage0, prompts, count, RULES[rule])
+    assert isinstance(decoders[len(prompts)][0], decoder.GpuDecoder)
 
 
 @pytest.mark.parametrize("captured, prompts", [
@@ -220,7 +236,7 @@ def test_a_large_batch_and_a_sharded_model_use_the_core_s_decoder():
     model, _ = models(UNTIED)
     backend = model.backend
     assert backend.decoder(model, backend.decoder_batch + 1) is None
-    model.group = SimpleNamespace(size=2)
+    model.group = SimpleNamespace(size=2, rank=0)
     assert backend.decoder(model, 1) is None
     assert Decoder(model).steps_ahead == 0
 
@@ -277,11 +293,11 @@ def test_a_stream_ends_with_the_stop_text(command, weights):
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def paper(precision, captured=True):
-    backend = CudaBackend(precision)
+def paper(precision, captured=True, positions="learned"):
+    config, backend = replace(PRESETS["paper"], positions=positions), CudaBackend(precision)
     if not captured:
         backend.decode_stream.capture = lambda function: function
-    return load_model(PRESETS["paper"], arrays_of(PRESETS["paper"]), backend)
+    return load_model(config, arrays_of(config), backend)
 
 
 EVEN = np.arange(0, 172, 2)
@@ -295,9 +311,11 @@ LIMITED = {
 @pytest.mark.parametrize("rule", (RULES | LIMITED).values(), ids=RULES | LIMITED)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("length", [5, 192, 250, 256])
-def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, precision, rule, length):
+@pytest.mark.parametrize("positions", architecture.POSITIONS)
+def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, precision, rule, length, positions):
     prompt = rng.integers(0, 172, length).tolist()
-    captured, uncaptured, decoders = paper(precision), paper(precision, captured=False), {}
+    captured, uncaptured = (paper(precision, each, positions) for each in (True, False))
+    decoders = {}
     first, *others = (list(generate(captured, prompt, 40, rule(5), decoders)) for _ in range(3))  # run, capture, replay
     assert others == [first, first] and first == list(generate(uncaptured, prompt, 40, rule(5)))
     assert rule not in LIMITED.values() or np.isin(first, EVEN).all()
@@ -324,14 +342,37 @@ def test_two_decoders_with_one_workspace_give_the_tokens_of_each_alone(rng, B):
 
 
 @gpu
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2)])
+@pytest.mark.parametrize("B", [1, 5, 32])
+def test_logits_with_rotary_positions_equal_those_of_the_core_s_decoder(rng, monkeypatch, precision, tolerance, B):
+    """Past the end of the block. In 16 bits the two sets of kernels round at different places."""
+    model, seen = paper(precision, positions="rotary"), []
+    prompts = [rng.integers(0, 172, int(length)).tolist() for length in rng.integers(240, 257, B)]
+    script = rng.integers(0, 172, (20, B))  # the tokens: so both decoders read the same text
+
+    def choose(logits):
+        seen.append(np.array(logits))
+        number = (len(seen) - 1) % script.size
+        return int(script.flat[number])
+
+    for make in (CudaBackend.decoder, lambda *_: None):
+        monkeypatch.setattr(CudaBackend, "decoder", make)
+        list(generate_batch(model, prompts, len(script), [choose] * B))
+    got, want = np.array(seen).reshape(2, -1, 172)
+    assert (np.linalg.norm(got - want, axis=1) <= tolerance * np.linalg.norm(want, axis=1)).all()
+
+
+@gpu
 @pytest.mark.parametrize("B", [1, 5, 32])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_programmatic_dependent_launch_changes_no_token(rng, monkeypatch, precision, B):
+@pytest.mark.parametrize("positions", architecture.POSITIONS)
+def test_programmatic_dependent_launch_changes_no_token(rng, monkeypatch, precision, B, positions):
     prompts, found = [rng.integers(0, 172, int(n)).tolist() for n in rng.integers(3, 9, B)], []
     for pdl in (False, True):
         tiling = tiling_for(B)._replace(pdl=pdl)
         monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch, tiling=tiling: tiling))
-        found += [generated(paper(precision, captured), prompts, 240, RULES["greedy"]) for captured in (False, True)]
+        models = [paper(precision, captured, positions) for captured in (False, True)]
+        found += [generated(model, prompts, 260, RULES["greedy"]) for model in models]
     assert all(each == found[0] for each in found)
 
 

@@ -49,6 +49,10 @@ SPILLS = {
     ("h200", "decoding.batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
     ("h200", "decoding.batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
     ("h200", "kernels.rotary.rotary_kernel", None): "32 bytes: cos and sin of angles that are much larger than these",
+    **{
+        ("h200", f"decoding.sampling.append_{each}_kernel", None): "32 bytes with rotary positions, for the same reason"
+        for each in ("given", "greedy", "sampled")
+    },
     ("h200", "kernels.layernorm.backward_kernel", None): "8 bytes, with rows of 2048",
     ("a100", "attention.backward.both_kernel", "ieee"): "960 bytes: without a TMA unit each element has an address",
     ("a100", "attention.forward.forward_kernel", "ieee"): "56 bytes, for the same reason, by Triton 3.6",

@@ -10,6 +10,7 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
+from gpt2core import plain_backend
 from gpt2core.sampler import Greedy, Sampling
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.decoding import batched, gather, sampling, single_row
@@ -170,13 +171,14 @@ def test_the_linear_layer_of_a_batch(rng, dtype, B, K, N):
     near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [8], [3, 1, 8]])
-def test_keys_and_values_are_stored_only_at_the_newest_position(rng, dtype, lengths):
+@pytest.mark.parametrize("columns", [24, 48], ids=["q", "q and k"])
+@pytest.mark.parametrize("lengths", [[1], [7], [8], [17], [3, 1, 8, 22]])
+def test_keys_and_values_are_stored_only_at_the_newest_position(rng, dtype, lengths, columns):
     B, C, block = len(lengths), 24, 8
     stream, s64 = residual_stream(rng, dtype, B, C, 0)
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, 3 * C)
     matrix, m64 = weight(rng, dtype, C, 3 * C)
-    q, cache, h = poisoned(dtype, B, C), poisoned(dtype, B, block, 2 * C), poisoned(dtype, B, C)
+    q, cache, h = poisoned(dtype, B, columns), poisoned(dtype, B, block, 2 * C), poisoned(dtype, B, C)
     rest = device(np.array(lengths, np.int32)), block
     if B == 1:
         matrix = transposed(matrix)
@@ -186,10 +188,10 @@ def test_keys_and_values_are_stored_only_at_the_newest_position(rng, dtype, leng
         batched.layernorm(h, None, stream, w, b, EPS, BATCHED)
         batched.linear(q, cache, h, matrix, bias, *rest, BATCHED, PRECISION)
     want = layernorm(s64, w64, b64) @ m64 + bias64
-    positions = np.array(lengths) - 1
-    near(q, want[:, :C], dtype)
-    near(host(cache)[range(B), positions], want[:, C:], dtype)
-    assert np.isnan(host(cache)).sum() == cache.size - B * 2 * C
+    places = (np.array(lengths) - 1) % block
+    near(q, want[:, :columns], dtype)
+    near(host(cache)[range(B), places, columns - C :], want[:, columns:], dtype)
+    assert np.isnan(host(cache)).sum() == cache.size - B * (3 * C - columns)
 
 
 @pytest.mark.parametrize("K, N", [(32, 32), (48, 48), (384, 96), (1600, 40), (3072, 48)])
@@ -225,6 +227,50 @@ def test_attention_of_a_batch_with_different_lengths(rng, dtype, lengths, H, D):
     y = poisoned(dtype, B, C)
     batched.attention(y, q, cache, device(np.array(lengths, np.int32)), H, BATCHED)
     near(y, attention(q64, c64, lengths, H), dtype)
+
+
+def rotary_case(rng, dtype, lengths, block, H, D):
+    """(q, cache, lengths, H, rotation) on the device; the result of attention(); (places, k) of the newest positions.
+
+    The cache of a sequence has the keys and values of its last positions, except the k of the newest position.
+    """
+    B, C, lengths = len(lengths), H * D, np.array(lengths)
+    (q, q64), (cache, c64), places = normal(rng, dtype, B, 2 * C), normal(rng, dtype, B, block, 2 * C), lengths - 1
+    rotation = np.stack(plain_backend.rotation(places, D, np.float32), 1)
+    rotated = [
+        plain_backend.rotate(np.concatenate([row, 0 * row[:C]])[None], H, *plain_backend.rotation([place], D, float))
+        for row, place in zip(q64, places, strict=True)
+    ]
+    q64, k64, _ = np.split(np.concatenate(rotated), 3, 1)
+    for b, length in enumerate(lengths):
+        cache[b, length:] = np.nan
+    rows = range(B), places % block
+    cache[*rows, :C], c64[*rows, :C] = np.nan, k64
+    want = attention(q64, c64, np.minimum(lengths, block), H)
+    return (q, cache, device(lengths.astype(np.int32)), H), device(rotation), want, (rows, k64)
+
+
+@pytest.mark.parametrize("H, D", [(2, 16), (2, 24), (1, 64)])
+@pytest.mark.parametrize("lengths", [[1, 2, 150], [151, 64, 1_000_000], [1, 1]])
+def test_rotary_attention_of_a_batch(rng, dtype, lengths, H, D):
+    arguments, rotation, want, (rows, k) = rotary_case(rng, dtype, lengths, 150, H, D)
+    y = poisoned(dtype, *want.shape)
+    batched.attention(y, *arguments, BATCHED, rotation)
+    near(y, want, dtype)
+    near(host(arguments[1])[*rows, : H * D], k, dtype)
+
+
+@pytest.mark.parametrize("H, D", [(2, 16), (7, 24), (2, 64), (3, 128)])
+@pytest.mark.parametrize("block, length", [(150, 1), (150, 65), (150, 150), (150, 216), (1, 5), (33, 1_000_000)])
+def test_rotary_attention_of_one_row(rng, dtype, block, length, H, D):
+    (q, cache, lengths, _), rotation, want, (rows, k) = rotary_case(rng, dtype, [length], block, H, D)
+    w, w64 = normal(rng, dtype, H * D, 40)
+    y, maxima, sums = (poisoned(np.float32, H, single_row.key_splits(block, SINGLE), *rest) for rest in ((D,), (), ()))
+    single_row.split_keys_attention(y, maxima, sums, q, cache, lengths, H, SINGLE, rotation)
+    near(host(cache)[*rows, : H * D], k, dtype)
+    partials = poisoned(np.float32, single_row.split_heads(H, D, SINGLE)[0], 1, 40)
+    single_row.combine_product(partials, y, maxima, sums, lengths, w, block, SINGLE)
+    near(host(partials).sum(0), want @ w64, dtype)  # the new key is rounded to the dtype of the cache
 
 
 @pytest.mark.parametrize("H, D", [(2, 16), (7, 24), (2, 64), (3, 128)])
@@ -323,6 +369,17 @@ def test_append_greedy_appends_the_first_of_the_largest_logits_and_its_embedding
     assert_array_equal(host(sequences.ids)[range(4), np.array(lengths) % 8], want)
     assert_array_equal(host(sequences.readback)[range(4), np.array(lengths) % sampling.READBACK], want)
     near(sequences.x, host(sequences.wte)[want] + host(sequences.wpe)[np.minimum(lengths, 7)])
+
+
+@pytest.mark.parametrize("C, pairs", [(24, 12), (80, 40)])
+def test_append_stores_the_cosines_and_sines_of_the_token_s_position(rng, C, pairs):
+    lengths, wte = [1, 8, 5000, 999_999], normal(rng, np.float32, 5, C)[0]
+    sequences = sampling.Sequences(empty, 4, C, 8, wte, None, poisoned(np.int32, 4, sampling.READBACK), pairs)
+    sequences.lengths[...], sequences.tokens[...] = (device(np.array(each, np.int32)) for each in (lengths, range(4)))
+    sampling.append_given(sequences)
+    assert_array_equal(host(sequences.x), host(wte)[:4])
+    want = np.stack(plain_backend.rotation(lengths, 2 * pairs, float), 1)
+    assert np.abs(host(sequences.rotation) - want).max() <= 1e-6  # the angle, below pi, and its cosine are rounded
 
 
 @pytest.mark.parametrize("V", [5, 1030])

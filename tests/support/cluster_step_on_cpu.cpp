@@ -8,7 +8,7 @@
 extern "C" void run_attention(int heads, void** p, int parts, int block, float eps, float scale) {
   run_clusters(heads, [=] {
     attention_kernel((float*)p[0], (float*)p[1], (u16*)p[2], (float*)p[3], (float*)p[4], (u16*)p[5], (u16*)p[6],
-                     (u16*)p[7], (float*)p[8], (float*)p[9], (u16*)p[10], (int*)p[11], nullptr,
+                     (u16*)p[7], (float*)p[8], (float*)p[9], (u16*)p[10], (int*)p[11], (float*)p[12], nullptr,
                      nullptr, parts, block, eps, scale);
   });
 }

@@ -361,6 +361,10 @@ def suite(gpu):
     divide(two_layers("paper"), "fp32")
     for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
         write(two_layers("paper"), precision, batch, [greedy])
+    rotary = two_layers("gpt2", positions="rotary")
+    train(rotary, "bf16", 8)
+    for batch in (1, 8):
+        write(rotary, "bf16", batch, [greedy, custom_rule, narrowed])
     wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
     train(wide, "bf16", 8)
     write(wide, "bf16", 1, [greedy])

@@ -286,6 +286,8 @@ def launch_decode(a):
                 batched.linear(q, cache, h, *qkv, lengths, block, tiling, precision)
                 batched.linear(g, None, h, *fc, lengths, block, tiling, precision)
                 batched.attention(h, q, cache, lengths, H, tiling)
+                batched.linear(q_and_k := a.x(B, 2 * C), cache, h, *qkv, lengths, block, tiling, precision)
+                batched.attention(h, q_and_k, cache, lengths + 2 * block, H, tiling, a.f(B, 2, C // H // 2))
                 batched.split_k_product(partials, g, fc_proj[0], tiling, precision)
             batched.layernorm(h, None, (x, None, None), *ln, eps, tiling)
             batched.layernorm(h, x, residual, *ln, eps, tiling)
@@ -307,6 +309,8 @@ def single_row_kernels(a, x, q, cache, lengths, weights, H, eps, tiling):
     splits = single_row.key_splits(block, tiling)
     split_results = a.f(H, splits, D), a.f(H, splits), a.f(H, splits)
     single_row.split_keys_attention(*split_results, q, cache, lengths, H, tiling)
+    q_and_k, rotation = a.x(1, 2 * C), a.f(1, 2, D // 2)
+    single_row.split_keys_attention(*split_results, q_and_k, cache, lengths + 2 * block, H, tiling, rotation)
     partials = a.f(single_row.split_heads(H, D, tiling)[0], 1, C)
     single_row.combine_product(partials, *split_results, lengths, a.x(C, C), block, tiling)
     s, g = a.f(1, C), a.x(1, 4 * C)
@@ -327,8 +331,9 @@ def launch_cluster_step(a):
             a.x(1, block, 2 * C),
             (a.f(3 * C), a.f(3 * C)),
         )
-        common = ln[0], qkv, folded, proj, lengths, (qkv, proj), eps, False
-        cluster_step.attention_block(partials, s, cache, (x, None, None), *common)
+        common = (x, None, None), ln[0], qkv, folded, proj, lengths
+        for rotation in (None, a.f(1, 2, cluster_step.HEAD_SIZE // 2)):
+            cluster_step.attention_block(partials, s, cache, *common, rotation, (qkv, proj), eps, False)
         residual, folded, sums = (x, partials, bias), (a.f(4 * C), a.f(4 * C)), a.f(clusters, C)
         cluster_step.mlp_block(sums, s, residual, ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
         maxima, indices = a.f(cluster_step.logit_maxima()), a.i(cluster_step.logit_maxima(), high=V)
@@ -344,8 +349,9 @@ def launch_gather(a):
 
 
 def launch_sampling(a):
-    for B, C, V in ((3, 48, 37), (2, 300, 1301)):
-        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.READBACK, high=V))
+    for B, C, V, pairs in ((3, 48, 37, 0), (2, 300, 1301, 0), (2, 300, 37, 50)):  # pairs: with rotary positions
+        wpe, readback = None if pairs else a.x(9, C), a.i(B, sampling.READBACK, high=V)
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), wpe, readback, pairs)
         sequences.lengths[...] = 8
         logits, maxima, indices = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
         sampling.append_greedy(sequences, maxima, indices)
