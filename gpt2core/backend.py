@@ -188,6 +188,13 @@ class Backend(ABC):
         """x (..., C), output a (..., C) of a branch, its bias a_bias (C) -> s = x + (a + a_bias) (..., C)."""
 
     @abstractmethod
+    def dropout(self, x, mask, bias=None):
+        """x (..., T, C), bias (C) or None -> (x + bias) / (1 - p) where the dropout.Mask keeps a number, otherwise 0.
+
+        Without a bias it is its own derivative: dy -> dx.
+        """
+
+    @abstractmethod
     def bias_backward(self, dy):
         """dy (..., C) of a sum x + bias -> the gradient of the bias (C)."""
 

@@ -4,18 +4,26 @@
 
 from typing import NamedTuple
 
+from gpt2core.dropout import Dropout, Mask
+
 
 class ForwardArguments(NamedTuple):
     """What the units of a model get in a forward pass besides their input; each unit reads what it needs.
 
     position: of the first token. targets (B, T), scale: see GPT2.loss. dloss: see ops.unembed_cross_entropy; it is an
     argument of forward because a kernel that computes gradients there multiplies by it before it rounds them to fp16.
+    dropout: None except in training.
     """
 
     position: int = 0
     targets: object = None
     scale: float | None = None
     dloss: object = None
+    dropout: Dropout | None = None
+
+    def mask(self, place):
+        """The Mask of a place of the model, or None."""
+        return self.dropout and Mask(self.dropout, place)
 
 
 FIRST_TOKENS = ForwardArguments()  # without targets

@@ -55,6 +55,12 @@ class PlainBackend(ComposedKernels):
     def bias_backward(self, dy):
         return rows(dy).sum(0)
 
+    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
+
+    def dropout(self, x, mask, bias=None):
+        y = x if bias is None else x + bias
+        return np.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
+
     # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = A (x + 0.044715 x^3) ----------------------------------------------
     #    the slope is (1 + t) / 2 + x / 2 dt/dx,  dt/dx = (1 - t^2) du/dx;  dx = slope dy
 

@@ -20,7 +20,7 @@ from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
 from stage2_cuda.decoding.decoder import GpuDecoder, supports
 from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.gemm.products import Products
-from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rotary, rounding
+from stage2_cuda.kernels import adamw, column_sums, dropout, embedding, gelu, layernorm, rotary, rounding
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.kernels.segment_sum import segment_sum
@@ -311,6 +311,12 @@ class CudaBackend(FusedHead, Backend):
         s = self.like(x_rows)
         layernorm.residual_add(s, x_rows, a_rows, a_bias)
         return s.reshape(x.shape)
+
+    def dropout(self, x, mask, bias=None):
+        x = self.xp.ascontiguousarray(x)
+        y = self.like(x)
+        dropout.dropout(y, x, bias, mask)
+        return y
 
     def bias_backward(self, dy):
         ds = rows(dy)

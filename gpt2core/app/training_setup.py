@@ -113,6 +113,8 @@ def make_trainer(stage, world, config, cores, seed):
             world=world,
             parallel=config.parallel,
             seed=seed,
+            dropout=config.dropout,
+            dropout_seed=config.seed,
             capture=config.graph is not False,
         )
 

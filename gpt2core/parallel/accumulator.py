@@ -11,6 +11,7 @@ from gpt2core.data import even_slices
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
 from gpt2core.parallel.tensor_parallel import whole_name
+from gpt2core.tensor import is_recording
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Workload:
     layout: that of the flat arrays `parameters`, which kernels read, and `gradients`, which receives the sum.
     batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
     recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel. slices: those of
-    each layer that the rank has (ParallelConfig.slices).
+    each layer that the rank has (ParallelConfig.slices). dropouts: the Dropout of each micro-batch; empty: no dropout.
     """
 
     config: GPT2Config
@@ -34,6 +35,7 @@ class Workload:
     recompute: str = "none"
     merged: int = 1
     slices: int = 1
+    dropouts: tuple = ()
 
     @property
     def arena(self):
@@ -44,9 +46,13 @@ class Workload:
     def passes(self):
         return self.count // self.merged
 
-    def arguments(self, targets, scale, dloss=None):
-        """The ForwardArguments of micro-batches with these targets."""
-        return ForwardArguments(targets=targets, scale=scale, dloss=dloss)
+    def arguments(self, targets, scale, dloss=None, number=0):
+        """The ForwardArguments of pass `number`, which has these targets. Evaluation, without recording, drops nothing.
+
+        Merged micro-batches have equal sizes, so the rows of one follow those of the one before it.
+        """
+        dropout = self.dropouts[number * self.merged] if self.dropouts and is_recording() else None
+        return ForwardArguments(targets=targets, scale=scale, dloss=dloss, dropout=dropout)
 
     @property
     def used_twice(self):
@@ -106,7 +112,7 @@ def compute_passes(work, parts, batch, scale, losses, begin_pass):
     for number, (ids, targets) in enumerate(batch):
         begin_pass()
         with runtime.range("forward"):
-            graphs, loss = forward_pass(parts, ids, work.arguments(targets, scale, work.dloss))
+            graphs, loss = forward_pass(parts, ids, work.arguments(targets, scale, work.dloss, number))
         losses[number * work.merged][...] = loss
         with runtime.range("backward"):
             backward_pass(graphs, work.dloss)

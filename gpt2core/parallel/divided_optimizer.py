@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2core.backend import ParameterCopy
+from gpt2core.dropout import dropout_key
 from gpt2core.errors import ConfigError, require_not_negative
 from gpt2core.optimizer import AdamW
 
@@ -30,6 +31,7 @@ class Coefficients(NamedTuple):
 
     rule: np.ndarray  # float64, from the coefficients() of the rule
     key: np.ndarray | None  # (1) int64, from rounding_key(), or None
+    dropout: np.ndarray | None = None  # (1) int64, from dropout_key(), or None
 
 
 class DividedOptimizer:
@@ -41,20 +43,22 @@ class DividedOptimizer:
     they read these. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on
     `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the array that
     kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. guard: that
-    of Backend.clip. clip, rule, options: those of Optimizer.
+    of Backend.clip. dropout_seed: of the key of each step's dropout; None: no dropout. clip, rule, options: those of
+    Optimizer.
 
     updating: whether an update has begun that the trainer has not counted; see end_update().
     """
 
     def __init__(
         self, layout, parameters, pool, *, compute_copy=None, rounding="nearest", seed=0, gathers=True, guard=None,
-        clip=0.0, rule=AdamW, **options,
+        dropout_seed=None, clip=0.0, rule=AdamW, **options,
     ):  # fmt: skip
         self.rule, self.clip, self.guard, self.gathers = rule(**options), clip, guard, gathers
         require_not_negative(clip=clip)
         self.layout, self.own, self.pool, self.backend = layout, layout.own, pool, pool.backends[0]
         self.parameters, self.compute_copy = parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
+        self.dropout_seed = dropout_seed
         self.seed = seed if rounding == "stochastic" else None
         zeros, shape = self.backend.zeros, parameters[self.own].shape
         self.states = {name: zeros(shape, parameters.dtype) for name in rule.STATES}
@@ -62,7 +66,8 @@ class DividedOptimizer:
         self.updating = False
 
     def coefficients(self, step, lr):
-        return Coefficients(self.rule.coefficients(step, lr), self.key(step))
+        dropout = None if self.dropout_seed is None else dropout_key(self.dropout_seed, step)
+        return Coefficients(self.rule.coefficients(step, lr), self.key(step), dropout)
 
     def key(self, step):
         """The rounding_key() of update number `step`, None if the copy is rounded to nearest, as initially (step 0)."""

@@ -79,11 +79,13 @@ class ThreadedMicroBatches(Accumulator):
         super().__init__(work)
         self.pool, self.on_complete, self.workers = pool, on_complete, []
         self.lock, self.completed = threading.Lock(), {}
-        for number, backend in enumerate(pool.backends):
+        parts = even_slices(work.count, pool.size)
+        for number, (backend, part) in enumerate(zip(pool.backends, parts, strict=True)):
             flat = backend.zeros((work.layout.size,), backend.dtype) if number else work.gradients
             own = replace(work, backend=backend, gradients=flat, count=work.count // pool.size)
+            own = replace(own, dropouts=work.dropouts[part])
             self.workers.append(make_worker(number, own, self.worker_completed))
-        self.losses_of_workers = [self.loss_arrays[part] for part in even_slices(work.count, pool.size)]
+        self.losses_of_workers = [self.loss_arrays[part] for part in parts]
 
     def compute_gradients(self, batch, scale):
         def run(worker, part, losses):

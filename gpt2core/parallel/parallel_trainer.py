@@ -5,6 +5,7 @@ import numpy as np
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
+from gpt2core.dropout import Dropout, check_dropout
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
@@ -38,7 +39,8 @@ class ParallelTrainer(Trainer):
     seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and of `clip`, `rounding` and
     `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial
     parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16).
-    guard: that of Backend.clip for the gradients. Raises ConfigError for sizes that do not fit.
+    guard: that of Backend.clip for the gradients. dropout: the probability with which a step drops a number
+    (dropout.py); dropout_seed: of its random bits. Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -51,7 +53,7 @@ class ParallelTrainer(Trainer):
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
-        seed=0, dloss=None, guard=None,
+        seed=0, dloss=None, guard=None, dropout=0.0, dropout_seed=0,
     ):  # fmt: skip
         self.set_sizes(config, batch_size, seq_len, micro_batches)
         self.world, self.parallel, self.seed = world or Solo(), parallel or ParallelConfig(), seed
@@ -87,15 +89,16 @@ class ParallelTrainer(Trainer):
         optimizer = optimizer or {}
         require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
         check_rounding(optimizer.get("rounding", "nearest"), backend)
+        self.dropouts = dropouts_of(check_dropout(dropout), self.rows, count, backend)
         work = Workload(
             config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
             dloss=backend.ones((), np.float64) if dloss is None else dloss, recompute=parallel.recompute,
-            slices=parallel.slices,
+            slices=parallel.slices, dropouts=self.dropouts,
         )  # fmt: skip
         self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
             layout, self.parameters, self.pool, compute_copy=copy, gathers=parallel.zero_gather == "end", guard=guard,
-            **optimizer,
+            dropout_seed=dropout_seed if dropout else None, **optimizer,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -127,6 +130,11 @@ class ParallelTrainer(Trainer):
     def step(self, batch, lr):
         self.check_interrupted()
         return super().step(batch, lr)
+
+    def update(self, batch, coefficients):
+        for each in self.dropouts[:1]:
+            each.key[...] = coefficients.dropout  # of all: they have one array
+        return super().update(batch, coefficients)
 
     def compute_gradients(self, batch):
         """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
@@ -193,6 +201,14 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
+
+
+def dropouts_of(p, rows, count, backend):
+    """The Dropout of each of the `count` micro-batches of these rows, without a key; none if the probability p is 0."""
+    if not p:
+        return ()
+    key, parts = backend.zeros((1,), np.int64), even_slices(rows.stop - rows.start, count)
+    return tuple(Dropout(p, key, rows.start + part.start) for part in parts)
 
 
 def arenas_of_replica(config, placement, parallel, owners):

@@ -2,7 +2,8 @@
 
 A layer has S slices, and each of the tp ranks computes S / tp of them, one after another, with the shapes of tp = S. A
 slice is computed by the unit of model.py, which has a Slice in the place of its group; the slices are added here. With
-one slice on each rank, S = tp, the units are those of model.py themselves.
+one slice on each rank, S = tp, the units are those of model.py themselves. With dropout, those of dropout_units.py take
+their place.
 """
 
 # B batch, T time, C channels
@@ -10,6 +11,8 @@ one slice on each rank, S = tp, the units are those of model.py themselves.
 from gpt2core import model, ops
 from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import Block, Embedding, Head
+from gpt2core.parallel import dropout_units
+from gpt2core.parallel.dropout_units import DropoutBlock, DropoutEmbedding
 from gpt2core.parallel.sliced_ops import copies, own_parts, sliced_cross_entropy, total
 from gpt2core.parallel.tensor_parallel import whole_name
 from gpt2core.stream import Branch, Stream
@@ -18,10 +21,14 @@ from gpt2core.stream import Branch, Stream
 def make_units(names, work, parameters, group):
     """The units of a Workload with these names; parameters, group: see GPT2, with several slices see own_slices()."""
     if work.slices == 1:
-        return [model.make_unit(name, work.config, parameters, group) for name in names]
+        make_unit = dropout_units.make_unit if work.dropouts else model.make_unit
+        return [make_unit(name, work.config, parameters, group) for name in names]
     slices = [parameters_of_slice(parameters, i) for i in range(work.slices)]
-    units = {"embedding": SlicedEmbedding, "head": SlicedHead}
-    return [units.get(name, SlicedBlock)(name, work.config, slices, group) for name in names]
+    embedding, block = SlicedEmbedding, SlicedBlock
+    if work.dropouts:
+        embedding, block = SlicedDropoutEmbedding, SlicedDropoutBlock
+    units = {"embedding": embedding, "head": SlicedHead}
+    return [units.get(name, block)(name, work.config, slices, group) for name in names]
 
 
 def parameters_of_slice(parameters, number):
@@ -82,3 +89,11 @@ class SlicedBlock(Block):
         branches = [branch_of(block, y) for block, y in zip(self.slices, ys, strict=True)]
         output = total([branch.output for branch in branches])
         return Branch(ops.reduce_from_group(output, self.group), branches[0].bias)  # each slice has the same bias
+
+
+class SlicedDropoutEmbedding(DropoutEmbedding, SlicedEmbedding):
+    """A SlicedEmbedding that drops numbers of the sum of its slices."""
+
+
+class SlicedDropoutBlock(DropoutBlock, SlicedBlock):
+    """A SlicedBlock that drops numbers of its branches, the sums of their slices."""

@@ -139,7 +139,7 @@ def test_a_checkpoint_has_the_settings_that_every_earlier_version_has_saved():
         "steps batch_size lr schedule warmup weight_decay clip beta1 beta2 preset seed deterministic precision rounding"
     )
     names += " eps shuffle eval_every checkpoint_every keep log_every min_lr seq_len micro_batches data val_data"
-    assert set(names_of(TrainSettings, kept=SAVED)) == {*names.split(), "val_fraction", "checkpoint_seconds"}
+    assert set(names_of(TrainSettings, kept=SAVED)) == {*names.split(), "val_fraction", "checkpoint_seconds", "dropout"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

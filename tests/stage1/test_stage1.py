@@ -105,6 +105,14 @@ def test_zero_gather_forward_gives_the_serial_bits(serial, ranks):
     assert curve(log) == curve(serial(*flags)) and "--zero 1, --zero-gather forward" in done.out
 
 
+def test_dropout_gives_the_serial_bits_also_after_a_resume(serial, ranks, tmp_path):
+    flags = ("--preset", "nano", *RECIPE.split(), "--dropout", 0.2)
+    want, out = curve(serial(*flags)), tmp_path / "run"
+    assert curve(ranks(4, *flags, "--zero", 1)[1]) == want
+    ranks(2, *flags, "--steps", 2, "--out", out)
+    assert curve(ranks(1, "--resume", out, "--steps", 4)[1]) == want[2:]
+
+
 @pytest.mark.parametrize("number, more", [(2, ()), (4, ("--dp", "bucket", "--zero", 1, *BUCKETS))])
 def test_rows_of_the_embedding_give_the_serial_bits(serial, ranks, number, more):
     flags = ("--preset", "nano", *RECIPE.split())

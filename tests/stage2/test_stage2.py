@@ -118,6 +118,21 @@ def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_bat
         assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
 
 
+@pytest.mark.parametrize("config, micro_batches", [(UNTIED, 1), (TIED, 2)], ids=["untied", "tied, 2 micro-batches"])
+def test_a_step_with_dropout_drops_the_numbers_of_stage_0(config, micro_batches):
+    options = dict(batch_size=BATCH, seq_len=config.block_size, micro_batches=micro_batches, dropout=0.3)
+    ours, stage0 = (Trainer(config, [each()], **options) for each in (CudaBackend, NumpyBackend))
+    for trainer in (ours, stage0):
+        load(trainer, dict(parameters_of(config)))
+    for _ in range(2):  # a captured step has another key
+        step, expected = (trainer.step(read_batch(trainer, windows_of(config)), 0.0) for trainer in (ours, stage0))
+        assert step.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        wanted = gradients_of(stage0)
+        for name, gradient in gradients_of(ours).items():
+            assert_near(gradient, wanted[name], 1e-5, name)
+
+
 def test_three_steps_have_stage_0_s_losses_and_equal_bits_in_every_run():
     first, again, stage0 = (
         trainer_of(backend(), TIED, batch=1) for backend in (CudaBackend, CudaBackend, NumpyBackend)
@@ -239,6 +254,7 @@ ELSEWHERE = {
     "kernels.cast.scale_kernel": "backward() with a gradient other than 1",
     "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "kernels.rotary.rotary_kernel": "--positions rotary",
+    "kernels.dropout.dropout_kernel": "--dropout above 0",
     "kernels.cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
     "decoding.cached_attention.cached_kernel": "layers divided over ranks: stage 3",
     "decoding.batched.linear_kernel": "generation of two or more sequences",

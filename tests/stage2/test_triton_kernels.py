@@ -11,9 +11,20 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.arena import PAGE  # noqa: E402
+from gpt2core.dropout import Dropout, Mask, dropout_key  # noqa: E402
 from gpt2core.optimizer import adamw_coefficients  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
-from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rotary  # noqa: E402
+from stage2_cuda.kernels import (  # noqa: E402
+    adamw,
+    cast,
+    column_sums,
+    cross_entropy,
+    dropout,
+    embedding,
+    gelu,
+    layernorm,
+    rotary,
+)
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
 from tests.support.gradients import arrays  # noqa: E402
 
@@ -228,6 +239,24 @@ def test_rotary_forward_and_backward_equal_float64(rng, oracle, dtype, batch, ti
     near(y, oracle.rotary_forward(qkv64, heads, position))
     near(dqkv, oracle.rotary_backward(dy64, heads, position))
     assert_array_equal(y[..., 2 * heads * size :], host(qkv)[..., 2 * heads * size :])  # v is copied
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("shape, row, place", [((1, 1, 1), 0, 0), ((2, 3, 5, 300), 7, 96), ((3, 5, 64), 1 << 20, 1)])
+def test_dropout_keeps_the_numbers_that_the_host_keeps(rng, dtype, p, shape, row, place):
+    (x, x64), (bias, bias64) = normal(rng, dtype, *shape), normal(rng, dtype, shape[-1])
+    key = dropout_key(int(rng.integers(1000)), int(rng.integers(1, 1000)))
+    keeps = Mask(Dropout(p, key, row), place).keeps(shape)
+    mask = Mask(Dropout(p, device(key), row), place)
+    (y,) = run(dropout.dropout, [(shape, dtype)], x, bias, mask)
+    (dx,) = run(dropout.dropout, [(shape, dtype)], x, None, mask)
+    near(y, np.where(keeps, x64 + bias64, 0) / (1 - p))
+    near(dx, np.where(keeps, x64, 0) / (1 - p))
+    assert_array_equal(np.asarray(dx, np.float64) != 0, keeps & (x64 != 0))
 
 
 @rows

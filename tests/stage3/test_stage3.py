@@ -240,12 +240,13 @@ MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, 
 RECIPE = dict(clip=0.5, weight_decay=0.1)
 
 
-def trained(world, backend, micro_batches, steps=1, model=MODEL, **parallel):
+def trained(world, backend, micro_batches, steps=1, model=MODEL, dropout=0.0, **parallel):
     """[(loss, gradient norm, hash of the parameters after the step) of each step]."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200)
     sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=micro_batches)
     sharing = ParallelConfig(bucket_mb=0.01, **parallel)
-    trainer = Trainer(model, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
+    options = dict(optimizer=RECIPE, world=world, parallel=sharing, dropout=dropout)
+    trainer = Trainer(model, [backend()], **sizes, **options)
     windows, rows = Windows(tokens, MODEL.block_size), []
     for _ in range(steps):
         step = trainer.step(read_batch(trainer, windows), 1e-3)
@@ -320,6 +321,18 @@ def test_rows_of_the_embedding_have_the_bits_of_the_whole_table(serial, how):
             of(threads), Copied, 4, steps=2, sparse_embedding=True, **how
         )):  # fmt: skip
             assert got == serial
+
+
+@pytest.mark.parametrize("how", [dict(pp=2), *(pytest.param(each, marks=pytest.mark.long) for each in (
+    dict(zero=3), dict(dp="bucket", recompute="block", zero=1), dict(pp=2, zero=3)
+))], ids=str)  # fmt: skip
+def test_dropout_has_stage_2_s_bits_on_several_ranks(how):
+    model = replace(MODEL, n_layer=2, tied=True)
+    want, without = (trained(None, Copied, 2, steps=2, model=model, dropout=p) for p in (0.2, 0.0))
+    assert want[0][0] != without[0][0]
+    how = dict(how, steps=2, model=model, dropout=0.2)
+    for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 2, **how)):
+        assert got == want
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])

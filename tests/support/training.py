@@ -18,12 +18,13 @@ OPTIMIZER = dict(weight_decay=0.1, beta2=0.95)
 
 def make_trainer(
     comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_batches=8, backend=NumpyBackend,
-    clip=0.5,
+    clip=0.5, dropout=0.0,
 ):  # fmt: skip
     """A Trainer of `config` on this rank of `comm`, with `threads` workers, each with a `backend` of its own."""
     return Trainer(
         config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
         micro_batches=micro_batches, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER | dict(clip=clip),
+        dropout=dropout,
     )  # fmt: skip
 
 

@@ -223,12 +223,13 @@ def zeros(config, seed=0):
     return ((name, np.zeros(shape, np.float32)) for name, shape in parameter_shapes(config))
 
 
-def train(config, precision, batch, **options):
+def train(config, precision, batch, dropout=0.0, **options):
     """A training step, an evaluation, and the first kernels of a resumed run."""
     T = config.block_size
     windows = Windows(np.zeros(batch * T + 1, np.int32), T)
     sizes = dict(batch_size=batch, seq_len=T, micro_batches=1)
-    trainer = FastTrainer(config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options))
+    optimizer = dict(clip=1.0, weight_decay=0.1, **options)
+    trainer = FastTrainer(config, [Backend(precision)], **sizes, optimizer=optimizer, dropout=dropout)
     trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.coefficients(1, 1e-3))
     with contextlib.suppress(Diverged):  # the loss is uninitialised memory
         evaluate(trainer, windows)
@@ -330,7 +331,7 @@ def everything(preset, precision):
     """All programs whose kernels the table shows."""
     config = two_layers(preset)
     drawn = [Sampling(top_k=top_k, top_p=top_p) for top_k in (0, 40) for top_p in (1.0, 0.9)]
-    train(config, precision, 16)
+    train(config, precision, 16, dropout=0.1)
     divide(config, precision)
     for batch in (1, 8):
         write(config, precision, batch, [Greedy(), custom_rule, *drawn])
@@ -352,8 +353,8 @@ def suite(gpu):
     attend("bf16", 256, 64)
     multiply("fp32", 4096, 768, 3072)
     fuse("fp16", 2048, 2048, 2048)
-    train(two_layers("paper"), "fp32", 16)
-    train(two_layers("paper"), "bf16", 16, rounding="stochastic")
+    train(two_layers("paper"), "fp32", 16, dropout=0.1)
+    train(two_layers("paper"), "bf16", 16, rounding="stochastic", dropout=0.1)
     for precision in ADDED_ROWS:
         add_rows(precision, two_layers("paper").n_embd)
     for precision in ("tf32", "fp16"):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
+from gpt2core.dropout import Dropout, Mask  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_coefficients  # noqa: E402
 from gpt2core.parallel.divided_optimizer import rounding_key  # noqa: E402
@@ -42,6 +43,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     codecs,
     column_sums,
     cross_entropy,
+    dropout,
     embedding,
     gelu,
     layernorm,
@@ -116,6 +118,13 @@ def launch_rotary(a):
         qkv, y = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D)
         rotary.rotary(y, qkv, H, 3, 1)
         rotary.rotary(y, qkv, H, 3, -1)
+
+
+def launch_dropout(a):
+    for B, T, C in ((2, 37, 30), (1, 5, 300)):
+        mask = Mask(Dropout(0.1, a.xp.zeros((1,), np.int64), row=3), place=2)
+        for bias in (a.x(C), None):
+            dropout.dropout(a.x(B, T, C), a.x(B, T, C), bias, mask)
 
 
 def launch_column_sums(a):

@@ -106,12 +106,25 @@ class TrainSettings(Settings):
     schedule: str = setting(RECIPE, "learning-rate schedule: constant, linear or cosine", "constant", SAVED)
     warmup: int = setting(RECIPE, "steps of linear warm-up of the learning rate", 0, SAVED, at_least=0)
     clip: float = setting(RECIPE, "maximum gradient norm, over all parameters; 0: no clipping", 0.0, SAVED)
+    dropout: float = setting(
+        RECIPE,
+        "the share of the numbers of the embedding and of each branch that a training step sets to zero, 0 <= P < 1; "
+        "none are in validation and in generated texts. The loss of a step is that with these zeros",
+        0.0,
+        SAVED,
+        metavar="P",
+    )
     weight_decay: float = setting(RECIPE, "decoupled weight decay, only of weight matrices and embeddings", 0.0, SAVED)
     beta1: float = setting(RECIPE, "AdamW's decay rate of the first moment", 0.9, SAVED)
     beta2: float = setting(RECIPE, "AdamW's decay rate of the second moment", 0.999, SAVED)
     eps: float = setting(RECIPE, "AdamW's epsilon", 1e-8, SAVED)
     seed: int = setting(
-        RECIPE, "seed of initial weights, shuffling and stochastic rounding", 0, SAVED, at_least=0, at_most=math.inf
+        RECIPE,
+        "seed of initial weights, shuffling, dropout and stochastic rounding",
+        0,
+        SAVED,
+        at_least=0,
+        at_most=math.inf,
     )
 
     data: Path = setting(

@@ -89,7 +89,7 @@ class Executor:
         ids, targets = self.batch[m]
         x = self.receive("F", m, c) if c else ids
         with self.backend.runtime.range("forward"):
-            arguments = self.work.arguments(targets, self.scale, self.dloss)
+            arguments = self.work.arguments(targets, self.scale, self.dloss, m)
             self.graphs[m, c], x = forward_pass(self.chunks[c], x, arguments)
         self.peak = max(self.peak, len(self.graphs))
         if c == self.last:
@@ -107,7 +107,7 @@ class Executor:
         with self.backend.runtime.range("backward"):
             while graphs:
                 if "E" in self.groups and c == 0 and len(graphs) == 1:  # the last one left is that of the embedding
-                    self.send("E", m, c, self.last, dx)
+                    self.send("E", m, c, self.last, self.before_dropout(m, dx))
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
             self.sent.pop(("B", m - 1, c), Handle()).wait()
@@ -122,6 +122,11 @@ class Executor:
             for compute in self.later.pop((m, c)):
                 compute()
         self.backend.runtime.join()
+
+    def before_dropout(self, m, dx):
+        """The gradient of the rows of the embedding from that of the stream, in which numbers of them are dropped."""
+        mask = self.work.arguments(None, None, number=m).mask(0)
+        return self.backend.dropout(dx, mask) if mask else dx
 
     def embedding(self, m, c):
         self.gradients.add_embedding(self.batch[m][0], self.receive("E", m, c))
