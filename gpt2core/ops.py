@@ -7,8 +7,8 @@ from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
 # graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor and reads w.data in
-# backward, because parallel/sharded/ frees the array between forward and backward, and gathers it again. The order of
-# the parents is that in which their gradients are passed on; it changes no value.
+# backward, because parallel/sharded/ frees the array between forward and backward, and gathers it again. Parameters are
+# the first parents: their gradients are passed on first, and a device computes them beside the rest of the pass.
 
 
 def linear(x, w, b=None):
@@ -16,7 +16,12 @@ def linear(x, w, b=None):
     checks.linear(x, w, b)
     backend = x.backend
     y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None))
+
+    def backward(dy):
+        dx, dw, db = backend.linear_backward(dy, x.data, w.data, b is not None)
+        return dw, db, dx
+
+    return Tensor.from_op(y, (w, b, x), backward)
 
 
 def gelu(x):
@@ -33,9 +38,9 @@ def mlp(x, w, b, w2):
 
     def backward(dy):
         dx, dw, db, dw2 = backend.mlp_backward(dy, x.data, w.data, w2.data, aux)
-        return dx, dw2, dw, db  # dw2 first: it needs no gradient of the hidden layer
+        return dw2, dw, db, dx
 
-    return Tensor.from_op(y, (x, w2, w, b), backward)
+    return Tensor.from_op(y, (w2, w, b, x), backward)
 
 
 def layernorm(x, w, b, eps=1e-5):
@@ -43,7 +48,12 @@ def layernorm(x, w, b, eps=1e-5):
     checks.last_axis("layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
+
+    def backward(dy):
+        dx, dw, db = backend.layernorm_backward(dy, w.data, aux)
+        return dw, db, dx
+
+    return Tensor.from_op(y, (w, b, x), backward)
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
@@ -54,11 +64,11 @@ def stream_layernorm(x, w, b, eps=1e-5):
 
     def backward(dx, dy):
         if dy is None:
-            return dx, None, None
+            return None, None, dx
         dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux)
-        return dx, dw, db
+        return dw, db, dx
 
-    return Tensor.from_op((x.data, y), (x, w, b), backward)
+    return Tensor.from_op((x.data, y), (w, b, x), backward)
 
 
 def residual_add(x, a, a_bias):
@@ -66,7 +76,7 @@ def residual_add(x, a, a_bias):
     checks.residual("residual_add", x, a, a_bias)
     backend = x.backend
     s = backend.residual_add_forward(x.data, a.data, a_bias.data)
-    return Tensor.from_op(s, (x, a, a_bias), lambda ds: (ds, ds, backend.bias_backward(ds)))
+    return Tensor.from_op(s, (a_bias, x, a), lambda ds: (backend.bias_backward(ds), ds, ds))
 
 
 def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
@@ -77,11 +87,11 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
     def backward(ds, dy):
         if dy is None:  # layernorm(s) was not used
-            return ds, ds, None, None, backend.bias_backward(ds)
+            return None, None, backend.bias_backward(ds), ds, ds
         dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux)
-        return dx, dx, dw, db, da_bias
+        return dw, db, da_bias, dx, dx
 
-    return Tensor.from_op((s, y), (x, a, w, b, a_bias), backward)
+    return Tensor.from_op((s, y), (w, b, a_bias, x, a), backward)
 
 
 def attention(qkv, n_head):
@@ -108,7 +118,7 @@ def unembed(x, w):
     checks.unembed("unembed", x, w)
     backend = x.backend
     y = backend.unembed_forward(x.data, w.data)
-    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
+    return Tensor.from_op(y, (w, x), lambda dy: backend.unembed_backward(dy, x.data, w.data)[::-1])
 
 
 # -- operations with tokens, whose vocabulary several ranks can divide -------------------------------------------------
@@ -171,9 +181,11 @@ def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, dloss=None
     loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
 
     def backward(dy):
-        return backend.unembed_cross_entropy_backward(dy, x.data, w.data, targets, scale, maxima, sums, aux, first)
+        known = targets, scale, maxima, sums, aux, first
+        dx, dw = backend.unembed_cross_entropy_backward(dy, x.data, w.data, *known)
+        return dw, dx
 
-    return Tensor.from_op(loss, (x, w), backward)
+    return Tensor.from_op(loss, (w, x), backward)
 
 
 def loss_of_rows(maxima, sums, target_logits, scale, group, backend):

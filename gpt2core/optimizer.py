@@ -39,9 +39,9 @@ class Schedule:
 
 
 def adamw_coefficients(step, lr, beta1, beta2, eps, weight_decay):
-    """(3) float64 [rate, e, shrink]: the formula of AdamW as p = shrink p - rate m / (sqrt(v) + e).
+    """(3) float64 [rate, e, shrink], the numbers of the last line of AdamW's formula, in update number `step`.
 
-    With c1 = 1 - beta1^step and c2 = 1 - beta2^step: (m / c1) / (sqrt(v / c2) + eps) is
+    With c1 = 1 - beta1^step and c2 = 1 - beta2^step, m_ / (sqrt(v_) + eps) = (m / c1) / (sqrt(v / c2) + eps) is
     sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)).
     """
     c1, c2 = 1 - beta1**step, 1 - beta2**step
@@ -77,12 +77,13 @@ class AdamW:
 
 
 class Optimizer:
-    """Clips gradients by their global norm, then updates flat `parameters` by a rule: a class and its `options`."""
+    """Clips gradients by their global norm, then updates flat `parameters` by a rule: rule_class(**options)."""
 
-    def __init__(self, arena, parameters, backend, *, clip=0.0, rule=AdamW, **options):
-        self.rule, self.parameters, self.backend, self.clip = rule(**options), parameters, backend, clip
+    def __init__(self, arena, parameters, backend, *, clip=0.0, rule_class=AdamW, **options):
+        self.rule = rule_class(**options)
+        self.parameters, self.backend, self.clip = parameters, backend, clip
         require_not_negative(clip=clip)
-        self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule.STATES}
+        self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule_class.STATES}
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
     def coefficients(self, step, lr):

@@ -172,8 +172,8 @@ class PlainBackend(ComposedKernels):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
 
-    # -- AdamW: m and v are running means of g and of g^2;  p = p - lr (m_ / (sqrt(v_) + eps) + weight_decay p)
-    #    m_ = m / (1 - beta1^step), v_ = v / (1 - beta2^step); adamw_coefficients() puts these divisors into rate and e
+    # -- AdamW, whose formula is in optimizer.py: m and v are running means of g and of g^2;
+    #    p = shrink p - rate m / (sqrt(v) + e)
 
     def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
         if math.isnan(factor):

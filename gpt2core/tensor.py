@@ -128,8 +128,9 @@ class Node:
         own = [dys.pop((self, index), None) for index in range(self.n_outputs)]
         if any(dy is not None for dy in own):
             pairs = zip(self.parents, self.backward(*own), strict=True)
-            pairs = [(parent, gradient) for parent, gradient in pairs if not (parent is None or gradient is None)]
-            for parent, gradient in sorted(pairs, key=is_edge):  # leaves first: a device computes both at the same time
+            for parent, gradient in pairs:
+                if parent is None or gradient is None:
+                    continue
                 if parent.node is None:
                     deliver(parent, gradient)
                 else:
@@ -150,11 +151,6 @@ class Edge:
         """Add a gradient to the one of this output in `dys`: see Tensor.backward."""
         gradient, key = computed(gradient, self.shape), (self.node, self.index)
         dys[key] = self.add(dys[key], gradient) if key in dys else gradient
-
-
-def is_edge(pair):
-    parent, _ = pair
-    return parent.node is not None
 
 
 def computed(gradient, shape):

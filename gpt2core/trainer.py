@@ -91,7 +91,8 @@ class Trainer:
         divide the sum and compute the same bits.
         """
         each = (self.micro_batch_gradient(ids, targets) for ids, targets in batch)  # computed one by one
-        self.gradients[...], losses = tree_reduce(each, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        gradient, losses = tree_reduce(each, add_pairs)
+        self.gradients[...] = gradient
         return losses
 
     def micro_batch_gradient(self, ids, targets):
@@ -128,3 +129,8 @@ class Trainer:
     def checked(self, *arrays):
         """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
         return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)
+
+
+def add_pairs(a, b):
+    """(gradient, [losses]) of two groups of micro-batches -> those of both."""
+    return a[0] + b[0], a[1] + b[1]

@@ -12,10 +12,11 @@ from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
 from gpt2core.threads import limit_blas
 from gpt2core.tuned_choices import processor
-from stage0_serial.blas import mkl
+from stage0_serial.blas import mkl, openblas
 from stage0_serial.blas.bf16_products import Bf16Products
 
 LIBRARIES = ("auto", "openblas", "mkl")
+MIN_ADDED = 1 << 18  # elements of a result to which BLAS adds a product; a smaller one stays in the cache in any case
 
 
 class CpuRuntime(Runtime):
@@ -25,7 +26,7 @@ class CpuRuntime(Runtime):
     """
 
     def __init__(self, precision="fp32"):
-        self.threads, self.bf16 = 1, precision == "bf16"
+        self.threads, self.bf16, self.exact_additions = 1, precision == "bf16", {}
         self.use_blas("auto")
 
     def use_blas(self, name):
@@ -57,6 +58,20 @@ class CpuRuntime(Runtime):
         """Select the product of float32 operands. With bf16, it computes only the products of few rows."""
         self.product = Bf16Products(product) if self.bf16 else product
 
+    def add_product(self, a, b, out):
+        """Let BLAS add a @ b to `out`, and return True. False: `out` has not changed.
+
+        False if the bits would not be those of a product and an addition: BLAS divides a long sum into blocks, and
+        would add one block after another to `out`. This is tried once for each size.
+        """
+        if self.bf16 or out.size < MIN_ADDED:
+            return False
+        key = a.shape, b.shape, mkl.layout(a), mkl.layout(b), out.dtype
+        functions = mkl.load() if self.blas == "mkl" else openblas.load()
+        if key not in self.exact_additions:
+            self.exact_additions[key] = adds_exactly(functions, self.product, a, b)
+        return self.exact_additions[key] and mkl.call_blas(functions, a, b, out, 1)
+
     def rounded(self, x):
         """x as `product` reads it; an operand of several products is then rounded to bf16 only once."""
         return self.product.rounded(x) if self.bf16 else x
@@ -86,6 +101,23 @@ class CpuRuntime(Runtime):
         finally:
             for library, count in zip(libraries, counts, strict=True):
                 library.set_num_threads(count)
+
+
+def adds_exactly(functions, product, a, b):
+    """Whether call_blas() adds random a @ b to an array with the bits of product(a, b) and an addition."""
+    rng = np.random.default_rng(0)
+    a, b, c, d = (random_like(x, rng) for x in (a, b, a, b))
+    out = product(c, d, out=np.empty((len(a), b.shape[1]), a.dtype))
+    expected = product(a, b, out=np.empty_like(out))
+    np.add(out, expected, out=expected)
+    return mkl.call_blas(functions, a, b, out, 1) and np.array_equal(out, expected)
+
+
+def random_like(x, rng):
+    """Normal random numbers in an array of the shape, dtype and order of dimensions of x."""
+    y = np.empty_like(x)
+    y[...] = rng.standard_normal(x.shape, x.dtype)
+    return y
 
 
 @functools.cache

@@ -84,6 +84,11 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             return self.one_row(a, b, y)
         return self.runtime.product(a, b, out=y)
 
+    def add_product(self, a, b, out):
+        """Add a @ b to `out`: one call of BLAS reads and writes `out` less often than a product and an addition."""
+        if not self.runtime.add_product(a, b, out):
+            np.add(out, self.matmul(a, b, self.like(out)), out=out)
+
     def constant(self, value, n, dtype):
         """A cached vector (n) filled with `value`: a product with it is the fastest sum in NumPy."""
         key = (value, n, dtype)
@@ -102,7 +107,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
         def gradient(out):
             if out is None:
-                return self.canonical_sum(write, parts, self.empty(shape, dtype))
+                return self.canonical_sum(write, parts, self.empty(shape, dtype), add)
             if out.array.ndim > len(shape):  # one gradient for each micro-batch
                 for part, array in zip(parts, out.array, strict=True):
                     self.put_sum(write, [part], array, out.accumulate, add)
@@ -115,19 +120,22 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     def put_sum(self, write, parts, array, accumulate, add):
         """Write the sum of these parts to `array`, or add it."""
         if not accumulate:
-            self.canonical_sum(write, parts, array)
+            self.canonical_sum(write, parts, array, add)
         elif add and len(parts) == 1:
             add(parts[0], array)
         else:
-            np.add(array, self.canonical_sum(write, parts, self.like(array)), out=array)
+            np.add(array, self.canonical_sum(write, parts, self.like(array), add), out=array)
 
-    def canonical_sum(self, write, parts, total):
+    def canonical_sum(self, write, parts, total, add=None):
         """Write the sum of the parts to `total`, in the canonical order, and return it."""
+        width = 2 if add else 1  # the leaves of the tree: two parts, of which the second is added to the first
 
         def sums():
-            for part in parts:
-                array = total if part is parts[0] else self.like(total)  # the first array becomes the sum
-                write(part, array)
+            for i in range(0, len(parts), width):
+                array = total if i == 0 else self.like(total)  # the first array becomes the sum
+                write(parts[i], array)
+                for part in parts[i + 1 : i + width]:
+                    add(part, array)
                 yield array
                 del array  # otherwise it would stay in memory while the next one is computed
 
@@ -172,7 +180,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         def write(part, dw):
             self.matmul(x2[part].T, operand[part], dw)
 
-        dw = self.weight_gradient(write, len(dy), w.shape, w.dtype, count)
+        def add(part, dw):
+            self.add_product(x2[part].T, operand[part], dw)
+
+        dw = self.weight_gradient(write, len(dy), w.shape, w.dtype, count, add)
         return dx, dw, self.column_sums(dy, count) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s, s = 1 / (1 + exp(-2 u)); dy/dx = s + 2 y (1 - s) du/dx

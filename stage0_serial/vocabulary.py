@@ -9,7 +9,8 @@ from gpt2core.plain_backend import PlainBackend
 from gpt2core.tree_sum import tree_sum
 from stage0_serial.rows import micro_batches, rows, slices
 
-LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows
+LOGITS = 1 << 23  # elements of the logits of a micro-batch; if it has more, they are computed in chunks of rows
+KEPT_LOGITS = 4 * LOGITS  # of merged micro-batches that forward keeps for backward; more are computed again
 
 
 class VocabularyKernels(PlainBackend):
@@ -67,7 +68,10 @@ class VocabularyKernels(PlainBackend):
         def write(part, dw):
             self.matmul(dy[part].T, x[part], dw)
 
-        return self.weight_gradient(write, len(dy), (dy.shape[1], x.shape[1]), x.dtype, count)
+        def add(part, dw):
+            self.add_product(dy[part].T, x[part], dw)
+
+        return self.weight_gradient(write, len(dy), (dy.shape[1], x.shape[1]), x.dtype, count, add)
 
     def cross_entropy_forward(self, logits, targets, first=0):
         maxima, target_logits = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
@@ -88,7 +92,7 @@ class VocabularyKernels(PlainBackend):
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
         count, shape, x = micro_batches(x), (len(x), -1) if x.ndim == 4 else (-1,), rows(x)
         statistics, chunks = np.empty((3, len(x)), x.dtype), [slice(0, len(x))]
-        if len(x) * len(w) > LOGITS:
+        if len(x) * len(w) > min(KEPT_LOGITS, count * LOGITS):
             chunks = [each for part in even_slices(len(x), count) for each in logit_chunks(part, w)]
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)
@@ -118,7 +122,7 @@ class VocabularyKernels(PlainBackend):
                 rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
                 dlogits = self.runtime.rounded(self.cross_entropy_backward(dy, exps, *rows_of_chunk))
                 self.matmul(dlogits, w, dx[chunk])
-                np.add(dw, self.matmul(dlogits.T, x[chunk]), out=dw)
+                self.add_product(dlogits.T, x[chunk], dw)
 
         def dx_of_chunks(out):
             nonlocal x, w

@@ -4,6 +4,7 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
 
     python -m benchmarks.cpu.train_step                                        # with one and with two threads
     python -m benchmarks.cpu.train_step --threads 1 --no-compile               # without a C++ compiler
+    python -m benchmarks.cpu.train_step --preset gpt2 --batch-size 4 --seq-len 64 --no-compile  # GPT-2 124M, few tokens
     python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
@@ -19,14 +20,14 @@ EAGER, FLOOR = "torch eager", "sgemm floor"
 BENCHMARK = "benchmarks.cpu.train_step"  # the name under which the benchmark processes import this file
 
 
-def prepare(module, preset, batch_size, threads, **options):
+def prepare(module, preset, batch_size, seq_len, threads, **options):
     """Called in each process. Return `run_round(steps)`, which trains on fresh random tokens and times every step.
 
     module: the imported Python module that is measured; its make_trainer() builds the training step.
     """
     config = PRESETS[preset]
-    step = module.make_trainer(config, batch_size, config.block_size, threads, **options)
-    return timed_steps(Solo(), step, config, batch_size)
+    step = module.make_trainer(config, batch_size, seq_len or config.block_size, threads, **options)
+    return timed_steps(Solo(), step, config, batch_size, seq_len)
 
 
 def process_specs(args, threads):
@@ -34,7 +35,7 @@ def process_specs(args, threads):
 
     This project uses `threads` Python threads with one BLAS thread each; PyTorch uses `threads` OpenMP threads.
     """
-    sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": threads}
+    sizes = {"preset": args.preset, "batch_size": args.batch_size, "seq_len": args.seq_len, "threads": threads}
     yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
     if NumpyBackend().runtime.blas == "mkl":
         yield ProcessSpec(
@@ -83,6 +84,7 @@ def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     parser.add_flags(preset="paper", threads=[1, 2])
     parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
     text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
     parser.add_argument("--bf16", action="store_true", help=text)
     args = parser.parse_args()

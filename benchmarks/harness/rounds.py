@@ -68,18 +68,19 @@ def measure_shapes(specs, benchmark, args, shapes, kinds):
             yield results
 
 
-def timed_steps(world, step, config, batch_size, draw=random_batch):
+def timed_steps(world, step, config, batch_size, seq_len=None, draw=random_batch):
     """Return `run_round(steps)`, which trains on random tokens, from draw(), and measures every step.
 
     All ranks start a step together, after a barrier. The time of a step is measured from the moment when the first rank
     leaves the barrier to the moment when the last rank has finished the step. step: step(inputs, targets) -> loss.
+    seq_len: tokens of a sequence, by default the block size.
     """
     rng = np.random.default_rng(SEED)  # the same tokens in every process and on every rank
 
     def run_round(steps):
         started, ended, losses, cpu_seconds = [], [], [], 0.0
         for _ in range(steps):
-            inputs, targets = draw(rng, config.vocab_size, batch_size, config.block_size)
+            inputs, targets = draw(rng, config.vocab_size, batch_size, seq_len or config.block_size)
             world.barrier()
             cpu_started = time.process_time()
             started.append(time.perf_counter())  # all processes of a host have the same clock

@@ -88,7 +88,7 @@ def prepare(module, world, vocab_size, batch_size, with_steps):
     if with_steps:
         variants = {STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
         calls |= module.make_variants(config, batch_size, config.block_size, world, variants)
-        timed |= {name: timed_steps(world, calls[name], config, batch_size, zipf_batch) for name in variants}
+        timed |= {name: timed_steps(world, calls[name], config, batch_size, draw=zipf_batch) for name in variants}
 
     def run_round(name, steps):
         return dict(timed[name](steps), bytes_sent=world.all_gather_object(calls[name].bytes_sent))

@@ -1,1 +1,1 @@
-"""Parallel training: micro-batches on threads, data and tensor parallelism, ZeRO-1, and sums in a fixed order."""
+"""A step divided over threads and ranks: data, tensor and pipeline parallelism, ZeRO, recomputation, canonical sums."""

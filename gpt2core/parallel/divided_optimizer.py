@@ -43,17 +43,17 @@ class DividedOptimizer:
     they read these. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on
     `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the array that
     kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. guard: that
-    of Backend.clip. dropout_seed: of the key of each step's dropout; None: no dropout. clip, rule, options: those of
-    Optimizer.
+    of Backend.clip. dropout_seed: of the key of each step's dropout; None: no dropout. clip, rule_class, options: those
+    of Optimizer.
 
     updating: whether an update has begun that the trainer has not counted; see end_update().
     """
 
     def __init__(
         self, layout, parameters, pool, *, compute_copy=None, rounding="nearest", seed=0, gathers=True, guard=None,
-        dropout_seed=None, clip=0.0, rule=AdamW, **options,
+        dropout_seed=None, clip=0.0, rule_class=AdamW, **options,
     ):  # fmt: skip
-        self.rule, self.clip, self.guard, self.gathers = rule(**options), clip, guard, gathers
+        self.rule, self.clip, self.guard, self.gathers = rule_class(**options), clip, guard, gathers
         require_not_negative(clip=clip)
         self.layout, self.own, self.pool, self.backend = layout, layout.own, pool, pool.backends[0]
         self.parameters, self.compute_copy = parameters, compute_copy
@@ -61,7 +61,7 @@ class DividedOptimizer:
         self.dropout_seed = dropout_seed
         self.seed = seed if rounding == "stochastic" else None
         zeros, shape = self.backend.zeros, parameters[self.own].shape
-        self.states = {name: zeros(shape, parameters.dtype) for name in rule.STATES}
+        self.states = {name: zeros(shape, parameters.dtype) for name in rule_class.STATES}
         self.decays = self.backend.asarray(layout.decays())  # of each page: whether its parameters decay
         self.updating = False
 

@@ -19,9 +19,9 @@ def dropout(x, mask, bias=None):
 
     def backward(dy):
         dx = backend.dropout(dy, mask)
-        return dx, None if bias is None else backend.bias_backward(dx)
+        return (dx,) if bias is None else (backend.bias_backward(dx), dx)
 
-    return Tensor.from_op(y, (x, bias), backward)
+    return Tensor.from_op(y, (x,) if bias is None else (bias, x), backward)
 
 
 def make_unit(name, config, parameters, group):

@@ -115,11 +115,6 @@ def separate_arrays(work, tensors):
     return {name: backend.empty((*lead, *tensor.shape), backend.dtype) for name, tensor in tensors.items()}
 
 
-def tensors_of(sums):
-    """{name: Parameter} of all parameters, in the order of the arena; sums: from arena_sums()."""
-    return {name: tensor for each in sums.values() for name, tensor in each.tensors.items()}
-
-
 def only(names, arrays):
     """The items of the dictionary `arrays` with these names; names that it does not have are omitted."""
     return {name: arrays[name] for name in names if name in arrays}

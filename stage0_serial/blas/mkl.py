@@ -49,19 +49,25 @@ def load():
         library = ctypes.CDLL(path)
         library.MKL_Set_Threading_Layer(SEQUENTIAL)
         library.MKL_CBWR_Set(REPRODUCIBLE)
-        functions = {}
-        for name, real, dtype in (
-            ("cblas_sgemm", ctypes.c_float, np.float32),
-            ("cblas_dgemm", ctypes.c_double, np.float64),
-            ("cblas_gemm_bf16bf16f32", ctypes.c_float, BF16),
-        ):
-            function, integer, pointer = getattr(library, name), ctypes.c_int, ctypes.c_void_p
-            function.argtypes = [integer] * 6 + [real, pointer, integer, pointer, integer, real, pointer, integer]
-            function.restype = None
-            functions[np.dtype(dtype)] = function
+        functions = {
+            np.dtype(dtype): declared(getattr(library, name), ctypes.c_int, real)
+            for name, real, dtype in (
+                ("cblas_sgemm", ctypes.c_float, np.float32),
+                ("cblas_dgemm", ctypes.c_double, np.float64),
+                ("cblas_gemm_bf16bf16f32", ctypes.c_float, BF16),
+            )
+        }
     except (OSError, AttributeError) as error:
         raise ConfigError(f"`blas=mkl`: {path} cannot be loaded ({error}): use `blas=openblas`") from None
     return functions
+
+
+def declared(function, integer, real):
+    """The function cblas_?gemm of a library, with the types of its arguments. integer: of sizes; real: of factors."""
+    flag, pointer = ctypes.c_int, ctypes.c_void_p
+    function.argtypes = [flag] * 3 + [integer] * 3 + [real, pointer, integer, pointer, integer, real, pointer, integer]
+    function.restype = None
+    return function
 
 
 def product(a, b, out):
@@ -69,16 +75,24 @@ def product(a, b, out):
 
     The result of two BF16 operands is float32; other operands have the dtype of the result.
     """
-    function, layouts = load().get(a.dtype), (layout(a), layout(b))
+    return out if call_blas(load(), a, b, out, 0) else np.matmul(a, b, out=out)
+
+
+def call_blas(functions, a, b, out, factor):
+    """out = a b + factor out, by one of the functions from load(); return False, and do nothing, if none can do it.
+
+    factor: 0 or 1. `out` is not read for 0.
+    """
+    function, layouts = functions.get(a.dtype), (layout(a), layout(b))
     dtypes = a.dtype, np.dtype(np.float32) if a.dtype == BF16 else a.dtype  # of b and of the result
     if function is None or None in layouts or out.strides[1] != out.itemsize or (b.dtype, out.dtype) != dtypes:
-        return np.matmul(a, b, out=out)
+        return False
     (a_transposed, lda), (b_transposed, ldb) = layouts
     sizes = len(a), b.shape[1], a.shape[1]
     ldc = max(out.strides[0] // out.itemsize, out.shape[1])
-    operands = 1, address(a), lda, address(b), ldb, 0, address(out), ldc  # 1, 0: out = 1 a b + 0 out
+    operands = 1, address(a), lda, address(b), ldb, factor, address(out), ldc
     function(ROW_MAJOR, a_transposed, b_transposed, *sizes, *operands)
-    return out
+    return True
 
 
 def layout(x):

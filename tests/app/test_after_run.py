@@ -17,6 +17,7 @@ from gpt2core.app.inference import continuations
 from gpt2core.app.output import run_log
 from gpt2core.app.output.run_log import RunLog
 from gpt2core.engine.fast_trainer import FastStep as Step
+from gpt2core.runtime import Runtime
 
 NAME = os.fsdecode(b"t\xebxt $x_1$")  # not UTF-8; with the characters of a formula
 
@@ -168,8 +169,9 @@ def test_an_error_of_the_log_on_one_rank_comes_after_what_all_ranks_do_together(
 
     monkeypatch.setattr(train_command, "final_fields", lambda trainer: together.append("hash") or {})
     trace = SimpleNamespace(step_ended=lambda step, last: together.append("trace") or ["a line"])
-    config = SimpleNamespace(schedule_picture=False)
-    training = SimpleNamespace(config=config, corpus=None, trainer=SimpleNamespace(steps=0), trace=trace)
+    config = SimpleNamespace(schedule_picture=False, out=None)
+    trainer = SimpleNamespace(steps=0, backend=SimpleNamespace(runtime=Runtime()))
+    training = SimpleNamespace(config=config, corpus=None, trainer=trainer, trace=trace)
     outputs = train_command.Outputs(training, log, settings_text="", notes=[])
     with pytest.raises(OSError, match="no space"):
         outputs.report(SimpleNamespace(step=0), None, last=True)

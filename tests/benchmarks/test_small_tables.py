@@ -1,5 +1,6 @@
 """The tables of validation losses, the start of a generation, a sparse embedding and others, on made-up results."""
 
+import resource
 import sys
 
 import numpy as np
@@ -46,8 +47,9 @@ def test_a_program_is_measured_with_its_imports():
     measured = deployment.run(["-c", code], deployment.ROOT)
     assert measured["modules"] >= 3 and 0 < measured["import_ms"] < 1e3 * measured["seconds"]
     assert measured["peak_bytes"] > 1 << 20
-    if sys.platform == "linux":
-        assert measured["peak_bytes"] < 1 << 30
+    if sys.platform == "linux":  # where it is at least that of the process that starts the program: until it runs
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        assert measured["peak_bytes"] < max(1 << 30, own + (1 << 20))
     row = {"program": "stage 0", "version": "now", "modules": 79, "seconds": [0.5], "ms": [20.0], "peak_bytes": 2**26}
     assert list(cells("cpu-deployment", [row])[0].values()) == ["stage 0, now", "79", "20.0", "0.500", "", "64.0"]
 

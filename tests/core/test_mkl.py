@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core.errors import ConfigError
 from stage0_serial import cpu_runtime
-from stage0_serial.blas import mkl
+from stage0_serial.blas import mkl, openblas
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -37,6 +37,34 @@ def test_a_product_in_any_layout_is_that_of_numpy(rng, dtype, M, K, N):
                 assert mkl.product(a, b, out) is out
                 # the bound of a sum of K products: K rounding errors
                 assert_allclose(out, a @ b, rtol=0, atol=K * np.abs(a).max() * np.abs(b).max() * 1.2e-7)
+
+
+@pytest.mark.parametrize("blas", ["openblas", pytest.param("mkl", marks=needs_mkl)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("M, K, N", [(64, 48, 32), (65, 64, 131), (40, 3000, 50)])
+def test_a_product_is_added_with_the_bits_of_a_product_and_an_addition(rng, monkeypatch, blas, dtype, M, K, N):
+    monkeypatch.setattr(cpu_runtime, "MIN_ADDED", 0)
+    backend = NumpyBackend({np.float32: "fp32", np.float64: "fp64"}[dtype])
+    backend.runtime.use_blas(blas)
+    for a in layouts(rng, M, K, dtype):
+        for b in layouts(rng, K, N, dtype):
+            out = rng.standard_normal((M, N)).astype(dtype)
+            expected = out + backend.runtime.product(a, b, out=np.empty_like(out))
+            backend.add_product(a, b, out)
+            assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("functions", [{}, openblas.load()], ids=["none", "wrong bits"])
+def test_a_blas_that_cannot_add_with_these_bits_is_not_used(rng, monkeypatch, functions):
+    monkeypatch.setattr(cpu_runtime, "MIN_ADDED", 0)
+    monkeypatch.setattr(openblas, "load", lambda: functions)
+    monkeypatch.setattr(mkl, "call_blas", lambda functions, a, b, out, factor: functions and out.fill(1) is None)
+    backend = NumpyBackend()
+    backend.runtime.use_blas("openblas")
+    a, b, out = (rng.standard_normal((9, 9), np.float32) for _ in range(3))
+    expected = out + a @ b
+    backend.add_product(a, b, out)
+    assert_array_equal(out, expected)
 
 
 @needs_mkl

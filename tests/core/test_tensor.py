@@ -394,14 +394,13 @@ def test_a_gradient_is_computed_as_soon_as_its_operation_is_differentiated(backe
                 events.append(f"layer {i}")
                 return dy * w.data
 
-            return dx, dw
+            return dw, dx
 
-        y = Tensor.from_op(y.data * w.data, (y, w), backward)
+        y = Tensor.from_op(y.data * w.data, (w, y), backward)
     y.backward(np.ones(3))
-    # a leaf first: its kernels run on another stream of a GPU at the same time as those of the next layer; the input
-    # of layer 0 is a leaf too
-    last = [f"{what} {i}" for i in range(4, 0, -1) for what in ("weight", "layer")]
-    assert events == [*last, "layer 0", "weight 0"]
+    # in the order of the parents; ops.py has parameters first: their kernels run on another stream of a GPU at the same
+    # time as those of the next layer
+    assert events == [f"{what} {i}" for i in range(4, -1, -1) for what in ("weight", "layer")]
 
 
 # -- freeing -------------------------------------------------------------------------------------------------

@@ -857,7 +857,7 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
         for flat, whole in ((p, start), (g, gradients)):
             for name, array in arena.views(whole).items():
                 layout.put(flat, name, array)
-        options = dict(rule=Momentum, momentum=0.5, clip=1.0)
+        options = dict(rule_class=Momentum, momentum=0.5, clip=1.0)
         optimizer = DividedOptimizer(layout, p, workers, **options)
         plain = Optimizer(arena, start.copy(), backend, **options)
         for step in (1, 2):

@@ -440,7 +440,7 @@ def test_the_terms_of_each_kind_of_parallelism():
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
     args.recompute, args.pp, args.pp_schedule, args.chunks, args.canonical_tp = "block", 1, "1f1b", None, 2
-    args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
+    args.transport, args.collectives, args.zero_gather, args.sparse_embedding = "nccl", "canonical", "forward", False
     args.parallel = RunConfig.parallel.fget(args)
     asked = {}
     runtime = SimpleNamespace(explain_oom=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
