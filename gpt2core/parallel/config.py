@@ -27,17 +27,15 @@ class ParallelConfig:
     tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / (tp pp) model replicas
     dp: str = "flat"  # how gradients are summed over the replicas: see STRATEGIES
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
-    sparse_embedding: bool = False  # exchange only the rows of the embedding's gradient that are not zero
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # a rank stores only its share of: 1: the moments of AdamW, 2: gradients too, 3: parameters too
     zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
     recompute: str = "none"  # "block": keep only the input of a block in forward, compute the block again in backward
     pp: int = 1  # number of ranks that divide the layers (pipeline parallelism); 1: no pipeline
     pp_schedule: str = "1f1b"  # the order in which a rank computes: see PP_SCHEDULES
-    chunks: int | None = (
-        None  # of the layers of each of these ranks; None: 2 for pp_schedule "interleaved", otherwise 1
-    )
+    chunks: int | None = None  # of the layers of each of these ranks; None: 2 with schedule "interleaved", otherwise 1
     canonical_tp: int | None = None  # S: each layer is S slices, with the bits of `tp=S` for any tp; None: tp
+    sparse_embedding: bool = False  # exchange only the rows of the embedding's gradient that are not zero
 
     def __post_init__(self):
         if self.chunks is None:
