@@ -82,7 +82,8 @@ TABLES = {
         times as fast as eager = {times_as_fast_as_eager:ratio}
         time of sgemm floor / time of this row = {share_of_floor:percent 0}
         cores used = {cores_used:.2f} | peak MiB = {peak_bytes:memory}""",
-        console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}").kinds("cpu-step", "zen3", "zen5", "intel", "gpt2"),
+        console=f"{FASTEST} | imports MiB = {{import_bytes:memory}}",
+    ).kinds("cpu-step", "zen3", "zen5", "intel", "gpt2"),
     **Table("cpu/choices", """
         choice = `{choice}` | naive, us = {naive_seconds:us} | ours, us = {our_seconds:us}
         times as fast = {gain:ratio}""").kinds("cpu-choices", "intel"),
