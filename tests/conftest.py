@@ -108,6 +108,10 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # otherwise extension modules report at exit that their objects were not freed
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Let pytest-xdist run a module without xdist_group in one process too: its fixtures are computed once.
