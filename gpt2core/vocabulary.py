@@ -29,7 +29,7 @@ def gather_columns(x, group, total, backend):
     K, p = math.ceil(total / group.size), group.size
     own = x.reshape(-1, x.shape[-1])  # (N, K)
     if own.shape[1] < K:
-        own = backend.zeros((len(own), K), x.dtype)
-        own[:, : x.shape[-1]] = x.reshape(-1, x.shape[-1])
+        fewer, own = own, backend.zeros((len(own), K), x.dtype)
+        own[:, : fewer.shape[1]] = fewer
     shards = group.all_gather(own).reshape(p, -1, K)
     return shards.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)[..., :total]

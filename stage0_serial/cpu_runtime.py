@@ -62,11 +62,11 @@ class CpuRuntime(Runtime):
         """Let BLAS add a @ b to `out`, and return True. False: `out` has not changed.
 
         False if the bits would not be those of a product and an addition: BLAS divides a long sum into blocks, and
-        would add one block after another to `out`. This is tried once for each size.
+        would add one block after another to `out`. This is tried once for each product and size.
         """
         if self.bf16 or out.size < MIN_ADDED:
             return False
-        key = a.shape, b.shape, mkl.layout(a), mkl.layout(b), out.dtype
+        key = self.product, a.shape, b.shape, mkl.layout(a), mkl.layout(b), out.dtype
         functions = mkl.load() if self.blas == "mkl" else openblas.load()
         if key not in self.exact_additions:
             self.exact_additions[key] = adds_exactly(functions, self.product, a, b)

@@ -165,7 +165,9 @@ class Outputs:
         self.first_step = self.trainer.steps
         runtime = self.trainer.backend.runtime
         self.writer = BackgroundWriter(on_error=lambda text: self.log.print_error(text), runtime=runtime)
-        if self.config.out and self.config.async_checkpoints and self.trainer.world.is_root:
+        config = self.config
+        saves_between = config.out and (config.checkpoint_every or config.checkpoint_seconds)
+        if saves_between and config.async_checkpoints and self.trainer.world.is_root:
             with contextlib.suppress(OSError):  # the first checkpoint reports it
                 self.writer.prepare(3 * [shape for _, shape in parameter_shapes(self.trainer.config)])
 
