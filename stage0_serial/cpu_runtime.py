@@ -77,14 +77,13 @@ class CpuRuntime(Runtime):
         return self.product.rounded(x) if self.bf16 else x
 
     def use_threads(self, count):
-        """Divide each product of generation over `count` threads of OpenBLAS; training divides the batch instead.
+        """Let generation use `count` threads; training divides the batch instead.
 
-        A full window may be divided over worker threads instead (token_step.py).
+        Worker threads divide the products of several rows (generation/workers.py). OpenBLAS's threads may divide those
+        of one row (generation/row_products.py), and divide all if ranks share the layers of the model.
         """
         self.threads = count
         limit_blas(count)
-        if count > 1:  # mkl.py loads MKL without threads
-            self.use_product(np.matmul)
 
     @contextlib.contextmanager
     def one_blas_thread(self):

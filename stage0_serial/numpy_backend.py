@@ -58,7 +58,6 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute_dtype = self.dtype
         self.pool, self.constants, self.runtime = BufferPool(), {}, CpuRuntime(precision)
-        self.window_pools = {}  # {sizes of a model: the WorkerPool that computes its windows}, see token_step.py
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 

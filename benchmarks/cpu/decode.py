@@ -69,7 +69,7 @@ def cases(block_size, new):
 def process_specs(args, threads):
     """Yield a ProcessSpec for each program. The compiled program has no case "recomputing".
 
-    This project uses `threads` threads of OpenBLAS, or of Python for a full window; PyTorch uses OpenMP threads.
+    This project uses `threads` threads of Python, or of OpenBLAS for a single row; PyTorch uses OpenMP threads.
     """
     sizes = {"preset": args.preset, "threads": threads}
     yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, sizes)

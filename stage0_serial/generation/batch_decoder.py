@@ -8,7 +8,7 @@ from gpt2core.sampler import Decoder, KVCache
 class BatchDecoder(Decoder):
     """Computes the new positions of all sequences in the same products; full windows are computed one by one.
 
-    A full window has enough rows, so its products would not become faster in a batch. The caches of the sequences are
+    A full window has so many rows that its products would not become faster in a batch. The caches of the sequences are
     parts of one KVCache, until their windows are full.
     """
 

@@ -15,18 +15,21 @@ class GenerationKernels(PlainBackend):
     """The part of NumpyBackend for generation."""
 
     decoder_batch = 32  # more prompts need more memory for their caches
-    row_products = None  # made at the first use
+    row_products = pool_of_workers = None  # made at the first use
 
     def decoder(self, model, batch):
         step = token_step(model)
         return BatchDecoder(model, step) if step else None
 
-    def new_workers(self, count):
-        """A WorkerPool of `count` backends of the same precision, whose products use runtime.blas on one thread."""
-        backends = [type(self)(self.precision) for _ in range(count)]
-        for backend in backends:
-            backend.runtime.use_blas(self.runtime.blas)
-        return WorkerPool(backends)
+    def workers(self):
+        """The WorkerPool of generation: a backend of the same precision and runtime.blas for each of the threads."""
+        runtime = self.runtime
+        if self.pool_of_workers is None or self.workers_for != (runtime.threads, runtime.blas):
+            backends = [type(self)(self.precision) for _ in range(runtime.threads)]
+            for backend in backends:
+                backend.runtime.use_blas(runtime.blas)
+            self.pool_of_workers, self.workers_for = WorkerPool(backends), (runtime.threads, runtime.blas)
+        return self.pool_of_workers
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""
@@ -38,8 +41,7 @@ class GenerationKernels(PlainBackend):
         B, t, C3 = qkv.shape
         D, end = C3 // 3 // n_head, position + t
         q3 = qkv.reshape(B, t, 3, n_head, D).transpose(0, 2, 3, 1, 4)  # (B, 3, H, t, D)
-        keys[:, :, :, position:end] = q3[:, 1].transpose(0, 1, 3, 2)
-        values[:, :, position:end] = q3[:, 2]
+        self.store_cached(qkv, keys, values, position)
         if position == 0 and t > 1:  # no earlier positions: the attention of training
             return self.attention_forward(qkv, n_head)[0]
         s = np.matmul(q3[:, 0] * q3.dtype.type(D**-0.5), keys[:, :, :, :end])  # (B, H, t, end)
@@ -49,6 +51,12 @@ class GenerationKernels(PlainBackend):
         np.exp(s, out=s)
         s /= s.sum(-1, keepdims=True)
         return np.matmul(s, values[:, :, :end]).transpose(0, 2, 1, 3).reshape(B, t, n_head * D)
+
+    def store_cached(self, qkv, keys, values, position):
+        """Write k and v of qkv (B, t, 3C) to keys (B, H, D, block) and values (B, H, block, D), from `position` on."""
+        (B, t, _), (H, D) = qkv.shape, keys.shape[1:3]
+        _, k, v = qkv.reshape(B, t, 3, H, D).transpose(2, 0, 3, 1, 4)  # each (B, H, t, D)
+        keys[..., position : position + t], values[:, :, position : position + t] = k.transpose(0, 1, 3, 2), v
 
     def layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
         """residual_layernorm_forward of one row (1, C), without aux: fewer NumPy calls, which dominate the time."""

@@ -1,28 +1,25 @@
-"""The logits of a new token, in NumPy calls without autograd: of one position with a KV cache, or of a full window.
+"""The logits of new tokens, in NumPy calls without autograd: of one position with a KV cache, or of whole prompts.
 
 One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
 time would be spent in Python. The new positions of several sequences are rows of the same products, so that the
 weights are read once for all of them; attention is computed for each sequence, or for all together if they have similar
-lengths. A full window is computed by window.py.
+lengths. A full window is a prompt. Worker threads divide the products and the attention (workers.py).
 """
 
-# n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
+# n sequences, N new positions of all of them, t of one, T positions, C channels, H heads, D = C // H, K columns
+# V vocabulary; m of the n sequences, h of the H heads: those of a worker
 # residual = (x, branch, bias): the residual stream is x + branch + bias, arrays (N, C), (N, C) and (C), or only x if
 # branch and bias are None. The next LayerNorm computes the sum.
 
+import contextlib
 import functools
+import threading
 
 import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.plain_backend import rotate, rotation
-from gpt2core.threads import WorkerPool
-from stage0_serial.blas.bf16_products import MIN_ROWS
-from stage0_serial.generation.timed_choice import fastest_way, stored_choice
-from stage0_serial.generation.window import Window
-
-MIN_TIMED = 1 << 15  # elements of a window (T, C); a smaller one takes a few milliseconds, and BLAS computes it
-TIMED_SECONDS = 0.5  # for which each way to compute a window is timed
+from stage0_serial.generation.workers import OnlyWorker, Worker, worker_count
 
 
 def token_step(model):
@@ -30,8 +27,27 @@ def token_step(model):
     return TokenStep(model, model.backend) if model.is_whole else None
 
 
+class NewPositions:
+    """The rows of one call, and the arrays that its workers share.
+
+    lengths (n): the number of new positions of each sequence, which are consecutive rows; positions (N): of the rows.
+    """
+
+    def __init__(self, step, lengths, positions, caches, batch_cache):
+        ends, empty, (C, K) = np.cumsum(lengths).tolist(), step.backend.empty, step.layers[0][-1].linear_in[0].shape
+        self.rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]  # of each sequence
+        self.last, self.caches, self.places = np.array(ends) - 1, caches, [cache.place for cache in caches]
+        self.turn = None  # cosines and sines of rotary positions
+        if step.wpe is None:
+            self.turn = rotation(positions, C // step.n_head, step.wte.dtype)
+        self.batch_cache = batch_cache if batch_cache and similar_lengths(positions[self.last] + 1) else None
+        N, dtype = len(positions), step.backend.dtype
+        self.qkv, self.attended, self.branch, self.hidden = (empty((N, width), dtype) for width in (3 * C, C, C, K))
+        self.logits = np.empty((len(lengths), len(step.wte)), dtype)
+
+
 class TokenStep:
-    """Called as step(ids, cache) -> logits (V), like InferenceModel.next_logits; it computes one token, or a window.
+    """Called as step(ids, cache) -> logits (V), like InferenceModel.next_logits; it computes one token, or a prompt.
 
     backend: the model's backend, or one of a worker thread with the same precision.
     """
@@ -40,176 +56,189 @@ class TokenStep:
 
     def __init__(self, model, backend):
         config = model.config
-        self.window = None  # made when a window is full
         self.model = model.without_autograd()
         self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
-        self.block_size = config.block_size
         plan = forward_plan(config, self.model.arrays, self.operations, "NumPy's decoder")
         # wpe: None with rotary positions, whose cache slides instead of a window
         self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
-        weights = [w for layer in self.layers for each in layer for w in (each.linear_in[0], each.linear_out[0])]
-        widths = {w.shape[1] for w in (*weights, self.head)}
-        self.outputs = {width: np.empty((1, width), backend.dtype) for width in widths}
+        self.largest = max(each.linear_in[0].size for layer in self.layers for each in layer)  # elements of a weight
+        self.pool, self.steps = None, [self]  # the WorkerPool, and a TokenStep for each of its backends
 
     def __call__(self, ids, cache):
-        if self.wpe is not None and len(ids) == self.block_size > 1:
-            cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
-            self.window = self.window or self.new_window(ids)
-            return self.window.logits(ids).copy()
-        if len(ids) > 1:
-            return self.model.next_logits(ids, cache)
         return self.next_positions([ids], [cache])[0]
-
-    def new_window(self, ids):
-        """The faster Window for `ids`: with BLAS's threads, or with worker threads; the choice is kept in the backend.
-
-        A worker has at least MIN_ROWS rows; with fewer, bf16 products would be computed in fp32.
-        """
-        runtime, pools = self.backend.runtime, self.backend.window_pools
-        T, C = self.block_size, self.wte.shape[1]
-        what = f"window {T} x {C}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
-        what += f"{self.backend.precision}, threads {runtime.threads}"
-        if what not in pools:
-            ways, workers = {"BLAS threads": WorkerPool([self.backend])}, min(runtime.threads, T // MIN_ROWS)
-            if workers > 1 and T * C >= MIN_TIMED:
-                ways["workers"] = self.backend.new_workers(workers)
-            pools[what] = ways[self.fastest_pool(ids, what, ways)]
-        return self.window_of(pools[what])
-
-    def fastest_pool(self, ids, what, ways):
-        """The name of the pool that computes the window of `ids` in the least time. ways: {name: WorkerPool}."""
-        if len(ways) == 1:
-            return next(iter(ways))
-        calls = {name: functools.partial(self.window_of(pool).logits, ids) for name, pool in ways.items()}
-        return stored_choice(what, ways, lambda: fastest_way(calls, TIMED_SECONDS))
-
-    def window_of(self, pool):
-        """A Window with the backends of the pool."""
-        return Window([TokenStep(self.model, backend) for backend in pool.backends], pool)
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.
 
         batch_cache: a KVCache whose sequence i is caches[i], or None.
         """
-        ends = np.cumsum([len(ids) for ids in uncached]).tolist()
-        parts = [slice(end - len(ids), end) for ids, end in zip(uncached, ends, strict=True)]  # rows of each sequence
-        pairs = [
-            (cache.length + i, token)
-            for ids, cache in zip(uncached, caches, strict=True)
-            for i, token in enumerate(ids)
-        ]
-        positions, ids = np.transpose(pairs)
-        together = batch_cache and len(ids) == len(caches) and similar_lengths(positions + 1)
-        turn = rotation(positions, self.wte.shape[1] // self.n_head, self.wte.dtype) if self.wpe is None else None
-        last = np.array(ends) - 1 if len(ids) > len(ends) else None  # only the last positions' logits are needed
-
-        def attention(y, linear, layer):
-            qkv = self.qkv(y, linear)
-            if self.wpe is None:
-                qkv = rotate(qkv, self.n_head, *turn)
-            for cache in caches:
+        lengths, ids = [len(each) for each in uncached], np.concatenate(uncached)
+        positions = np.concatenate([np.arange(n) + cache.length for n, cache in zip(lengths, caches, strict=True)])
+        self.backend.check_tokens("embedding", ids, len(self.wte))
+        for cache in caches:
+            for layer in range(len(self.layers)):
                 cache.drop_oldest(layer)
-            places = [cache.place for cache in caches]
-            if together:
-                return self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], places)
-            results = [
-                self.attention(qkv[rows], cache.keys[layer], cache.values[layer], place)
-                for rows, cache, place in zip(parts, caches, places, strict=True)
-            ]
-            return results[0] if len(results) == 1 else np.concatenate(results)
+        new, x, first = NewPositions(self, lengths, positions, caches, batch_cache), self.wte[ids], 0
+        if self.wpe is not None:
+            x += self.wpe[positions]
+        if len(ids) > len(caches):  # in the last layer only keys and values; the rest for the last positions only
+            x = self.divide(TokenStep.store_prompts, new, x)[new.last]
+            for length, cache in zip(lengths, caches, strict=True):
+                cache.length += length - 1
+            lengths, first = [1] * len(caches), len(self.layers) - 1
+            new = NewPositions(self, lengths, positions[new.last], caches, batch_cache)
+        logits = self.divide(TokenStep.logits, new, x, first)
+        for cache in caches:
+            cache.length += 1
+        return logits
 
-        residual, operations = self.embedding(ids, positions), {"attention": attention, "gelu": self.gelu}
-        for layer in range(len(self.layers) - 1):
-            residual = self.layer(residual, layer, operations)
-        residual = self.layer(residual, len(self.layers) - 1, operations, last)
-        for ids, cache in zip(uncached, caches, strict=True):
-            cache.length += len(ids)
-        return self.logits(residual).copy()
+    def divide(self, function, new, x, *arguments):
+        """function(step, new, x, *arguments, worker), by as many workers as x (N, C) needs; the first one's result."""
+        runtime = self.backend.runtime
+        count = worker_count(len(x), self.largest, runtime.threads) if len(x) > 1 else 1
+        # One row is multiplied by RowProducts, perhaps on several threads of BLAS.
+        with runtime.one_blas_thread() if len(x) > 1 else contextlib.nullcontext():
+            if count == 1:
+                return function(self, new, x, *arguments, OnlyWorker())
+            barrier, pool = threading.Barrier(count), self.backend.workers()
+            if self.pool is not pool:
+                self.pool, self.steps = pool, [TokenStep(self.model, backend) for backend in pool.backends]
+            calls = [functools.partial(Worker(index, count, barrier).run, function) for index in range(count)]
+            arguments = [[each] * count for each in (new, x, *arguments)]
+            return pool.map(call, calls, self.steps[:count], *arguments, stop=barrier.abort)[0]
 
-    def embedding(self, ids, positions):
-        """The residual of N tokens at N positions."""
-        x = self.wte[ids]
-        return x if self.wpe is None else x + self.wpe[positions], None, None
+    def store_prompts(self, new, x, worker):
+        """Write the keys and values of all rows to the caches; return the input (N, C) of the last layer."""
+        residual, layers = (x, None, None), len(self.layers)
+        for layer in range(layers - 1):
+            residual = self.layer(residual, layer, self.attend_prompts, new, worker)
+        attention = self.layers[-1][0]
+        x, y = self.normalize(residual, attention.norm)
+        self.linear(y, attention.linear_in, new.qkv, worker)
+        for qkv, keys, values, place, _ in self.prompts_of(worker, new, layers - 1):
+            self.backend.store_cached(qkv, keys, values, place)
+        return x
 
-    def layer(self, residual, layer, operations, rows=None):
-        """The residual after layer number `layer`.
+    def logits(self, new, x, first, worker):
+        """The logits (n, V) of n rows, one of each sequence. x (n, C): the input of layer number `first`."""
+        residual = x, None, None
+        for layer in range(first, len(self.layers)):
+            residual = self.layer(residual, layer, self.attend_rows, new, worker)
+        self.product(self.normalize(residual, self.ln_f)[1], self.head, new.logits, worker)
+        return new.logits
 
-        operations: {name: function(y, linear_in, layer)}; a function computes linear_in and the operation. rows: the
-        positions whose result is needed, or None for all; attention reads all positions.
-        """
+    def layer(self, residual, layer, attend, new, worker):
+        """The residual after layer number `layer`. attend: the attention of new.qkv, attend_prompts or attend_rows."""
+
+        def attention(y, linear):
+            self.linear(y, linear, new.qkv, worker)
+            attend(new, layer, worker)
+            worker.wait()
+            return new.attended
+
+        def gelu(y, linear):
+            return self.linear(y, linear, new.hidden, worker, gelu=True)
+
+        operations = {"attention": attention, "gelu": gelu}
         for each in self.layers[layer]:
             x, y = self.normalize(residual, each.norm)
-            y = operations[each.operation](y, each.linear_in, layer)
-            if rows is not None and len(y) > len(rows):
-                x, y = x[rows], y[rows]
+            y = operations[each.operation](y, each.linear_in)
             w, bias = each.linear_out
-            residual = x, self.product(y, w), bias
+            self.product(y, w, new.branch, worker)
+            worker.wait()
+            residual = x, new.branch, bias
         return residual
 
-    def logits(self, residual):
-        """The logits (n, V) of a residual (n, C); one row is overwritten later."""
-        return self.product(self.normalize(residual, self.ln_f)[1], self.head)
-
     def normalize(self, residual, norm):
-        """The sum of the residual, (n, C), and its LayerNorm; norm: (weight, bias)."""
+        """The sum of the residual, (N, C), and its LayerNorm; norm: (weight, bias)."""
         (x, branch, bias), (w, b) = residual, norm
         if len(x) == 1:
             return self.backend.layernorm_of_one_row(x, branch, bias, w, b, self.eps)
         return self.backend.residual_layernorm_forward(x, branch, bias, w, b, self.eps)[:2]
 
-    def qkv(self, y, linear, out=None):
-        """y (n, C) -> q, k and v, y w + b; or some of them, if linear = (w, b) has only some columns of linear_in."""
+    def linear(self, x, linear, out, worker, gelu=False):
+        """Write x w + b, or gelu(x w + b), to `out`, and wait for the columns of the other workers; linear: (w, b)."""
         w, b = linear
-        qkv = self.product(y, w)
-        return np.add(qkv, b, qkv if out is None else out)
+        y, columns = self.product(x, w, out, worker)
+        if gelu and y.size:
+            self.backend.gelu(y, b[columns], y, None)
+        elif y.size:
+            np.add(y, b[columns], y)
+        worker.wait()
+        return out
 
-    def gelu(self, y, linear, layer):
-        """y (n, C) -> gelu(y w + b), (n, 4C)."""
-        w, b = linear
-        h = self.product(y, w)
-        self.backend.gelu(h, b, h, None)
-        return h
+    def product(self, x, w, out, worker):
+        """Write this worker's columns of x (N, C) @ w (C, K) to `out` (N, K); return them and their slice."""
+        columns = worker.columns(len(x), w)
+        y = out[:, columns]
+        if y.size:
+            multiply = self.backend.one_row if len(x) == 1 else self.backend.matmul
+            multiply(x, w[:, columns], y)
+        return y, columns
 
-    def product(self, x, w):
-        """x (n, C), w (C, K) -> (n, K); one row is an array that the next product of this width overwrites."""
-        return self.backend.one_row(x, w, self.outputs[w.shape[1]]) if len(x) == 1 else self.backend.matmul(x, w)
+    # -- attention: it reads new.qkv, of which a worker has some sequences or heads, and writes new.attended -----------
 
-    def attention(self, qkv, keys, values, position):
-        """qkv (t, 3C) from `position` on, keys (1, H, D, block), values (1, H, block, D) -> (t, C); stores k and v."""
-        if len(qkv) > 1:
-            return self.backend.attention_cached(qkv[None], keys, values, position, self.n_head)[0]
-        q, k, v = qkv.reshape(3, self.n_head, -1)  # each (H, D)
-        keys[0, :, :, position], values[0, :, position] = k, v
-        return self.weighted_sum(q, keys[0, :, :, : position + 1], values[0, :, : position + 1])
+    def prompts_of(self, worker, new, layer):
+        """Yield qkv (1, t, 3hD), keys, values, the place of the first key and `out` (t, h, D) of each sequence."""
+        sequences, heads = worker.part(len(new.caches), self.n_head)
+        count = heads.stop - heads.start
+        for rows, cache in list(zip(new.rows, new.caches, strict=True))[sequences] if count else ():
+            length = rows.stop - rows.start
+            qkv = new.qkv[rows].reshape(length, 3, self.n_head, -1)[:, :, heads].reshape(1, length, -1)
+            if new.turn:
+                qkv = rotate(qkv, count, *(each[rows] for each in new.turn))
+            out = new.attended[rows].reshape(length, self.n_head, -1)[:, heads]
+            yield qkv, cache.keys[layer][:, heads], cache.values[layer][:, heads], cache.place, out
 
-    def attention_of_batch(self, qkv, keys, values, positions):
-        """qkv (n, 3C) at the indices `positions` (n) of the caches, one of each sequence -> (n, C); stores k and v.
+    def attend_prompts(self, new, layer, worker):
+        """The causal attention of the new positions of each sequence; stores keys and values."""
+        for qkv, keys, values, place, out in self.prompts_of(worker, new, layer):
+            out[...] = self.backend.attention_cached(qkv, keys, values, place, out.shape[1]).reshape(out.shape)
 
-        keys (n, H, D, block), values (n, H, block, D): finite also after the position of their sequence.
-        """
-        positions = np.asarray(positions)
-        n, T = len(qkv), positions.max() + 1
-        q, k, v = qkv.reshape(n, 3, self.n_head, -1).transpose(1, 0, 2, 3)  # each (n, H, D)
-        keys[range(n), :, :, positions], values[range(n), :, positions] = k, v
-        later = np.arange(T) > positions[:, None, None, None]  # (n, 1, 1, T)
-        return self.weighted_sum(q, keys[..., :T], values[:, :, :T], later).reshape(n, -1)
+    def attend_rows(self, new, layer, worker):
+        """The attention of one new position of each sequence; stores its key and value."""
+        sequences, heads = worker.part(n := len(new.caches), self.n_head)
+        count = heads.stop - heads.start
+        qkv = new.qkv.reshape(n, 3, self.n_head, -1)[sequences, :, heads]
+        if not qkv.size:
+            return
+        if new.turn:
+            flat = qkv.reshape(len(qkv), -1)
+            qkv = rotate(flat, count, *(each[sequences] for each in new.turn)).reshape(qkv.shape)
+        q, k, v = qkv.transpose(1, 0, 2, 3)  # each (m, h, D)
+        out, places = new.attended.reshape(n, self.n_head, -1)[sequences, heads], new.places[sequences]
+        if new.batch_cache:
+            T, places = max(new.places) + 1, np.array(places)
+            keys, values = (each[layer][sequences, heads] for each in (new.batch_cache.keys, new.batch_cache.values))
+            keys[range(len(k)), :, :, places], values[range(len(k)), :, places] = k, v
+            later = np.arange(T) > places[:, None, None, None]  # (m, 1, 1, T)
+            out[...] = weighted_sum(q, keys[..., :T], values[:, :, :T], later)
+            return
+        for i, (cache, place) in enumerate(zip(new.caches[sequences], places, strict=True)):
+            keys, values = cache.keys[layer][0, heads], cache.values[layer][0, heads]
+            keys[:, :, place], values[:, place] = k[i], v[i]
+            out[i] = weighted_sum(q[i], keys[:, :, : place + 1], values[:, : place + 1])
 
-    @staticmethod
-    def weighted_sum(q, keys, values, masked=None):
-        """The softmax attention of q (..., H, D), which is overwritten, to keys (..., H, D, T), as one row.
 
-        values (..., H, T, D); masked (..., 1, 1, T), or None: True for positions whose weight is 0.
-        """
-        q *= q.shape[-1] ** -0.5
-        s = np.matmul(q[..., None, :], keys)  # (..., H, 1, T)
-        if masked is not None:
-            np.copyto(s, -np.inf, where=masked)
-        s -= np.maximum.reduce(s, axis=-1, keepdims=True)
-        np.exp(s, out=s)
-        y = np.matmul(s, values)  # (..., H, 1, D)
-        y /= np.add.reduce(s, axis=-1, keepdims=True)
-        return y.reshape(1, -1)
+def call(function, *arguments):
+    return function(*arguments)
+
+
+def weighted_sum(q, keys, values, masked=None):
+    """The softmax attention (..., H, D) of q (..., H, D), which is overwritten, to keys (..., H, D, T).
+
+    values (..., H, T, D); masked (..., 1, 1, T), or None: True for positions whose weight is 0. Keys and values must be
+    finite there too.
+    """
+    q *= q.shape[-1] ** -0.5
+    s = np.matmul(q[..., None, :], keys)  # (..., H, 1, T)
+    if masked is not None:
+        np.copyto(s, -np.inf, where=masked)
+    s -= np.maximum.reduce(s, axis=-1, keepdims=True)
+    np.exp(s, out=s)
+    y = np.matmul(s, values)  # (..., H, 1, D)
+    y /= np.add.reduce(s, axis=-1, keepdims=True)
+    return y[..., 0, :]
 
 
 def similar_lengths(lengths):

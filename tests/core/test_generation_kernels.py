@@ -19,12 +19,12 @@ from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial.blas import mkl
 from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
-from stage0_serial.generation import row_products, timed_choice
+from stage0_serial.generation import row_products, timed_choice, workers
 from stage0_serial.generation import token_step as token_step_module
 from stage0_serial.generation.batch_decoder import BatchDecoder
 from stage0_serial.generation.row_products import PART, RowProducts
 from stage0_serial.generation.token_step import TokenStep, token_step
-from stage0_serial.generation.window import Window
+from stage0_serial.generation.workers import OnlyWorker, Worker
 from stage0_serial.numpy_backend import NumpyBackend
 
 
@@ -49,7 +49,6 @@ def one_blas_thread_afterwards():
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(timed_choice, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(token_step_module, "MIN_TIMED", 0)
     monkeypatch.setattr(row_products, "MEMORY", 0)  # times are not compared here
     monkeypatch.setattr(row_products, "SECONDS", 0)
     monkeypatch.setattr(row_products, "MIN_ELEMENTS", 0)
@@ -198,59 +197,127 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
-def window_of(model, workers):
-    pool = model.backend.new_workers(workers)
-    return Window([TokenStep(model, backend) for backend in pool.backends], pool)
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Workers divide also the small products of these models, in columns of any number."""
+    monkeypatch.setattr(workers, "MIN_PART", 1)
+    monkeypatch.setattr(workers, "COLUMNS", 1)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 7])
-def test_workers_compute_the_window_of_the_model(rng, models, workers):
-    """Also with more workers than heads, with parts of different sizes, and in arrays of an earlier window."""
-    for model in models:
-        with no_grad():
-            window = window_of(model, workers)
-            for _ in range(2):
-                ids = rng.integers(0, 37, model.config.block_size).tolist()
-                expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
-                assert_allclose(window.logits(ids), expected, rtol=1e-9, atol=1e-9)
+@pytest.fixture
+def one_way(monkeypatch):
+    """One row is always multiplied by BLAS on one thread: which way is the fastest can depend on --threads."""
+    names = "blas, one thread", "blas"
+    monkeypatch.setattr(row_products, "stored_choice", lambda _, ways, time: next(n for n in names if n in ways))
+
+
+def logits_of(config, parameters, precision, threads, prompts):
+    """The logits (4, n, V) of four greedy tokens after n prompts, and how many workers each call had."""
+    backend, seen, counts = NumpyBackend(precision), [], []
+    backend.runtime.use_threads(threads)
+    pool = backend.workers()
+    pool.map = lambda *items, stop: counts.append(len(items[1])) or type(pool).map(pool, *items, stop=stop)
+
+    def choose(logits):
+        seen.append(logits.copy())
+        return int(logits.argmax())
+
+    list(generate_batch(load_model(config, parameters, backend), prompts, 4, [choose] * len(prompts)))
+    return np.reshape(seen, (4, len(prompts), -1)), counts
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize(
+    "precision, vocabulary, channels, heads",
+    [("fp32", 172, 128, 4), ("fp32", 301, 130, 5), ("fp64", 97, 160, 5), ("fp64", 301, 114, 3)],
+)
+@pytest.mark.parametrize("lengths", [(95,), (96,), (60,) * 8, (3, 90, 41), (1, 96, 96), (1,) * 70])
+def test_logits_have_the_same_bits_on_any_number_of_threads(
+    rng, one_way, positions, precision, vocabulary, channels, heads, lengths
+):
+    """Prompts, full windows, and batches of different lengths; some products are divided, and some are too small."""
+    config = GPT2Config(vocabulary, 96, 2, heads, channels, positions=positions)
+    parameters = {name: value * 4 for name, value in initial_parameters(config, 5)}
+    prompts = [rng.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
+    prompts[0][-1] = vocabulary - 1
+    one, none = logits_of(config, parameters, precision, 1, prompts)
+    for number in 2, 3:
+        several, counts = logits_of(config, parameters, precision, number, prompts)
+        assert_array_equal(several, one)
+        assert not none and number in counts
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_columns_and_heads_of_the_workers_are_all_of_them(rng, count):
+    everyone = [Worker(index, count, None) for index in range(count)]
+    # too few rows; the last columns in float64; columns that are divided; too few columns
+    for K, dtype, rows in (301, np.float32, 8), (301, np.float64, 500), (320, np.float64, 500), (5, np.float32, 10**6):
+        w = np.empty((300, K), dtype)
+        parts = [each.columns(rows, w) for each in everyone]
+        assert [i for part in parts for i in range(K)[part]] == list(range(K))
+        sizes = [part.stop - part.start for part in parts if part.stop > part.start]
+        assert len(sizes) == 1 or min(sizes) * rows * 300 >= workers.MIN_PART
+        assert len(sizes) == (count if K == 320 else 1)
+    for sequences, heads in (1, 1), (1, 6), (2, 5), (9, 2):
+        parts = [each.part(sequences, heads) for each in everyone]
+        found = [(i, j) for a, b in parts for i in range(sequences)[a] for j in range(heads)[b]]
+        assert sorted(found) == [(i, j) for i in range(sequences) for j in range(heads)]
+    assert OnlyWorker().columns(8, w) == slice(0, 5) and OnlyWorker().part(3, 4) == (slice(0, 3), slice(0, 4))
+
+
+@no_grad()
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_workers_compute_the_logits_of_the_model(rng, models, small_parts, threads):
+    """Also with more workers than heads, with parts of different sizes, and after an earlier call."""
+    model = models[0]
+    model.backend.runtime.use_threads(threads)
+    step = token_step(model)
+    for length in 96, 96, 50:
+        ids = rng.integers(0, 37, length).tolist()
+        expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
+        assert_allclose(step(ids, KVCache(model.config, model.backend)), expected, rtol=1e-9, atol=1e-9)
+    assert len(step.steps) == threads and model.backend not in [each.backend for each in step.steps]
 
 
 @no_grad()
 @pytest.mark.parametrize(
     "block, heads, layers, vocabulary", [(2, 1, 1, 37), (9, 1, 2, 16), (64, 4, 1, 48), (33, 2, 3, 64)]
 )
-def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
+def test_windows_of_small_and_odd_shapes(rng, small_parts, block, heads, layers, vocabulary):
     """Also a vocabulary of C, 3 C or 4 C, whose logits have the width of another product."""
     config = GPT2Config(vocab_size=vocabulary, block_size=block, n_layer=layers, n_head=heads, n_embd=16)
-    model = load_model(config, dict(initial_parameters(config, 1)), NumpyBackend("fp64"))
-    ids = rng.integers(0, vocabulary, block).tolist()
-    expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
-    for workers in {1, block // 2}:  # a worker has at least two rows
-        assert_allclose(window_of(model, workers).logits(ids), expected, rtol=1e-9, atol=1e-9)
+    for number in 1, 4:
+        backend = NumpyBackend("fp64")
+        backend.runtime.use_threads(number)
+        model = load_model(config, dict(initial_parameters(config, 1)), backend)
+        ids = rng.integers(0, vocabulary, block).tolist()
+        expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
+        found = token_step(model)(ids, KVCache(config, backend))
+        assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kernel", ["attention_forward", "residual_layernorm_forward"])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing, kernel):
-    """Before and after the first barrier; the next window is right, and OpenBLAS has its threads again."""
-    model = models[0]
-    model.backend.runtime.use_threads(2)
-    window, ids = window_of(model, 3), rng.integers(0, 37, model.config.block_size).tolist()
-    want = window.logits(ids).copy()
+def test_an_error_of_one_worker_ends_the_others(rng, models, small_parts, monkeypatch, failing, kernel):
+    """Before and after the first barrier; the next prompt is right, and OpenBLAS has its threads again."""
+    model = models[1]
+    step, ids = token_step(model), rng.integers(0, 37, 90).tolist()
+    want = step(ids, KVCache(model.config, model.backend))
     with monkeypatch.context() as patch:
-        patch.setattr(window.pool.backends[failing], kernel, lambda *_: 1 / 0)
+        patch.setattr(step.steps[failing].backend, kernel, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            window.logits(ids)
-    assert_array_equal(window.logits(ids), want)
-    assert threads_of_openblas() == {2}
+            step(ids, KVCache(model.config, model.backend))
+    assert_array_equal(step(ids, KVCache(model.config, model.backend)), want)
+    assert threads_of_openblas() == {3}
 
 
-def test_an_interrupted_window_stops_its_workers(rng, models, monkeypatch):
+def test_an_interrupted_prompt_stops_its_workers(rng, models, small_parts, monkeypatch):
     """A thread that cannot be started, and Ctrl-C during the wait: no worker waits forever or writes later."""
     model = models[0]
-    window, ids = window_of(model, 2), rng.integers(0, 37, model.config.block_size).tolist()
-    want = window.logits(ids).copy()
-    submit = window.pool.executor.submit
+    model.backend.runtime.use_threads(2)
+    step, ids = token_step(model), rng.integers(0, 37, 90).tolist()
+    want = step(ids, KVCache(model.config, model.backend))
+    submit = step.pool.executor.submit
 
     def submit_one(*arguments):
         if len(submitted) == 1:
@@ -260,9 +327,9 @@ def test_an_interrupted_window_stops_its_workers(rng, models, monkeypatch):
 
     submitted = []
     with monkeypatch.context() as patch:
-        patch.setattr(window.pool.executor, "submit", submit_one)
+        patch.setattr(step.pool.executor, "submit", submit_one)
         with pytest.raises(RuntimeError, match="new thread"):
-            window.logits(ids)
+            step(ids, KVCache(model.config, model.backend))
     assert submitted[0].done()
 
     def interrupted(jobs, timeout=None):
@@ -275,9 +342,9 @@ def test_an_interrupted_window_stops_its_workers(rng, models, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threads, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            window.logits(ids)
+            step(ids, KVCache(model.config, model.backend))
     assert len(waited) == 2 and all(job.done() for job in waited)
-    assert_array_equal(window.logits(ids), want)
+    assert_array_equal(step(ids, KVCache(model.config, model.backend)), want)
 
 
 @pytest.fixture
@@ -287,68 +354,31 @@ def fake_mkl(monkeypatch):
     monkeypatch.setattr(mkl, "product", lambda a, b, out: np.matmul(a, b, out=out))
 
 
-def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, fake_mkl, monkeypatch):
+def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, fake_mkl, small_parts, monkeypatch):
     """Past the end of the window, which workers compute; only the caller's thread times products of one row."""
     model, runtime, timing_threads = models[0], models[0].backend.runtime, set()
     prompt = rng.integers(0, 37, model.config.block_size - 3).tolist()
     one = list(generate(model, prompt, 8))
     runtime.use_blas("mkl")
     runtime.use_threads(2)
-    monkeypatch.setattr(token_step_module, "fastest_way", lambda *_: "workers")
     fastest = row_products.fastest
     monkeypatch.setattr(row_products, "fastest", lambda *a: timing_threads.add(current_thread()) or fastest(*a))
-    computed = []
-    run_worker = Window.run_worker
-    monkeypatch.setattr(Window, "run_worker", lambda *a: computed.append(a[1].backend) or run_worker(*a))
     assert list(generate(model, prompt, 8)) == one
-    assert len(set(computed)) == 2 and model.backend not in computed
-    assert timing_threads <= {current_thread()}
+    backends = model.backend.workers().backends
+    assert len(backends) == 2 and {backend.runtime.blas for backend in backends} == {"mkl"}
+    assert model.backend not in backends and timing_threads <= {current_thread()}
     assert threads_of_openblas() == {2}
 
 
-@no_grad()
-@pytest.mark.parametrize("blas", ["openblas", "mkl"])
-@pytest.mark.parametrize(
-    "fastest, threads, workers", [(None, 1, 1), ("BLAS threads", 2, 1), ("workers", 2, 2), ("workers", 1000, 3)]
-)
-def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, blas, fastest, threads, workers):
-    """Each worker has at least 32 rows, and decoders share the threads. One thread has no choice to make."""
-    model, backend, timed = models[0], models[0].backend, []  # 96 positions
-    ids = [0] * model.config.block_size
-    backend.runtime.blas, backend.runtime.threads = blas, threads
-    monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(calls) or fastest)
-    windows = [token_step(model).new_window(ids) for _ in range(2)]
-    assert {len(window.steps) for window in windows} == {workers}
-    assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
-    assert (windows[0].steps[0].backend is backend) == (workers == 1)
-    assert {step.backend.runtime.blas for step in windows[0].steps} == {blas}
-    assert len(timed) == (fastest is not None)
-    for calls in timed:
-        of_blas, of_workers = (calls[name]().copy() for name in ("BLAS threads", "workers"))
-        assert_allclose(of_blas, of_workers, rtol=1e-9, atol=1e-9)
-
-
-def test_the_choice_of_a_window_is_kept_in_a_file(rng, models, monkeypatch, tmp_path):
-    timed, prompt = [], rng.integers(0, 37, models[0].config.block_size).tolist()
-    monkeypatch.setattr(token_step_module, "fastest_way", lambda calls, seconds: timed.append(list(calls)) or "workers")
-    one = list(generate(models[0], prompt, 4))
-    for _ in range(2):  # the second process reads the file
-        backend = NumpyBackend("fp64")
-        backend.runtime.use_blas("openblas")
-        backend.runtime.use_threads(3)
-        model = load_model(models[0].config, {k: p.data for k, p in models[0].parameters.items()}, backend)
-        assert list(generate(model, prompt, 4)) == one
-        assert [pool.size for pool in backend.window_pools.values()] == [3]
-    assert timed == [["BLAS threads", "workers"]]
-    (file,) = tmp_path.iterdir()
-    windows = {what: way for what, way in json.loads(file.read_text())["choices"].items() if "window" in what}
-    assert windows == {"window 96 x 24, 2 layers, 4 heads, openblas, fp64, threads 3": "workers"}
-
-
-def test_a_small_window_is_not_timed(models, monkeypatch):
-    monkeypatch.setattr(token_step_module, "MIN_TIMED", models[1].config.block_size * models[1].config.n_embd + 1)
-    monkeypatch.setattr(token_step_module, "fastest_way", None)
-    assert list(generate(models[1], [0] * 96, 2)) == list(generate(models[0], [0] * 96, 2))
+def test_decoders_share_the_workers_until_the_number_of_threads_changes(models, fake_mkl):
+    backend = models[0].backend
+    backend.runtime.use_threads(2)
+    pool = backend.workers()
+    assert backend.workers() is pool and pool.size == 2
+    backend.runtime.use_blas("mkl")
+    assert backend.workers() is not pool
+    backend.runtime.use_threads(3)
+    assert backend.workers().size == 3
 
 
 def test_the_fastest_way_has_the_shortest_call():
@@ -401,29 +431,30 @@ def test_logits_of_a_batch_are_those_of_each_prompt_alone(rng, models, lengths):
 def test_a_batch_computes_all_prompts_in_one_call_and_then_one_position_each(rng, models, monkeypatch):
     model, rows = models[0], []
     product = TokenStep.product
-    monkeypatch.setattr(TokenStep, "product", lambda self, x, w: rows.append(len(x)) or product(self, x, w))
+    monkeypatch.setattr(TokenStep, "product", lambda self, x, *a: rows.append(len(x)) or product(self, x, *a))
     list(generate_batch(model, [[1], [2, 3, 4], [5, 6]], 2, [Greedy()] * 3))
-    # two layers of 4 products, the last 3 of them for the last positions, and the logits
-    assert rows == [6] * 5 + [3] * 4 + [3] * 9
+    # two layers of 4 products and the logits; in the last layer only keys and values of the earlier positions
+    assert rows == [6] * 5 + [3] * 5 + [3] * 9
 
 
 def test_attention_of_similar_lengths_is_computed_for_the_whole_batch(rng, models, monkeypatch):
     """The same decoder then continues shorter prompts, and prompts of very different lengths, one call for each."""
     model, sizes, decoders = models[0], [], {}
-    attention = TokenStep.attention_of_batch
+    weighted_sum = token_step_module.weighted_sum
 
-    def counted(self, qkv, *arguments):
-        sizes.append(len(qkv))
-        return attention(self, qkv, *arguments)
+    def counted(q, *arguments):
+        sizes.append(len(q) if q.ndim == 3 else 1)
+        return weighted_sum(q, *arguments)
 
     for lengths in (40, 50, 44), (3, 5, 4), (1, 60, 2):
         prompts = [rng.integers(0, 37, length).tolist() for length in lengths]
         alone = [list(generate(model, prompt, 6)) for prompt in prompts]
         with monkeypatch.context() as patch:
-            patch.setattr(TokenStep, "attention_of_batch", counted)
+            patch.setattr(token_step_module, "weighted_sum", counted)
             together = list(generate_batch(model, prompts, 6, [Greedy()] * 3, decoders))
         assert np.transpose(together).tolist() == alone
-        assert sizes == ([] if lengths[0] == 1 else [3] * 2 * 5)  # two layers, five tokens after the first
+        calls = 1 + 2 * 5  # for the last positions of the prompts in the last layer, and two layers of five tokens
+        assert sizes == ([1] * 3 if lengths[0] == 1 else [3]) * calls
         sizes.clear()
 
 

@@ -556,7 +556,7 @@ class InferenceSettings(Settings):
 
     threads: int = setting(
         EXECUTION,
-        f"number of threads among which BLAS divides each matrix product; {THREADS}",
+        f"number of threads among which prompts and matrix products are divided; {THREADS}",
         at_least=1,
     )
     blas: str = setting(EXECUTION, BLAS, metavar="LIB")
