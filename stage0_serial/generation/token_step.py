@@ -112,9 +112,10 @@ class TokenStep:
         residual, layers = (x, None, None), len(self.layers)
         for layer in range(layers - 1):
             residual = self.layer(residual, layer, self.attend_prompts, new, worker)
-        attention = self.layers[-1][0]
-        x, y = self.normalize(residual, attention.norm)
-        self.linear(y, attention.linear_in, new.qkv, worker)
+        (norm, (w, b), _, _), C = self.layers[-1][0], x.shape[1]
+        x, y = self.normalize(residual, norm)
+        first = 0 if new.turn else C  # rotate() reads the queries too
+        self.linear(y, (w[:, first:], b[first:]), new.qkv[:, first:], worker)
         for qkv, keys, values, place, _ in self.prompts_of(worker, new, layers - 1):
             self.backend.store_cached(qkv, keys, values, place)
         return x
