@@ -21,10 +21,10 @@ class BatchDecoder(Decoder):
         if self.batch_cache is None:  # a decoder always has the same number of prompts
             self.batch_cache = cache = KVCache(self.model.config, self.model.backend, len(prompts))
             # A call for all sequences multiplies positions that are not yet written too, and masks the products. With
-            # infinities there, NumPy would warn, and 0 * infinity is not a number.
-            cache.keys, cache.values = (
-                [np.zeros(each.shape, each.dtype) for each in arrays] for arrays in (cache.keys, cache.values)
-            )
+            # infinities there, NumPy would warn, and 0 * infinity is not a number. The keys are stored as the values
+            # are, position by position: a step then writes one row, and reads adjacent memory.
+            cache.values = [np.zeros(each.shape, each.dtype) for each in cache.values]
+            cache.keys = [np.zeros(each.shape, each.dtype).swapaxes(2, 3) for each in cache.values]
         for number, sequence in enumerate(self.sequences):
             part = slice(number, number + 1)
             sequence.cache.keys = [keys[part] for keys in self.batch_cache.keys]
