@@ -14,6 +14,7 @@ lengths. A full window is a prompt. Worker threads divide the products and the a
 import contextlib
 import functools
 import threading
+from itertools import accumulate
 
 import numpy as np
 
@@ -34,13 +35,16 @@ class NewPositions:
     """
 
     def __init__(self, step, lengths, positions, caches, batch_cache):
-        ends, empty, (C, K) = np.cumsum(lengths).tolist(), step.backend.empty, step.layers[0][-1].linear_in[0].shape
+        ends, empty, (C, K) = list(accumulate(lengths)), step.backend.empty, step.layers[0][-1].linear_in[0].shape
         self.rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]  # of each sequence
         self.last, self.caches, self.places = np.array(ends) - 1, caches, [cache.place for cache in caches]
         self.turn = None  # cosines and sines of rotary positions
         if step.wpe is None:
             self.turn = rotation(positions, C // step.n_head, step.wte.dtype)
         self.batch_cache = batch_cache if batch_cache and similar_lengths(positions[self.last] + 1) else None
+        if self.batch_cache:
+            self.numbers, self.places = np.arange(len(caches)), np.array(self.places)
+            self.later = np.arange(self.places.max() + 1) > self.places[:, None, None, None]  # (n, 1, 1, T)
         N, dtype = len(positions), step.backend.dtype
         self.qkv, self.attended, self.branch, self.hidden = (empty((N, width), dtype) for width in (3 * C, C, C, K))
         self.logits = np.empty((len(lengths), len(step.wte)), dtype)
@@ -72,12 +76,15 @@ class TokenStep:
 
         batch_cache: a KVCache whose sequence i is caches[i], or None.
         """
-        lengths, ids = [len(each) for each in uncached], np.concatenate(uncached)
-        positions = np.concatenate([np.arange(n) + cache.length for n, cache in zip(lengths, caches, strict=True)])
-        self.backend.check_tokens("embedding", ids, len(self.wte))
-        for cache in caches:
-            for layer in range(len(self.layers)):
-                cache.drop_oldest(layer)
+        lengths, ids = [len(each) for each in uncached], np.array([token for each in uncached for token in each])
+        starts = zip(lengths, caches, strict=True)
+        positions = np.array([cache.length + i for length, cache in starts for i in range(length)])
+        if len(ids) > len(caches):
+            self.backend.check_tokens("embedding", ids, len(self.wte))
+        if self.wpe is None:
+            for cache in caches:
+                for layer in range(len(self.layers)):
+                    cache.drop_oldest(layer)
         new, x, first = NewPositions(self, lengths, positions, caches, batch_cache), self.wte[ids], 0
         if self.wpe is not None:
             x += self.wpe[positions]
@@ -209,11 +216,10 @@ class TokenStep:
         q, k, v = qkv.transpose(1, 0, 2, 3)  # each (m, h, D)
         out, places = new.attended.reshape(n, self.n_head, -1)[sequences, heads], new.places[sequences]
         if new.batch_cache:
-            T, places = max(new.places) + 1, np.array(places)
             keys, values = (each[layer][sequences, heads] for each in (new.batch_cache.keys, new.batch_cache.values))
-            keys[range(len(k)), :, :, places], values[range(len(k)), :, places] = k, v
-            later = np.arange(T) > places[:, None, None, None]  # (m, 1, 1, T)
-            out[...] = weighted_sum(q, keys[..., :T], values[:, :, :T], later)
+            keys[new.numbers[: len(k)], :, :, places], values[new.numbers[: len(k)], :, places] = k, v
+            T = new.later.shape[-1]
+            out[...] = weighted_sum(q, keys[..., :T], values[:, :, :T], new.later[sequences])
             return
         for i, (cache, place) in enumerate(zip(new.caches[sequences], places, strict=True)):
             keys, values = cache.keys[layer][0, heads], cache.values[layer][0, heads]
