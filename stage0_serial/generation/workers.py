@@ -6,9 +6,9 @@
     attention of fewer sequences        some heads of each of them
 
 A worker reads only its columns, so that together they read each weight once, also if there are few rows. They wait for
-each other after each product and after attention. A column of a product has the same bits for any number of workers:
-OpenBLAS computes it from the same numbers in the same order, unless a product is small. So small products are not
-divided; the first worker computes them.
+each other after each product and after attention. The logits have the same bits for any number of workers: OpenBLAS
+computes a column from the same numbers in the same order, unless a product is small. So small products are not divided;
+the first worker computes them. LayerNorm is not divided, because its bits depend on the place of a row in its block.
 """
 
 import threading
