@@ -54,6 +54,7 @@ class CudaRuntime(SideStreamRuntime):
         super().__init__()
         self.precision = precision
         self.xp = triton_launch.array_module()
+        triton_launch.open_gpu(self.xp, self.xp.cuda.runtime.getDevice())
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled = []  # the CapturedSteps of training
         self.decoding_memories = []  # the GraphMemory of each decode stream

@@ -63,6 +63,20 @@ def array_module():
     return launcher().xp
 
 
+def open_gpu(cupy, device):
+    """Make a GPU the current device of this thread, and open it. Raises ConfigError if another program fills it."""
+    try:
+        cupy.cuda.Device(device).use()
+        cupy.cuda.runtime.memGetInfo()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if "MemoryAllocation" not in str(error):
+            raise
+        raise ConfigError(
+            f"GPU {device} has no free memory ({first_line(error)}): end the programs that nvidia-smi lists, or select "
+            "another GPU with CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
 def launch(kernel, grid, *arguments, **options):
     """Run `kernel` on CuPy's current stream. grid: 1 to 3 integers, the number of programs per axis.
 
@@ -187,7 +201,7 @@ class GpuLauncher:
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
-        return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
+        return capability_of(self.xp, self.device() if device is None else device)
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
@@ -286,8 +300,15 @@ class GpuLauncher:
 @functools.cache
 def model_of(cupy, device):
     """((major, minor), name) of a device."""
-    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-    return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return capability_of(cupy, device), cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+
+
+@functools.cache
+def capability_of(cupy, device):
+    """The compute capability (major, minor). CuPy's own property opens the device, which takes some of its memory."""
+    runtime = cupy.cuda.runtime
+    numbers = runtime.cudaDevAttrComputeCapabilityMajor, runtime.cudaDevAttrComputeCapabilityMinor
+    return tuple(runtime.deviceGetAttribute(number, device) for number in numbers)
 
 
 @functools.cache

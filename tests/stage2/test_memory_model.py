@@ -523,6 +523,7 @@ def test_out_of_memory_is_one_line(command, train, corpus, tmp_path):
 
 
 @gpu
+@pytest.mark.long  # it fills the GPU, so that other programs on this GPU fail meanwhile
 def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
     flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
     batch = 256  # 200 GiB of activations; with less than 20 GiB no batch fits

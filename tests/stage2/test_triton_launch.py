@@ -378,16 +378,33 @@ def test_a_triton_without_the_private_names_keeps_its_own_key(monkeypatch):
 # -- no GPU --------------------------------------------------------------------------------------------------
 
 
-def fake_cupy(count=1, capability="90"):
-    def device_count():
-        if isinstance(count, Exception):
-            raise count
-        return count
+class FakeCupy:
+    """CuPy with `count` GPUs, or an exception; GPU `full` has no free memory. opened: the numbers that use() saw."""
 
-    runtime = SimpleNamespace(getDeviceCount=device_count, getDevice=lambda: 0)
-    return SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime, Device=lambda device: SimpleNamespace(compute_capability=capability))
-    )
+    def __init__(self, count=1, capability=(9, 0), full=None):
+        class Device:
+            def __init__(device, number):
+                device.number = number
+
+            def use(device):
+                self.opened.append(device.number)
+                if device.number == full:
+                    raise OSError("cudaErrorMemoryAllocation: out of memory\nmore")
+
+        self.opened, runtime = [], SimpleNamespace(
+            getDevice=lambda: 0,
+            getDeviceCount=lambda: raised(count) if isinstance(count, Exception) else count,
+            cudaDevAttrComputeCapabilityMajor=75,
+            cudaDevAttrComputeCapabilityMinor=76,
+            deviceGetAttribute=lambda number, device: capability[number - 75],
+            memGetInfo=lambda: (1, 1),
+            CUDARuntimeError=OSError,
+        )  # fmt: skip
+        self.cuda = SimpleNamespace(runtime=runtime, Device=Device)
+
+
+def raised(error):
+    raise error
 
 
 def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
@@ -406,12 +423,12 @@ def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
     [
         (None, "CuPy is needed but cannot be imported"),
         (None, "no GPU was found: this machine has no NVIDIA driver"),
-        (fake_cupy(0), "no GPU was found"),
+        (FakeCupy(0), "no GPU was found"),
         (
-            fake_cupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
+            FakeCupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
             "cudaErrorInsufficientDriver: too old)",
         ),
-        (fake_cupy(1, "75"), "this GPU has compute capability 7.5, the kernels need 8.0"),
+        (FakeCupy(1, (7, 5)), "this GPU has compute capability 7.5, the kernels need 8.0"),
     ],
     ids=["no CuPy", "no CuPy and no driver", "no GPU", "too old a driver", "too old a GPU"],
 )
@@ -426,6 +443,22 @@ def test_without_a_gpu_one_line_names_the_reason_and_the_interpreter(monkeypatch
     assert str(error.value).endswith(
         "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on "
         "the CPU, slowly"
+    )
+
+
+def test_the_launcher_opens_no_gpu_and_a_full_one_is_named_in_one_line(monkeypatch):
+    """A rank of stage 3 starts its launcher before it selects its GPU, and must take no memory of the first one."""
+    cupy = FakeCupy(4, (7, 5), full=2)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(ConfigError, match="compute capability 7.5"):
+        GpuLauncher()
+    assert cupy.opened == []
+    triton_launch.open_gpu(cupy, 1)
+    with pytest.raises(ConfigError) as error:
+        triton_launch.open_gpu(cupy, 2)
+    assert cupy.opened == [1, 2] and str(error.value) == (
+        "GPU 2 has no free memory (cudaErrorMemoryAllocation: out of memory): end the programs that nvidia-smi lists, "
+        "or select another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 
