@@ -1,10 +1,10 @@
 """Are the bubbles of the pipeline schedules those that the simulator computes from the times of the actions?
 
 Each row is one run of train_gpt2.py with --pp and --schedule-picture, which records when each action of the last step
-ran, and simulates the schedule with the mean times of these actions. A bubble is the fraction of the time of all ranks
-in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have the
-order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
-order: gpipe and 1f1b, for example, have the same bubble in theory.
+ran, and simulates the schedule with the mean times of these actions and of a message. A bubble is the fraction of the
+time of all ranks in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have
+the order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in
+any order: gpipe and 1f1b, for example, have the same bubble in theory.
 
     python -m benchmarks.gpus.pipeline                                                          # gpt2 on two GPUs
     python -m benchmarks.gpus.pipeline --stage 1 --preset tiny --batch-size 8 --schedules 1f1b  # on CPUs
