@@ -25,6 +25,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.runtime import faster_interpreter, triton_start
 from stage2_cuda.runtime.compile_threads import CompileThreads
 
+COMPUTE_CAPABILITY = 75, 76  # CUDA's cudaDevAttrComputeCapabilityMajor and ...Minor, which CuPy does not name
 USE_INTERPRETER = (
     "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on the "
     "CPU, slowly"
@@ -306,9 +307,7 @@ def model_of(cupy, device):
 @functools.cache
 def capability_of(cupy, device):
     """The compute capability (major, minor). CuPy's own property opens the device, which takes some of its memory."""
-    runtime = cupy.cuda.runtime
-    numbers = runtime.cudaDevAttrComputeCapabilityMajor, runtime.cudaDevAttrComputeCapabilityMinor
-    return tuple(runtime.deviceGetAttribute(number, device) for number in numbers)
+    return tuple(cupy.cuda.runtime.deviceGetAttribute(number, device) for number in COMPUTE_CAPABILITY)
 
 
 @functools.cache

@@ -394,8 +394,6 @@ class FakeCupy:
         self.opened, runtime = [], SimpleNamespace(
             getDevice=lambda: 0,
             getDeviceCount=lambda: raised(count) if isinstance(count, Exception) else count,
-            cudaDevAttrComputeCapabilityMajor=75,
-            cudaDevAttrComputeCapabilityMinor=76,
             deviceGetAttribute=lambda number, device: capability[number - 75],
             memGetInfo=lambda: (1, 1),
             CUDARuntimeError=OSError,
