@@ -303,14 +303,15 @@ def benchmark_parser(benchmark, docstring, saves=True):
     return parser
 
 
-def save(benchmark, results, args, name=None):
+def save(benchmark, results, args, name=None, group=None):
     """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
-    benchmark: "benchmarks.<group>.<module>". name: by default args.save_as. In the groups cpu and ranks, the name also
-    gets the cpu_suffix(). The file is in results/ if args.save is true, else in out/results/. args.commit replaces the
-    detected commit. Lists of measured samples are written as their summaries; see SAMPLES.
+    benchmark: "benchmarks.<group>.<module>"; another `group` replaces this one. name: by default args.save_as. In the
+    groups cpu and ranks, the name also gets the cpu_suffix(). The file is in results/ if args.save is true, else in
+    out/results/. args.commit replaces the detected commit. Lists of measured samples are written as their summaries;
+    see SAMPLES.
     """
-    group = benchmark.split(".")[-2]
+    group = group or benchmark.split(".")[-2]
     kind = cpu_suffix() if group in ("cpu", "ranks") else ""
     file = Path("results", group, f"{name or args.save_as}{kind}.json")
     path = ROOT / file if args.save else ROOT / "out" / file

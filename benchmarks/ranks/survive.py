@@ -5,6 +5,7 @@ checkpoint, while a checkpoint is written, and at random moments, which may be d
 
     python -m benchmarks.ranks.survive                                 # 20 kills of one run on four ranks
     python -m benchmarks.ranks.survive --times 2 --ranks 2 --steps 60  # a quick trial
+    python -m benchmarks.ranks.survive --stage 3 --times 3 --ranks 2 --steps 3000 --checkpoint-every 100  # on two GPUs
 """
 
 import os
@@ -25,6 +26,10 @@ from gpt2core.app.checkpoints.directory import HIDDEN
 from testing.jobs import Job
 
 BENCHMARK = "benchmarks.ranks.survive"
+STAGES = {  # {stage: (its package, flags, group of the results)}
+    1: ("stage1_mpi", ["--threads", 1], "ranks"),
+    3: ("stage3_mpi_cuda", [], "gpus"),
+}
 BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
 LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
@@ -40,17 +45,18 @@ COLUMNS = """
 def start(args, name, folder, restarts):
     """Start the run with checkpoints in folder/name and its log beside them; return its Job."""
     launcher = [sys.executable, "-m", "stage1_mpi.launch"]
+    package, of_stage, _ = STAGES[args.stage]
     flags = ["--preset", args.preset, "--steps", args.steps, "--checkpoint-every", args.checkpoint_every]
-    flags += ["--threads", 1, "--sample", 0, "--out", folder / name, "--log", folder / f"{name}.jsonl"]
+    flags += ["--out", folder / name, "--log", folder / f"{name}.jsonl", "--deterministic", "--sample", 0, *of_stage]
     if args.async_checkpoints:
         flags.append("--async-checkpoints")
-    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", "stage1_mpi.train_gpt2", *flags]
+    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", f"{package}.train_gpt2", *flags]
     return Job(*words, start=launcher)
 
 
 def moments(times, rng):
     """The moments of the kills: one or more before the first checkpoint, the others in a random order."""
-    first, writing = max(1, times // 10), times * 3 // 10
+    first, writing = max(1, times // 10), round(times * 0.3)
     later = [WRITING] * writing + [RANDOM] * (times - first - writing)
     return [BEFORE] * first + rng.sample(later, len(later))
 
@@ -156,6 +162,8 @@ def summary_of(rows, found, wanted):
 def parser():
     parser = benchmark_parser(BENCHMARK, __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
+    text = "stage whose training is started; stage 3 needs a GPU for each rank, or TRITON_INTERPRET=1 (default 1)"
+    parser.add_argument("--stage", type=int, choices=STAGES, default=1, help=text)
     parser.add_argument(
         "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
     )
@@ -179,7 +187,7 @@ def main():
         f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
         f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
     )
-    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args)
+    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args, group=STAGES[args.stage][2])
     return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
 
 

@@ -436,6 +436,29 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     assert not good and sentence.startswith("5 of 6 deterministic runs")
 
 
+def test_the_runs_over_sockets_are_compared_with_the_usual_connections(monkeypatch):
+    args = gpu_parity.parser().parse_args(["--ranks", "2", "--sockets"])
+    log = [{"loss": 5.0, "grad_norm": 1.0, "seconds": 0.5, "parameters_sha256": "abc"}]
+    output, environments = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0", []
+
+    def train(name, package, environment=None, **options):
+        environments.append(environment)
+        return log, output
+
+    monkeypatch.setattr(gpu_parity, "train", train)
+    results = gpu_parity.compare(args, "fp32")
+    names = ["2 GPUs --dp bucket --deterministic", "2 GPUs --dp bucket"]
+    assert [result["name"] for result in results[1:]] == [
+        name + end for name in names for end in ("", ", NCCL over sockets")
+    ]
+    assert environments == [None, None, gpu_parity.SOCKETS, None, gpu_parity.SOCKETS]
+    met, sentence = gpu_parity.verdict(results)
+    assert met and sentence.startswith("2 of 2 deterministic runs")
+    output = "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
+    with pytest.raises(BenchmarkFailed, match="over sockets: NCCL does not report that it uses sockets; .*\n.*P2P"):
+        gpu_parity.compare(args, "fp32")
+
+
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 

@@ -512,9 +512,10 @@ def test_more_ranks_than_gpus_share_them_and_print_a_note(gpus, tmp_path):
     flags, one = (*TINY, "--steps", 3), dict(CUDA_VISIBLE_DEVICES="0")
     done = script(2, *flags, **one)
     assert (done.code, done.left) == (0, ()), done.err
-    assert "note: 2 ranks have 1 GPU, so ranks share GPUs" in done.err and "--transport mpi" in done.out
+    assert "has 1 GPU for 2 ranks, so ranks share GPUs" in done.err and "--transport mpi" in done.out
     done = script(2, *flags, "--transport", "nccl", **one)
-    assert done.code == 2 and "--transport nccl: needs a GPU for each rank, but 2 ranks have 1 GPU" in done.err
+    words = "--transport nccl: needs a GPU for each rank, but "
+    assert done.code == 2 and words in done.err and "has 1 GPU for 2 ranks" in done.err
     assert done.err.count("error: ") == 1 and not done.left
 
 
