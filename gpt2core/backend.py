@@ -165,7 +165,7 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K) -> y = gelu(x @ w + b) (..., K), aux."""
 
     @abstractmethod
-    def linear_gelu_backward(self, dy, x, w, aux):
+    def linear_gelu_backward(self, dy, x, w, b, aux):
         """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K), w2 (K, C) -> y = gelu(x @ w + b) @ w2 (..., C), aux."""
 
     @abstractmethod
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         """dy (..., C) -> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
 
     @abstractmethod

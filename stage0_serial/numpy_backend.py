@@ -234,10 +234,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         self.gelu(y, b, y, slope)
         return y, slope
 
-    def linear_gelu_backward(self, dy, x, w, aux):
+    def linear_gelu_backward(self, dy, x, w, b, aux):
         return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w)
 
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         h, slope = aux
         dh, dw2, _ = self.linear_backward(dy, h, w2, False)
         np.multiply(dh, slope, out=dh)  # in place: writing a new array would load its memory into the cache first

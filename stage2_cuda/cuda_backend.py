@@ -10,7 +10,6 @@ import numpy as np
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend, Guard
 from gpt2core.errors import ConfigError
-from gpt2core.recording import is_recording
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
 from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime
@@ -192,7 +191,10 @@ class CudaBackend(FusedHead, Backend):
 
     def put(self, gradient, out):
         with self.runtime.on_side_stream(gradient):  # where other kernels read and write gradients
-            super().put(gradient, out)
+            if out.accumulate:
+                super().put(gradient, out)
+            else:
+                self.copy(out.array, gradient)
 
     def weight_gradient(self, x, dy):
         """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K)."""
@@ -261,15 +263,12 @@ class CudaBackend(FusedHead, Backend):
         h = self.product(rows(x), w)  # without the bias: the next kernel adds it
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
-        # a copy: a view would keep the parameters of the whole unit in memory until backward (ZeRO-3)
-        aux = (h, b.copy()) if is_recording() else None
-        return y.reshape(*x.shape[:-1], w.shape[1]), aux
+        return y.reshape(*x.shape[:-1], w.shape[1]), h
 
-    def linear_gelu_backward(self, dy, x, w, aux):
-        h, b = aux
-        dh = self.like(h)
-        partials = self.floats(*gelu.gelu_partials_shape(*h.shape))
-        gelu.bias_gelu_backward(dh, partials, rows(dy), h, b)
+    def linear_gelu_backward(self, dy, x, w, b, aux):
+        dh = self.like(aux)
+        partials = self.floats(*gelu.gelu_partials_shape(*aux.shape))
+        gelu.bias_gelu_backward(dh, partials, rows(dy), aux, b)
         dx, dw, _ = self.linear_backward(dh, x, w, bias=False)
         return dx, dw, *self.sums_of_partials(partials[None])
 
@@ -282,12 +281,12 @@ class CudaBackend(FusedHead, Backend):
         self.products.gelu_product(y, h, rows(x), w, b)
         return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y)
 
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
             (h, aux), operand = aux, self.products.operand(rows(dy))
             dw2 = self.weight_gradient(rows(h), operand)  # first: it need not wait for dh
             dh = self.product(operand, w2, trans_b=True)
-            return *self.linear_gelu_backward(dh, x, w, aux), dw2
+            return *self.linear_gelu_backward(dh, x, w, b, aux), dw2
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)
         partials = self.products.gelu_backward_product(dh, dy, w2, h)

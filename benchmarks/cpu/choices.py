@@ -88,7 +88,7 @@ def overrides(backend, config):
 
     def mlp():
         _, aux = backend.mlp_forward(x, w1, b1, w2)
-        compute(*backend.mlp_backward(dy, x, w1, w2, aux))
+        compute(*backend.mlp_backward(dy, x, w1, b1, w2, aux))
 
     def residual_layernorm():
         _, _, aux = backend.residual_layernorm_forward(x, a, b, w, b, 1e-5)

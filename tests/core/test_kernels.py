@@ -127,7 +127,7 @@ def test_linear_gelu(backend, rng, leading, C, K):
     want, gradients = oracle(lambda x, w, b: torch.nn.functional.gelu(x @ w + b, approximate="tanh"), (x, w, b), dy)
     y, aux = backend.linear_gelu_forward(x, w, b)
     check(backend, [y], want)
-    check(backend, repeatable(lambda *a: backend.linear_gelu_backward(*a, aux), dy, x, w), gradients)
+    check(backend, repeatable(lambda *a: backend.linear_gelu_backward(*a, aux), dy, x, w, b), gradients)
     with no_grad():  # where nothing is recorded, a kernel may keep less, but computes the same
         unrecorded = backend.linear_gelu_forward(x, w, b)[0]
     if leading == (1,):  # a product of one row may add in another order: see row_products.py
@@ -461,7 +461,7 @@ def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
     backwards = {
         "linear": (K, lambda dy: backend.linear_backward(dy, x, wide)),
         "gelu": (C, lambda dy: (backend.gelu_backward(dy, x),)),
-        "linear_gelu": (K, lambda dy: backend.linear_gelu_backward(dy, x, wide, aux_gelu)),
+        "linear_gelu": (K, lambda dy: backend.linear_gelu_backward(dy, x, wide, wb, aux_gelu)),
         "layernorm": (C, lambda dy: backend.layernorm_backward(dy, w, aux_norm)),
         "residual_layernorm": (C, lambda dy: backend.residual_layernorm_backward(dy, dy, w, aux_residual)),
         "attention": (C, lambda dy: (backend.attention_backward(dy, qkv, y_attention, aux_attention, H),)),
@@ -617,8 +617,8 @@ def test_the_fused_kernels_equal_the_composed_defaults(rng, precision):
         rows = targets, 0.1, maxima, sums, aux_loss, 5
         results.append([
             h, z, s, y, maxima, sums, picked, backend.residual_add_forward(x, a, a_bias), backend.bias_backward(ds),
-            *backend.linear_gelu_backward(d_wide, x, wide, aux_gelu),
-            *backend.mlp_backward(dy, x, wide, w2, aux_mlp),
+            *backend.linear_gelu_backward(d_wide, x, wide, wb, aux_gelu),
+            *backend.mlp_backward(dy, x, wide, wb, w2, aux_mlp),
             *backend.residual_layernorm_backward(ds, dy, w, aux_norm),
             *backend.unembed_cross_entropy_backward(one, x2, head, *rows),
         ])  # fmt: skip
