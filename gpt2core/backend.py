@@ -20,7 +20,7 @@ class ParameterCopy(NamedTuple):
     """
 
     array: object
-    key: object = None  # (1) int64 on the host, from divided_optimizer.rounding_key()
+    key: object = None  # (1) int64 on the host, from rounding_key() of parallel/divided/optimizer.py
     offset: int = 0
 
 

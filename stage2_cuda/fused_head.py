@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from gpt2core.parallel.gpu_sizes import CHUNK_LOGITS, LOGITS_ALIGNMENT
+from gpt2core.memory.gpu_sizes import CHUNK_LOGITS, LOGITS_ALIGNMENT
 from gpt2core.recording import AutogradError, is_recording
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place

@@ -1,4 +1,4 @@
-"""Does a GPU training step use the memory that gpt2core/parallel/gpu_memory.py predicts, within 10 %?
+"""Does a GPU training step use the memory that gpt2core/memory/gpu.py predicts, within 10 %?
 
 python -m benchmarks.gpu.memory                               # cases of several models
 python -m benchmarks.gpu.memory --preset gpt2 --batch-size 8  # one case
@@ -14,8 +14,8 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
+from gpt2core.memory.gpu import BYTES, CONTEXT, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
-from gpt2core.parallel.gpu_memory import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it

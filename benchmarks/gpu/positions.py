@@ -20,7 +20,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor_parallel import load_inference_model
+from gpt2core.parallel.tensor.shards import load_inference_model
 from gpt2core.sampler import generate
 
 BENCHMARK = "benchmarks.gpu.positions"

@@ -23,8 +23,8 @@ from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.parallel.bucket_size import best_bucket
-from gpt2core.parallel.compression import Compressed
+from gpt2core.parallel.data.bucket_size import best_bucket
+from gpt2core.parallel.data.compression import Compressed
 
 BENCHMARK = "benchmarks.gpus.collectives"
 SIZES = [10**k for k in range(6, 10)]  # bytes of a float32 array

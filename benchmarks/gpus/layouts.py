@@ -23,9 +23,9 @@ from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel
+from gpt2core.parallel.tensor.shards import check_tensor_parallel
 from testing.jobs import run_mpi
 
 BENCHMARK = "benchmarks.gpus.layouts"

@@ -28,8 +28,8 @@ from benchmarks.harness.report import nvidia_smi, paired_ratio, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
+from gpt2core.memory.gpu import MARGIN, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
-from gpt2core.parallel.gpu_memory import MARGIN, training_memory
 from stage2_cuda.runtime import triton_launch
 
 BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file

@@ -14,7 +14,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 
 BENCHMARK = "benchmarks.gpus.strategies"
 MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's

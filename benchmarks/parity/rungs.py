@@ -26,7 +26,7 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.tensor import Tensor

@@ -10,7 +10,7 @@ from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import train
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 
 STEPS = {"tiny": 50, "paper": 6}
 BUCKET = {"tiny": {"bucket_mb": 0.1}, "paper": {}}  # one default bucket would contain all gradients of `tiny`

@@ -19,8 +19,8 @@ from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_
 from benchmarks.harness.rounds import SEED, step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
+from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.launch import choose, launch_line
 

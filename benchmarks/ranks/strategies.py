@@ -12,7 +12,7 @@ from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
 from stage1_mpi.mpi_communicator import NATIVE

@@ -18,7 +18,7 @@ from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSp
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import step_results, timed_steps
 from gpt2core.app.presets import PRESETS
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash
 from stage1_mpi.launch import choose, launch_line
 

@@ -27,7 +27,7 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.rows import saved_rows
 from benchmarks.ranks.collectives import fit_line
-from gpt2core.parallel.bucket_size import best_bucket
+from gpt2core.parallel.data.bucket_size import best_bucket
 
 BENCHMARK = "benchmarks.torch.ddp_model"
 MIB = 2**20

@@ -105,7 +105,7 @@ def saved_row(implementation, size, context, precision, args):
 
 
 def our_peaks(implementation, size, context, precision, args):
-    from gpt2core.parallel.gpu_memory import training_memory
+    from gpt2core.memory.gpu import training_memory
 
     passes = our_passes(size, context, precision, args)
     found = {}

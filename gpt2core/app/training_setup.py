@@ -20,9 +20,9 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
+from gpt2core.parallel.data.local_windows import LocalWindows
 from gpt2core.parallel.launcher_env import started_again
-from gpt2core.parallel.local_windows import LocalWindows
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.tracing.trace import Trace
 

@@ -9,23 +9,23 @@ from gpt2core.dropout import Dropout, check_dropout
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel.accumulator import Workload
-from gpt2core.parallel.arena_layout import ArenaLayout
-from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather
-from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import make_data_parallel
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.divided_optimizer import DividedOptimizer, check_rounding
+from gpt2core.parallel.data.bucket_size import measured_bucket
+from gpt2core.parallel.data.sparse_embedding import tokens_read
+from gpt2core.parallel.data.strategies import make_data_parallel
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.arena_layout import ArenaLayout
+from gpt2core.parallel.divided.async_all_gather import PIECE_MB, AsyncAllGather
+from gpt2core.parallel.divided.model_pages import ModelPages
+from gpt2core.parallel.divided.optimizer import DividedOptimizer, check_rounding
 from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.micro_batches import MicroBatches
-from gpt2core.parallel.model_pages import ModelPages
-from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
+from gpt2core.parallel.micro_batches.accumulator import Workload
+from gpt2core.parallel.micro_batches.threaded import MicroBatches
+from gpt2core.parallel.pipeline.micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
-from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
+from gpt2core.parallel.sharded.micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sparse_embedding import tokens_read
-from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
+from gpt2core.parallel.tensor.shards import check_slices, check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import Trainer

@@ -17,6 +17,7 @@ import functools
 import importlib
 import sys
 import threading
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -173,6 +174,7 @@ class GpuLauncher:
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
         triton_start.identify_by_file_times()
+        load_c_modules_one_at_a_time()
         self.threads.pool.submit(start_driver)  # during the imports, as the next one
         utils = self.threads.pool.submit(triton_utils)
         try:
@@ -200,9 +202,9 @@ class GpuLauncher:
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
 
-    def capability(self, device=None):
-        """The compute capability (major, minor) of a device, by default of the current one."""
-        return capability_of(self.xp, self.device() if device is None else device)
+    def capability(self):
+        """The compute capability (major, minor) of the current device."""
+        return capability_of(self.xp, self.device())
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
@@ -328,6 +330,27 @@ def start_driver():
     """Initialize NVIDIA's driver, which takes several tenths of a second. CuPy reports the error if this fails."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)  # ctypes releases Python's global lock
+
+
+@functools.cache
+def load_c_modules_one_at_a_time():
+    """Let the threads load one C module of Triton at a time, and take its functions before the next one is loaded.
+
+    Triton 3.6 compiles a C module for each signature of a kernel; its function launch() launches the kernel. All these
+    modules have the same name. When Python loads such a file again, it writes the functions of the file into the module
+    of this name that is in sys.modules, which may be that of another signature. If a thread took launch() from it at
+    this moment, its kernel would get the launch() of another kernel: an error, or wrong arguments.
+    """
+    from triton.runtime import build
+
+    load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
+
+    def load_functions(name, path):
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    if load:  # private to Triton; Triton 3.9 still has it, but no longer a C module for each signature
+        build._load_module_from_path = load_functions
 
 
 def triton_utils():

@@ -30,8 +30,8 @@ from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.parallel.whole_parameters import fill
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend

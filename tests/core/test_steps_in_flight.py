@@ -12,13 +12,13 @@ from numpy.testing import assert_array_equal
 
 from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import ours
+from gpt2core.app import loop
+from gpt2core.app.loop import run
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine import fast_trainer, steps_in_flight
-from gpt2core.engine import run as engine_run
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.engine.run import run
 from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import Diverged
 from gpt2core.model import initial_parameters
@@ -147,7 +147,7 @@ def test_a_save_by_the_clock_of_the_root_is_after_the_same_step_on_all_ranks(rng
     seed = int(rng.integers(1 << 30))
 
     def saved(backend, **intervals):
-        monkeypatch.setattr(engine_run, "time", OwnClock())
+        monkeypatch.setattr(loop, "time", OwnClock())
         found = run_ranks(ranks, lambda comm: train(backend, seed, comm, **intervals))
         assert all(each[:2] == found[0][:2] for each in found) and found[0][1] == plain
         return [line[0] for line in found[0][0] if len(line) == 3]
@@ -160,7 +160,7 @@ def test_a_save_by_the_clock_of_the_root_is_after_the_same_step_on_all_ranks(rng
 
 
 def test_a_signal_and_a_save_that_is_due_are_sent_together(rng, monkeypatch):
-    monkeypatch.setattr(engine_run, "time", OwnClock())
+    monkeypatch.setattr(loop, "time", OwnClock())
     seen, _, _, received = train(NumpyBackend, 1, interrupt=5, save_seconds=1)
     assert received == signal.SIGINT and [line[0] for line in seen if len(line) == 3] == list(range(1, 8))
 

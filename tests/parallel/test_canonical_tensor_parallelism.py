@@ -12,10 +12,10 @@ from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import Block, Embedding, Head
-from gpt2core.parallel import sliced_ops
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.sliced_units import SlicedBlock, SlicedEmbedding, SlicedHead
+from gpt2core.parallel.tensor import sliced_ops
+from gpt2core.parallel.tensor.sliced_units import SlicedBlock, SlicedEmbedding, SlicedHead
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import current_model, load, named_moments, named_parameters, parameter_hash
 from gpt2core.plain_backend import PlainBackend

@@ -24,17 +24,16 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import Optimizer, Schedule
-from gpt2core.parallel import merged_micro_batches
-from gpt2core.parallel import micro_batches as micro_batches_module
-from gpt2core.parallel.accumulator import Workload
-from gpt2core.parallel.arena_layout import ArenaLayout
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.divided_optimizer import DividedOptimizer
+from gpt2core.parallel.data.strategies import BUCKET_MB, make_data_parallel
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.arena_layout import ArenaLayout
+from gpt2core.parallel.divided.optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.micro_batch_count import plan_micro_batches, possible_ranks
-from gpt2core.parallel.micro_batches import MicroBatches, Worker
+from gpt2core.parallel.micro_batches import merged, threaded
+from gpt2core.parallel.micro_batches.accumulator import Workload
+from gpt2core.parallel.micro_batches.count import plan_micro_batches, possible_ranks
+from gpt2core.parallel.micro_batches.threaded import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -70,7 +69,7 @@ def one_blas_thread():
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Blocks that are smaller than some parameters of these models, so that the workers' sums are added in several."""
-    monkeypatch.setattr(micro_batches_module, "SUM_BLOCK", 1000)
+    monkeypatch.setattr(threaded, "SUM_BLOCK", 1000)
 
 
 def backends(n, precision="fp32"):
@@ -179,7 +178,7 @@ def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows
 def test_micro_batches_are_not_merged_if_they_differ_in_size_or_are_large(monkeypatch, independent_rows):
     assert micro_batches(CONFIG, 8, 1, shape=(12, 16))[0].merged == 1
     per_token = CONFIG.n_layer * (18 * CONFIG.n_embd + CONFIG.n_head * 16)
-    monkeypatch.setattr(merged_micro_batches, "ACTIVATIONS", 5 * 32 * 4 * per_token)  # five micro-batches of 32 tokens
+    monkeypatch.setattr(merged, "ACTIVATIONS", 5 * 32 * 4 * per_token)  # five micro-batches of 32 tokens
     assert micro_batches(CONFIG, 8, 1, shape=(16, 16))[0].merged == 4
     assert micro_batches(CONFIG, 8, 2, shape=(16, 16))[0].merged == 2
 
@@ -583,7 +582,7 @@ def steps_of(trainer, windows, count):
 def test_the_steps_after_a_pass_that_has_failed_are_right(rng, monkeypatch, threads, kernel, error):
     """In any call of a kernel by one of the workers. After Ctrl-C the workers continue, while step() has returned."""
     windows, call = Windows(rng.integers(0, 37, 500), 16), int(rng.integers(1, 4))
-    monkeypatch.setattr(merged_micro_batches, "ACTIVATIONS", 0)  # a call of the kernels for each micro-batch
+    monkeypatch.setattr(merged, "ACTIVATIONS", 0)  # a call of the kernels for each micro-batch
     sizes = dict(batch_size=8, seq_len=16, micro_batches=8)
     want = steps_of(PlainTrainer(CONFIG, backends(threads), **sizes), windows, 4)
     trainer = PlainTrainer(CONFIG, backends(threads), **sizes)

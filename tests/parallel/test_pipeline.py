@@ -13,7 +13,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.pipeline.measured import measured, message_seconds, pictures
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import needs, simulate

@@ -24,16 +24,16 @@ from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import DeviceMemoryError
-from gpt2core.parallel import gpu_memory as memory
-from gpt2core.parallel import parallel_trainer as trainers
-from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.gpu_memory import (
+from gpt2core.memory import gpu as memory
+from gpt2core.memory.gpu import (
     MARGIN,
     MIN_FUSED_GELU,
     generation_memory,
     shares,
     training_memory,
 )
+from gpt2core.parallel import parallel_trainer as trainers
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime

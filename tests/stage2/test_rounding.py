@@ -16,8 +16,8 @@ from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
 from gpt2core.optimizer import adamw_coefficients
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
-from gpt2core.parallel.divided_optimizer import DividedOptimizer, rounding_key  # noqa: E402
-from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
+from gpt2core.parallel.divided.optimizer import DividedOptimizer, rounding_key  # noqa: E402
+from gpt2core.parallel.tensor.shards import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
 from gpt2core.training_loop import read_batch

@@ -4,8 +4,10 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from pathlib import Path
@@ -373,6 +375,55 @@ def test_a_triton_without_the_private_names_keeps_its_own_key(monkeypatch):
     monkeypatch.setattr(cache, "triton_key", other)
     triton_start.identify_by_file_times()
     assert cache.triton_key is other
+
+
+# -- C modules of Triton -------------------------------------------------------------------------------------
+
+
+C_MODULE = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}", "", -1, methods}};
+PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """triton.runtime.build, which loads C modules as a GpuLauncher lets it."""
+    from triton.runtime import build
+
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)  # restored after the test
+    return build
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="there is no C compiler")
+@pytest.mark.skipif(not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="Python has no header files")
+def test_a_c_module_keeps_its_functions_when_another_of_its_name_is_loaded_again(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    triton_launch.load_c_modules_one_at_a_time.__wrapped__()
+    name = "launcher_of_a_test"
+    modules = [build.compile_module_from_src(C_MODULE.format(number=i, name=name), name) for i in (1, 2, 1)]
+    assert [module.launch() for module in modules] == [1, 2, 1]
+
+
+def test_no_thread_changes_a_c_module_before_the_thread_that_loaded_it_has_its_functions(build):
+    module, threads = SimpleNamespace(), []  # Python uses one module for all files of one name
+
+    def load(name, path):
+        module.path = path
+        if not threads:
+            threads.append(threading.Thread(target=build._load_module_from_path, args=(name, "second")))
+            threads[0].start()
+            threads[0].join(0.1)  # without the lock, this thread changes the module now
+        return module
+
+    build._load_module_from_path = load
+    triton_launch.load_c_modules_one_at_a_time.__wrapped__()
+    assert build._load_module_from_path("launcher", "first").path == "first"
+    threads[0].join()
+    assert module.path == "second"
 
 
 # -- no GPU --------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
+from gpt2core.memory.gpu_sizes import CHUNK_LOGITS, CONTEXT, LOGITS_ALIGNMENT, MIN_FUSED_GELU, WORKSPACE
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.gpu_sizes import CHUNK_LOGITS, CONTEXT, LOGITS_ALIGNMENT, MIN_FUSED_GELU, WORKSPACE
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.sharded.units import most_at_once, shard_lengths
-from gpt2core.parallel.tensor_parallel import shard_shapes
+from gpt2core.parallel.tensor.shards import shard_shapes
 
 FP32 = 4  # bytes per element
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # per activation, and per parameter that the kernels read

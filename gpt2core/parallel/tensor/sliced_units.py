@@ -13,8 +13,8 @@ from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import Block, Embedding, Head
 from gpt2core.parallel import dropout_units
 from gpt2core.parallel.dropout_units import DropoutBlock, DropoutEmbedding
-from gpt2core.parallel.sliced_ops import copies, own_parts, sliced_cross_entropy, total
-from gpt2core.parallel.tensor_parallel import whole_name
+from gpt2core.parallel.tensor.shards import whole_name
+from gpt2core.parallel.tensor.sliced_ops import copies, own_parts, sliced_cross_entropy, total
 from gpt2core.stream import Branch, Stream
 
 
