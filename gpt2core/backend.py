@@ -312,10 +312,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, *copy):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         """Update p, m, v (n) from the gradient g (n) * factor: one step of AdamW (optimizer.py).
 
-        m, v: the moments. coefficients: from adamw_coefficients(). factor: from clip(); if it is NaN, nothing changes.
+        m, v: the moments. coefficients: from AdamW.coefficients(). factor: from clip(); if it is NaN, nothing changes.
         decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that
-        receives the new p; it is given only if compute_dtype is not dtype.
+        receives the new p; None if compute_dtype is dtype.
         """

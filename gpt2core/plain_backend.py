@@ -175,7 +175,7 @@ class PlainBackend(ComposedKernels):
     # -- AdamW, whose formula is in optimizer.py: m and v are running means of g and of g^2;
     #    p = shrink p - rate m / (sqrt(v) + e)
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         if math.isnan(factor):
             return
         (rate, e, shrink), (beta1, beta2) = coefficients.tolist(), betas

@@ -45,8 +45,9 @@ class Trainer:
         self.set_sizes(config, batch_size, seq_len, micro_batches)
         checks.whole_precision(backend)
         backend.check_model(config)
-        options = optimizer or {}
+        options = dict(optimizer or {})
         require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))
+        clip = options.pop("clip", 0.0)
         self.backend, self.rows = backend, slice(0, batch_size)  # the rows of the batch that this process reads
         self.arena = Arena(parameter_shapes(config))
         self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
@@ -55,7 +56,7 @@ class Trainer:
         for name, array in initial_parameters(config, seed):
             views[name][...] = backend.asarray(array, backend.dtype)
         self.model = GPT2(config, self.tensors)
-        self.optimizer = Optimizer(self.arena, self.parameters, backend, **options)
+        self.optimizer = Optimizer(self.arena, self.parameters, backend, AdamW(**options), clip)
 
     def set_sizes(self, config, batch_size, seq_len, micro_batches):
         checks.sizes(config, batch_size, seq_len, micro_batches)
