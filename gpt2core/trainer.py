@@ -124,12 +124,9 @@ class Trainer:
         inputs, targets: (B, T) integers on the host. Raises ShapeError for another shape, for another dtype than
         integers, and for a token outside the vocabulary.
         """
-        inputs, targets = self.checked(inputs, targets)
+        shape = self.batch_size, self.seq_len
+        inputs, targets = checks.batch((inputs, targets), shape, self.config.vocab_size)
         return [(inputs[part], targets[part]) for part in even_slices(self.batch_size, self.micro_batches)]
-
-    def checked(self, *arrays):
-        """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
-        return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)
 
 
 def add_pairs(a, b):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
@@ -135,8 +136,8 @@ class ParallelTrainer(Trainer):
         return super().step(batch, lr)
 
     def update(self, batch, coefficients):
-        for each in self.dropouts[:1]:
-            each.key[...] = coefficients.dropout  # of all: they have one array
+        if self.dropouts:
+            self.dropouts[0].key[...] = coefficients.dropout  # of all: they have one array
         return super().update(batch, coefficients)
 
     def compute_gradients(self, batch):
@@ -172,7 +173,7 @@ class ParallelTrainer(Trainer):
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
-        inputs, targets = self.checked(inputs, targets)
+        inputs, targets = checks.batch((inputs, targets), self.batch_shape, self.config.vocab_size)
         own, prepare = self.vocabulary, self.backend.prepare_tokens
         return [
             [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]
