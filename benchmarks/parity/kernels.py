@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.parity.checks import TOLERANCE, KernelChecker
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import ParameterCopy
 from gpt2core.optimizer import AdamW
+from gpt2core.parallel.divided_optimizer import ParameterCopy
 from gpt2core.parallel.parameter import Destination
 from gpt2core.tracing.hooks import Hooks, Modules
 

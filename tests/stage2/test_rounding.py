@@ -10,13 +10,12 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.architecture import GPT2Config  # noqa: E402
-from gpt2core.backend import ParameterCopy  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
-from gpt2core.parallel.divided_optimizer import DividedOptimizer, rounding_key  # noqa: E402
+from gpt2core.parallel.divided_optimizer import DividedOptimizer, ParameterCopy, rounding_key  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
