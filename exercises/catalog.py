@@ -118,7 +118,7 @@ EXERCISES = (
         "adamw",
         "the AdamW update",
         (1, 30),
-        functions("gpt2core/optimizer.py", "adamw_coefficients") + functions(NUMPY, "NumpyBackend.adamw_step"),
+        functions("gpt2core/optimizer.py", "AdamW.coefficients") + functions(NUMPY, "NumpyBackend.adamw_step"),
         {
             "adamw_coefficients": "the three numbers have the corrections of the step",
             "adamw_moments": "m and v are running means, also in the second step",

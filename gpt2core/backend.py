@@ -4,37 +4,12 @@
 # (..., C) has any leading axes. x, a inputs, w, w2 weights, b biases, y output, LN layernorm; w' is w transposed.
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import numpy as np
 
 from gpt2core import checks
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
-
-
-class ParameterCopy(NamedTuple):
-    """A copy of parameters in compute_dtype, which adamw_step writes: rounded to nearest, or stochastically with a key.
-
-    offset: the index of the first parameter in the arena, which selects the random numbers.
-    """
-
-    array: object
-    key: object = None  # (1) int64 on the host, from rounding_key() of parallel/divided/optimizer.py
-    offset: int = 0
-
-
-class Guard(NamedTuple):
-    """What Backend.clip reads and updates on the device, so that later steps need no answer of the host.
-
-    stop: an array (1), initially 0. The first norm that is not finite sets it to NaN, and then every later factor is
-    NaN. Or loss_scale, interval: `state` and `interval` of a LossScale (engine/loss_scale.py). The norm is divided by
-    the loss scale before clipping, the factor after clipping, and the state is updated.
-    """
-
-    stop: object = None
-    loss_scale: object = None
-    interval: int = 0
 
 
 class Backend(ABC):
@@ -111,7 +86,7 @@ class Backend(ABC):
             array[...] = gradient
 
     def cast(self, x, out, key=None, offset=0):
-        """Copy x to `out` in the dtype of `out`, rounded as in ParameterCopy, which describes `key` and `offset`."""
+        """Copy x to `out` in its dtype, rounded to nearest, or stochastically with a key: see ParameterCopy."""
         if key is not None:
             raise NotImplementedError(f"the {self.name} backend cannot round stochastically")
         out[...] = x
@@ -307,15 +282,15 @@ class Backend(ABC):
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
-        guard: a Guard, for the gradient of a step of engine/fast_trainer.py. A backend reads it if it scales the loss,
-        or if its steps overlap.
+        guard: a Guard (parallel/divided/optimizer.py), for the gradient of a step of engine/fast_trainer.py. A backend
+        reads it if it scales the loss, or if its steps overlap.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, *copy):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         """Update p, m, v (n) from the gradient g (n) * factor: one step of AdamW (optimizer.py).
 
-        m, v: the moments. coefficients: from adamw_coefficients(). factor: from clip(); if it is NaN, nothing changes.
-        decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that
-        receives the new p; it is given only if compute_dtype is not dtype.
+        m, v: the moments. coefficients: from AdamW.coefficients(). factor: from clip(); if it is NaN, nothing changes.
+        decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy
+        (parallel/divided/optimizer.py) that receives the new p; None if compute_dtype is dtype.
         """

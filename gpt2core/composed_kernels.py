@@ -41,6 +41,12 @@ class ComposedKernels(Backend):
         dx = dx if ds is None else dx + ds
         return dx, self.bias_backward(dx), dw, db
 
+    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
+
+    def dropout(self, x, mask, bias=None):
+        y = x if bias is None else x + bias
+        return self.xp.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
+
     # -- the logits x w' and their cross-entropy -----------------------------------------------------------------------
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):

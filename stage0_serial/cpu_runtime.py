@@ -51,11 +51,13 @@ class CpuRuntime(Runtime):
                 except ConfigError as error:
                     warnings.warn(str(error), stacklevel=2)
         self.blas = name
-        self.use_product(mkl.product if name == "mkl" else np.matmul)
+        self.select_product()
         self.library = "MKL" if name == "mkl" else ""
 
-    def use_product(self, product):
+    def select_product(self):
         """Select the product of float32 operands. With bf16, it computes only the products of few rows."""
+        uses_mkl = self.blas == "mkl" and self.threads == 1  # mkl.py loads MKL without threads
+        product = mkl.product if uses_mkl else np.matmul
         self.product = Bf16Products(product) if self.bf16 else product
 
     def add_product(self, a, b, out):
@@ -79,12 +81,12 @@ class CpuRuntime(Runtime):
     def use_threads(self, count):
         """Divide each product of generation over `count` threads of OpenBLAS; training divides the batch instead.
 
+        With one thread, the products are those of the library that use_blas() has selected.
         A full window may be divided over worker threads instead (token_step.py).
         """
         self.threads = count
         limit_blas(count)
-        if count > 1:  # mkl.py loads MKL without threads
-            self.use_product(np.matmul)
+        self.select_product()
 
     @contextlib.contextmanager
     def one_blas_thread(self):

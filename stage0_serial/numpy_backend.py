@@ -389,7 +389,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
         return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         if math.isnan(factor):
             return
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root

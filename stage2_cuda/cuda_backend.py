@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import Backend, Guard
+from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.divided.optimizer import Guard
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
 from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime

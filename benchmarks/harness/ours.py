@@ -10,7 +10,6 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
@@ -40,7 +39,7 @@ def overlapped_steps(trainer, windows, count):
         if not trainer.in_flight:
             trainer.begin(read_batch(trainer, windows), LR)
         if remaining and trainer.overlaps:
-            trainer.begin(read_ahead(trainer, windows), LR)
+            trainer.begin(read_batch(trainer, windows, ahead=1), LR)
         last = trainer.in_flight[0].result()
     return last
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.parity.checks import TOLERANCE, KernelChecker
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import ParameterCopy
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
+from gpt2core.parallel.divided.optimizer import ParameterCopy
 from gpt2core.parallel.parameter import Destination
 from gpt2core.tracing.hooks import Hooks, Modules
 
@@ -108,10 +108,10 @@ def call_optimizer(backend, rng, B, T, H, D, V):
     """The norm, clipping and AdamW, on 64 blocks of the arena, half of them with weight decay."""
     n = SEGMENTS * PAGE
     p, m, g = (backend.asarray(rng.standard_normal(n).astype(np.float32)) for _ in range(3))
-    v, copy = backend.asarray(rng.random(n).astype(np.float32)), ()
+    v, copy = backend.asarray(rng.random(n).astype(np.float32)), None
     if backend.compute_dtype != backend.dtype:
-        copy = (ParameterCopy(backend.zeros((n,), backend.compute_dtype)),)
+        copy = ParameterCopy(backend.zeros((n,), backend.compute_dtype))
     _, factor = backend.clip(backend.page_sums(g), 0.5)
     decays = backend.asarray(np.array([1, 0, 0, 1] * (n // PAGE // 4), np.int32))
-    coefficients = backend.asarray(adamw_coefficients(3, 1e-2, 0.9, 0.95, 1e-8, 0.1))
-    backend.adamw_step(p, m, v, g, coefficients, factor, decays, (0.9, 0.95), *copy)
+    coefficients = backend.asarray(AdamW(0.9, 0.95, 1e-8, 0.1).coefficients(3, 1e-2))
+    backend.adamw_step(p, m, v, g, coefficients, factor, decays, (0.9, 0.95), copy)

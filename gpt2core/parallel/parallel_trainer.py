@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
@@ -31,16 +32,18 @@ from gpt2core.threads import WorkerPool
 from gpt2core.trainer import Trainer
 from gpt2core.vocabulary import Vocabulary
 
+OPTIMIZER_OPTIONS = "clip", "rounding", "seed"  # of DividedOptimizer
+
 
 class ParallelTrainer(Trainer):
     """A Trainer whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank (WorkerPool limits BLAS to one thread). batch_size,
-    seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and of `clip`, `rounding` and
-    `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial
-    parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16).
-    guard: that of Backend.clip for the gradients. dropout: the probability with which a step drops a number
-    (dropout.py); dropout_seed: of its random bits. Raises ConfigError for sizes that do not fit.
+    seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS and OPTIMIZER_OPTIONS.
+    world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial parameters; None leaves them
+    zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16). guard: that of Backend.clip
+    for the gradients. dropout: the probability with which a step drops a number (dropout.py); dropout_seed: of its
+    random bits. Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -86,9 +89,10 @@ class ParallelTrainer(Trainer):
             self.compute_parameters = copy = backend.zeros((layout.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
-        optimizer = optimizer or {}
-        require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
-        check_rounding(optimizer.get("rounding", "nearest"), backend)
+        options = dict(optimizer or {})
+        require_known("optimizer", options, (*AdamW.OPTIONS, *OPTIMIZER_OPTIONS))
+        others = {name: options.pop(name) for name in OPTIMIZER_OPTIONS if name in options}
+        check_rounding(others.get("rounding", "nearest"), backend)
         self.dropouts = dropouts_of(check_dropout(dropout), self.rows, count, backend)
         work = Workload(
             config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
@@ -97,8 +101,8 @@ class ParallelTrainer(Trainer):
         )  # fmt: skip
         self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
-            layout, self.parameters, self.pool, compute_copy=copy, gathers=parallel.zero_gather == "end", guard=guard,
-            dropout_seed=dropout_seed if dropout else None, **optimizer,
+            layout, self.parameters, self.pool, AdamW(**options), compute_copy=copy, guard=guard,
+            gathers=parallel.zero_gather == "end", dropout_seed=dropout_seed if dropout else None, **others,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -132,8 +136,8 @@ class ParallelTrainer(Trainer):
         return super().step(batch, lr)
 
     def update(self, batch, coefficients):
-        for each in self.dropouts[:1]:
-            each.key[...] = coefficients.dropout  # of all: they have one array
+        if self.dropouts:
+            self.dropouts[0].key[...] = coefficients.dropout  # of all: they have one array
         return super().update(batch, coefficients)
 
     def compute_gradients(self, batch):
@@ -169,7 +173,7 @@ class ParallelTrainer(Trainer):
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
-        inputs, targets = self.checked(inputs, targets)
+        inputs, targets = checks.batch((inputs, targets), self.batch_shape, self.config.vocab_size)
         own, prepare = self.vocabulary, self.backend.prepare_tokens
         return [
             [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]

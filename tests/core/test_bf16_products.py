@@ -132,6 +132,8 @@ def test_a_product_of_few_rows_is_that_of_fp32(rng, library):
     assert not (runtime.product(x, w, out=np.empty((33, 40), np.float32)) == x).all()
     runtime.use_threads(2)  # generation: OpenBLAS divides products of few rows over threads
     assert runtime.product.few_rows is np.matmul and isinstance(runtime.product, Bf16Products)
+    runtime.use_threads(1)
+    assert runtime.product.few_rows is mkl.product and isinstance(runtime.product, Bf16Products)
     assert NumpyBackend().runtime.rounded(x) is x
 
 

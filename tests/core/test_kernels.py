@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core import ops, primitives
 from gpt2core.communicator import SOLO, address
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
@@ -643,7 +643,7 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        coefficients = adamw_coefficients(step, options["lr"], *options["betas"], options["eps"], weight_decay)
+        coefficients = AdamW(*options["betas"], options["eps"], weight_decay).coefficients(step, options["lr"])
         backend.adamw_step(p, m, v, g, coefficients, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
@@ -653,7 +653,7 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
     n, betas = 69 * 1024, (0.9, 0.999)
-    coefficients, decays = adamw_coefficients(3, 1e-3, *betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    coefficients, decays = AdamW(*betas, 1e-8, 0.1).coefficients(3, 1e-3), np.zeros(n // 1024, np.int32)
     decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]

@@ -80,6 +80,17 @@ def test_mkl_is_selected_by_name_and_on_intel_cpus(monkeypatch):
     assert runtime.product is np.matmul and runtime.library == ""
 
 
+def test_products_on_several_threads_are_those_of_openblas_and_on_one_thread_again_those_of_mkl(monkeypatch):
+    monkeypatch.setattr(mkl, "load", dict)  # MKL may not be installed
+    runtime = CpuRuntime()
+    runtime.use_blas("mkl")
+    for threads, product in ((1, mkl.product), (2, np.matmul), (1, mkl.product)):
+        runtime.use_threads(threads)
+        assert runtime.product is product
+        runtime.use_blas("mkl")
+        assert runtime.product is product
+
+
 def test_without_mkl_auto_is_openblas_and_mkl_is_an_error(monkeypatch):
     monkeypatch.setattr(mkl, "library_path", lambda: None)
     mkl.load.cache_clear()

@@ -23,7 +23,7 @@ from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.optimizer import Optimizer, Schedule
+from gpt2core.optimizer import AdamW, Optimizer, Schedule
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data.strategies import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided.arena import DividedArena
@@ -48,6 +48,7 @@ from gpt2core.parallel.whole_parameters import (
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.threads import WorkerPool
+from gpt2core.trainer import Trainer as SerialTrainer
 from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import additions, tree_reduce, tree_sum
 from stage0_serial import vocabulary
@@ -778,8 +779,8 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
     ]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     workers = WorkerPool(backends(threads, "fp64"))
-    options = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, clip=clip)
-    ours = DividedOptimizer(ArenaLayout(arena, workers.backends[0]), flat, workers, **options)
+    rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay)
+    ours = DividedOptimizer(ArenaLayout(arena, workers.backends[0]), flat, workers, rule, clip=clip)
     for step in range(5):
         lr = 1e-2 / (step + 1)
         for name, parameter in theirs.items():
@@ -814,7 +815,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
         flat = start.copy()
         workers = WorkerPool(backends(threads, precision))
         layout = ArenaLayout(arena, workers.backends[0])
-        optimizer = DividedOptimizer(layout, flat, workers, weight_decay=0.1, clip=1.0)
+        optimizer = DividedOptimizer(layout, flat, workers, AdamW(weight_decay=0.1), clip=1.0)
         norm, scale = optimizer.norm_and_factor(gradients)
         optimizer.update(gradients, scale, optimizer.coefficients(1, 1e-2))
         assert optimizer.norm(gradients) == norm
@@ -856,9 +857,9 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
         for flat, whole in ((p, start), (g, gradients)):
             for name, array in arena.views(whole).items():
                 layout.put(flat, name, array)
-        options = dict(rule_class=Momentum, momentum=0.5, clip=1.0)
-        optimizer = DividedOptimizer(layout, p, workers, **options)
-        plain = Optimizer(arena, start.copy(), backend, **options)
+        rule = Momentum(0.5)
+        optimizer = DividedOptimizer(layout, p, workers, rule, clip=1.0)
+        plain = Optimizer(arena, start.copy(), backend, rule, clip=1.0)
         for step in (1, 2):
             for each, gradient in ((optimizer, g), (plain, gradients)):
                 norm, factor = each.norm_and_factor(gradient)
@@ -877,12 +878,11 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
     [("beta1", 1.0), ("beta1", -0.1), ("beta2", math.nan), ("eps", -1), ("weight_decay", math.nan), ("clip", math.inf)],
 )
 def test_options_of_an_optimizer_outside_their_range_are_refused_by_name(option, value):
-    arena = DividedArena(parameter_shapes(CONFIG))
+    sizes = dict(batch_size=2, seq_len=8, micro_batches=1, optimizer={option: value})
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
-        Optimizer(arena, np.zeros(arena.size), NumpyBackend(), **{option: value})
+        SerialTrainer(CONFIG, NumpyBackend(), **sizes)
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
-        layout = ArenaLayout(arena, NumpyBackend())
-        DividedOptimizer(layout, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
+        PlainTrainer(CONFIG, backends(1), **sizes)
 
 
 @pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1)])

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.dropout import Dropout, Mask  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.optimizer import adamw_coefficients  # noqa: E402
+from gpt2core.optimizer import AdamW  # noqa: E402
 from gpt2core.parallel.divided.optimizer import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
@@ -183,7 +183,7 @@ def launch_matmul(a):
 
 def launch_adamw(a):
     n = 3 * adamw.BLOCK + 7
-    coefficients = a.xp.asarray(adamw_coefficients(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    coefficients = a.xp.asarray(AdamW(0.9, 0.95, 1e-8, 0.1).coefficients(3, 1e-3))
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, coefficients, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, coefficients, a.f(1), a.i(4, high=2), 0.9, 0.95)
