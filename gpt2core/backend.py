@@ -282,7 +282,7 @@ class Backend(ABC):
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
-        guard: a Guard (parallel/divided/optimizer.py), for the gradient of a step of engine/fast_trainer.py. A backend
+        guard: a Guard (update_arguments.py), for the gradient of a step of engine/fast_trainer.py. A backend
         reads it if it scales the loss, or if its steps overlap.
         """
 
@@ -292,5 +292,5 @@ class Backend(ABC):
 
         m, v: the moments. coefficients: from AdamW.coefficients(). factor: from clip(); if it is NaN, nothing changes.
         decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy
-        (parallel/divided/optimizer.py) that receives the new p; None if compute_dtype is dtype.
+        (update_arguments.py) that receives the new p; None if compute_dtype is dtype.
         """

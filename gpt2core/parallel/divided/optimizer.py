@@ -6,6 +6,7 @@ import numpy as np
 
 from gpt2core.dropout import dropout_key
 from gpt2core.errors import ConfigError, require_not_negative
+from gpt2core.update_arguments import ParameterCopy
 
 
 def rounding_key(seed, step):
@@ -22,30 +23,6 @@ def check_rounding(rounding, backend):
             f"`rounding=stochastic` applies to the bf16 copy of the parameters, and `precision={backend.precision}` "
             f"has no such copy in this stage: use `precision=bf16` in stage 2 or 3, or `rounding=nearest`"
         )
-
-
-class ParameterCopy(NamedTuple):
-    """A copy of parameters in compute_dtype, which adamw_step writes: rounded to nearest, or stochastically with a key.
-
-    offset: the index of the first parameter in the arena, which selects the random numbers.
-    """
-
-    array: object
-    key: object = None  # (1) int64 on the host, from rounding_key()
-    offset: int = 0
-
-
-class Guard(NamedTuple):
-    """What Backend.clip reads and updates on the device, so that later steps need no answer of the host.
-
-    stop: an array (1), initially 0. The first norm that is not finite sets it to NaN, and then every later factor is
-    NaN. Or loss_scale, interval: `state` and `interval` of a LossScale (engine/loss_scale.py). The norm is divided by
-    the loss scale before clipping, the factor after clipping, and the state is updated.
-    """
-
-    stop: object = None
-    loss_scale: object = None
-    interval: int = 0
 
 
 class Coefficients(NamedTuple):
