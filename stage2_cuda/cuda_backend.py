@@ -192,10 +192,7 @@ class CudaBackend(FusedHead, Backend):
 
     def put(self, gradient, out):
         with self.runtime.on_side_stream(gradient):  # where other kernels read and write gradients
-            if out.accumulate:
-                super().put(gradient, out)
-            else:
-                self.copy(out.array, gradient)
+            super().put(gradient, out)
 
     def weight_gradient(self, x, dy):
         """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K)."""

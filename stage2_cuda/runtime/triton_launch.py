@@ -379,7 +379,7 @@ def cupy_driver(gpu, utils):
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
             self.get_current_stream = lambda device: gpu.xp.cuda.get_current_stream().ptr
-            self.get_device_capability = gpu.capability
+            self.get_device_capability = functools.partial(capability_of, gpu.xp)
 
     return CupyDriver()
 

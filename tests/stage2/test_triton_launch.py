@@ -444,12 +444,20 @@ class FakeCupy:
 
         self.opened, runtime = [], SimpleNamespace(
             getDevice=lambda: 0,
+            setDevice=self.opened.append,
             getDeviceCount=lambda: raised(count) if isinstance(count, Exception) else count,
             deviceGetAttribute=lambda number, device: capability[number - 75],
             memGetInfo=lambda: (1, 1),
             CUDARuntimeError=OSError,
         )  # fmt: skip
         self.cuda = SimpleNamespace(runtime=runtime, Device=Device)
+
+
+def test_triton_asks_the_launcher_for_the_capability_of_a_device():
+    cupy = FakeCupy(capability=(9, 0))
+    launcher = SimpleNamespace(xp=cupy, device=cupy.cuda.runtime.getDevice)
+    target = triton_launch.cupy_driver(launcher, SimpleNamespace()).get_current_target()
+    assert (target.backend, target.arch) == ("cuda", 90) and cupy.opened == []
 
 
 def raised(error):
