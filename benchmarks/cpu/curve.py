@@ -7,8 +7,6 @@ deviates by 25 % or more from the paper's, or if two runs differ in a bit.
     python -m benchmarks.cpu.curve --threads 1  # with one thread
 """
 
-import sys
-
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
@@ -55,4 +53,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
+from benchmarks.harness.rounds import SEED
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
-SEED = 20260101
 BATCHES = 8, 32  # numbers of prompts
 BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark processes import this file
 

@@ -19,11 +19,10 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.rounds import interleaved, measure_specs
+from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import UserError
 
-SEED = 20260101
 BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
 OURS = "ours"
 PEER_MODULE = "benchmarks.peers.torch_decode_cuda"

@@ -18,7 +18,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.rounds import SEED, interleaved
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
@@ -28,7 +28,6 @@ from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 BENCHMARK = "benchmarks.gpu.fusions"
 SEPARATE = "separate kernel"
-SEED = 20260101
 # (n, c, k) of the MLP's first product and of the q, k, v projection, in gpt2 and in paper
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)

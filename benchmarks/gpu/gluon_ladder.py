@@ -7,8 +7,6 @@ captures several calls in a CUDA graph; the rounds are interleaved.
     python -m benchmarks.gpu.gluon_ladder --shape 8x12x1024x64 --rounds 3  # one shape
 """
 
-import sys
-
 from benchmarks.gpu import attention
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, save_each
@@ -52,4 +50,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
-from benchmarks.harness.rounds import interleaved, random_batch
+from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
@@ -24,7 +24,6 @@ from gpt2core.parallel.tensor_parallel import load_inference_model
 from gpt2core.sampler import generate
 
 BENCHMARK = "benchmarks.gpu.positions"
-SEED = 20260101
 LEAD_IN = 3  # steps, and tokens, that are not timed
 TOKENS = 64  # timed tokens before the end of the block, and after it
 

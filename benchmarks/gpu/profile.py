@@ -20,14 +20,13 @@ import numpy as np
 from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.rounds import median_seconds, random_batch
+from benchmarks.harness.rounds import SEED, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 from stage2_cuda.tuning.tuner import milliseconds
 
 BENCHMARK = "benchmarks.gpu.profile"
-SEED = 20260101
 # Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)

@@ -16,12 +16,11 @@ import numpy as np
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
-from benchmarks.harness.rounds import measure_specs, random_batch
+from benchmarks.harness.rounds import SEED, measure_specs, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 
-SEED = 20260101
 BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processes import this file
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before

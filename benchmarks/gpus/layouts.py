@@ -10,7 +10,6 @@ parallelism. Layouts are drawn at random for each number of ranks, and train the
 """
 
 import itertools
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -141,4 +140,4 @@ def precisions(stage):
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -8,7 +8,6 @@ read from the log of the run. The run of the last row uses --transport mpi, whic
 """
 
 import statistics
-import sys
 
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
@@ -104,4 +103,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

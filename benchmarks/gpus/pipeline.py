@@ -12,7 +12,6 @@ order: gpipe and 1f1b, for example, have the same bubble in theory.
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -106,4 +105,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -16,7 +16,6 @@ peak_memory_bytes in the log of training, max_memory_reserved in PyTorch. "tenso
 
 import functools
 import statistics
-import sys
 
 import numpy as np
 
@@ -232,4 +231,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -17,6 +17,7 @@ from benchmarks.harness.drawing import panels
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
+from benchmarks.harness.rounds import SEED
 from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
@@ -25,7 +26,6 @@ from gpt2core.tracing.trace_file import Process, Span, write_trace
 from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, open_cupti, recorded, short
 
 BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
-SEED = 20260101
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LANES
 
 

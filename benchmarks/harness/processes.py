@@ -29,6 +29,7 @@ from gpt2core.app.output.failed_output import output_error
 from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
+from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT, end
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -44,7 +45,7 @@ class ProcessSpec:
     blas_threads: int  # threads of BLAS and OpenMP
     options: dict = field(default_factory=dict)  # further arguments of prepare()
     ranks: int | None = None  # if given, prepare() also gets world=module.make_world(ranks)
-    launcher: tuple = ()  # words before the interpreter in the command line, for example mpiexec and its flags
+    mpi: bool = False  # whether mpiexec starts the ranks
 
 
 class BenchmarkFailed(Exception):
@@ -61,9 +62,9 @@ class BenchmarkProcess:
     def __init__(self, spec, benchmark, timeout):
         self.spec, self.timeout = spec, timeout
         self.errors = tempfile.TemporaryFile("w+")
-        job = dict(asdict(spec), benchmark=benchmark)
+        job, launcher = dict(asdict(spec), benchmark=benchmark), launch_line(*choose(), spec.ranks) if spec.mpi else ()
         self.process = subprocess.Popen(
-            [*spec.launcher, sys.executable, "-m", "benchmarks.harness.processes", json.dumps(job)],
+            [*launcher, sys.executable, "-m", "benchmarks.harness.processes", json.dumps(job)],
             cwd=ROOT,
             env=dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(spec.blas_threads))),
             stdin=subprocess.PIPE,
@@ -243,7 +244,7 @@ def serve(job):
 
 
 def run_main(main, measures_time=True):
-    """Call main() and return its result. measures_time: whether to warn if other programs use the machine.
+    """Call main() and end the script with its result as exit code. measures_time: warn if other programs run.
 
     A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2,
     --help with exit code 0.
@@ -255,7 +256,7 @@ def run_main(main, measures_time=True):
     try:
         code = main()
         sys.stdout.flush()
-        return code
+        sys.exit(code)
     except HelpPrinted:
         sys.exit(0)
     except (BenchmarkFailed, UserError) as error:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, peak_bytes, progress, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, peak_bytes, progress, run_rounds
 
 SEED = 20260101
 
@@ -114,3 +114,20 @@ def step_results(measured):
         }
         for name, answers in measured.items()
     }
+
+
+def measure_job(benchmark, args, ranks, options, names, fields):
+    """Measure variants of the training step in one MPI job of this project; return one result for each of `names`.
+
+    benchmark: the module that has prepare(module, world, **options), whose run_round(name, steps) has the answer of
+    timed_steps(). A result has step_results(), and these fields of the answer of the last round. args: the flags.
+    """
+    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks, mpi=True)
+    with BenchmarkProcess(job, benchmark, args.timeout) as process:
+        variants = [JobVariant(process, name) for name in names]
+        measured = run_rounds(variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times, last = step_results(measured), {name: each["rounds"][-1] for name, each in measured.items()}
+    return [
+        {"name": name, "ranks": ranks, **times[name], **{field: last[name][field] for field in fields}}
+        for name in names
+    ]

@@ -4,8 +4,6 @@ python -m benchmarks.ranks.parity                                       # all nu
 python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5  # a quick trial
 """
 
-import sys
-
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
@@ -73,4 +71,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -15,7 +15,6 @@ from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from stage1_mpi.collectives import ALL_REDUCE
-from stage1_mpi.launch import choose, launch_line
 from stage1_mpi.mpi_communicator import NATIVE
 
 BENCHMARK = "benchmarks.ranks.ranks"  # the name under which the benchmark processes import this file
@@ -51,12 +50,11 @@ def process_specs(args):
     if args.with_threads:
         options = dict(sizes, deterministic=not args.no_deterministic, threads=args.ranks)
         yield ProcessSpec(f"stage 0: 1 process, {args.ranks} threads", "benchmarks.harness.ours", 1, options, ranks=1)
-    mpiexec = tuple(launch_line(*choose(), args.ranks))
     for dp in args.dp:
         parallel = {"dp": dp, "zero": args.zero, "compress": args.compress, "bucket_mb": args.bucket_mb}
         options = dict(sizes, deterministic=not args.no_deterministic, collectives=args.collectives, **parallel)
         name = f"stage 1: {args.ranks} ranks, --dp {dp}" + f" --zero {args.zero}" * bool(args.zero)
-        yield ProcessSpec(name, "benchmarks.harness.ours", 1, options, ranks=args.ranks, launcher=mpiexec)
+        yield ProcessSpec(name, "benchmarks.harness.ours", 1, options, ranks=args.ranks, mpi=True)
     if not args.no_ddp:
         yield ProcessSpec(DDP, "benchmarks.peers.torch_ddp", 1, sizes, ranks=args.ranks)
 

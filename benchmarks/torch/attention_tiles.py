@@ -14,7 +14,6 @@ Device time in milliseconds, causal, from CUDA graphs. Run the command again unt
 
 import functools
 import itertools
-import sys
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
@@ -124,4 +123,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -179,4 +179,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -16,7 +16,6 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
@@ -234,4 +233,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -16,7 +16,6 @@ allocations with their source. The snapshot is written to out/results/torch/*.pi
 import argparse
 import functools
 import itertools
-import sys
 
 import torch
 
@@ -235,4 +234,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

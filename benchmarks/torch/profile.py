@@ -18,7 +18,6 @@ Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profile
 
 import functools
 import re
-import sys
 from collections import Counter
 
 import torch
@@ -191,4 +190,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)
