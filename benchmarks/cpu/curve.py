@@ -46,7 +46,7 @@ def main():
     counts = ", ".join(map(str, args.threads))
     print(f"losses and parameters with {counts} threads: {'bitwise identical' if bitwise_equal else 'DIFFERENT'}")
     results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": bitwise_equal}
-    path = save("benchmarks.cpu.curve", results, args)
+    path = save(results, args)
     title = "Preset paper: stage 0 and the paper's programs"
     write_plot(curves_with_the_paper(losses), title, path.with_suffix(".png"))
     return 0 if bitwise_equal and abs(deviations[worst_step]) < MAX_DEVIATION else 1

@@ -135,7 +135,7 @@ def measure(args, specs):
 
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
-    for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
+    for of_shape in measure_shapes(specs, args, args.shape or SHAPES, KINDS):
         summarise(of_shape)
         yield [of_shape]
 
@@ -169,7 +169,7 @@ def main():
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
-    save_each(BENCHMARK, args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
+    save_each(args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from benchmarks.harness.report import benchmark_parser, paired_ratio, print_tabl
 from benchmarks.harness.rounds import interleaved
 from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.gpu.checkpoints"
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
 MODULES = {"cpu": "stage0_serial.train_gpt2", "cuda": "stage2_cuda.train_gpt2"}
 PROGRAMS = {  # {name: flags}
@@ -46,7 +45,7 @@ def seconds_of(words, steps, timeout):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.checkpoints", __doc__)
     parser.add_flags(
         preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300
     )  # fmt: skip
@@ -86,7 +85,7 @@ def main():
         }
         for each in results
     ])  # fmt: skip
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

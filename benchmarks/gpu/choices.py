@@ -19,7 +19,6 @@ from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
-BENCHMARK = "benchmarks.gpu.choices"
 FULL_STEP = "nothing"  # the name of the full step in results/, because it leaves out nothing
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
@@ -142,13 +141,13 @@ def measure(preset, precision, rounds):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.choices", __doc__)
     parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     parser.add_flags(precision="bf16", rounds=5)
     args = parser.parse_args()
     check_gpu()
     tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
-    save_each(BENCHMARK, args, tables, TABLES["gpu-choices"].print)
+    save_each(args, tables, TABLES["gpu-choices"].print)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def measure(args):
         def start(variant):
             way, index, text = variant
             spec = ProcessSpec(f"{way} {text}", BENCHMARK, 1, {"direction": way, "index": index})
-            process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.compile_timeout))
+            process = stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.compile_timeout))
             return process, answer(process, args.compile_timeout, action="compile")
 
         progress(f"compiling {len(chosen)} variants")
@@ -245,7 +245,7 @@ def main():
         if "error" in result:
             print(f"{result['direction']} {result['variant']}: {result['error']}")
     print("us, cublasLt us: the product and, in backward, the column sums")
-    save(BENCHMARK, results, args)
+    save(results, args)
     return int(any("error" in result for result in results))
 
 

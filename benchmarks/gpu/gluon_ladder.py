@@ -20,6 +20,7 @@ STEPS = {  # {row: options of CausalAttention}; each row is compared with the fi
     "Gluon, products in flight": {"design": "pipelined"},
     "plain Triton": {"gluon": False},
 }
+prepare = attention.prepare
 
 
 class CausalAttention(attention.CausalAttention):
@@ -46,7 +47,7 @@ def main():
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]
-    save_each(BENCHMARK, args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
+    save_each(args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

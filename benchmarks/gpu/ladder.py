@@ -22,7 +22,6 @@ from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.rounds import interleaved
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
-BENCHMARK = "benchmarks.gpu.ladder"
 ROWS, COLUMNS, EPS, SEED = 16384, 768, 1e-5, 20260101
 
 # -- the rungs: each computes s and y (N, C) from x, a (N, C) and bias, w, b (C) ---------------------------------------
@@ -200,13 +199,13 @@ def rows_of(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.ladder", __doc__)
     parser.add_flags(rounds=7)
     args = parser.parse_args()
     check_gpu()
     results = measure(args.rounds)
     print_table(rows_of(results))
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

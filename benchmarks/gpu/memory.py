@@ -94,7 +94,7 @@ def main():
         progress(" ".join(map(str, case)))
         results.append(measure(case, args.timeout))
         # after each case, so that an interrupted run keeps its finished cases
-        save(BENCHMARK, results, args)
+        save(results, args)
     progress("")
     TABLES["gpu-memory"].print(results)
     context = f"{CONTEXT / 2**30:.2f} GiB"

@@ -23,7 +23,6 @@ from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor_parallel import load_inference_model
 from gpt2core.sampler import generate
 
-BENCHMARK = "benchmarks.gpu.positions"
 LEAD_IN = 3  # steps, and tokens, that are not timed
 TOKENS = 64  # timed tokens before the end of the block, and after it
 
@@ -83,7 +82,7 @@ def long_context(preset, length, steps):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.positions", __doc__)
     add = parser.add_argument
     add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
     parser.add_flags(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
@@ -106,7 +105,7 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 def measure_steps(configs, args):

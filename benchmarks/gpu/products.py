@@ -110,7 +110,7 @@ def measure(args, precision):
     modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
     shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
-    pairs = measure_shapes(specs, BENCHMARK, args, shapes, KINDS)
+    pairs = measure_shapes(specs, args, shapes, KINDS)
     return [[result | {"precision": precision} for result in pair] for pair in pairs]
 
 
@@ -137,7 +137,7 @@ def parser():
 def main(argv=None):
     args = parser().parse_args(argv)
     tables = (measure(args, precision) for precision in args.precision)
-    save_each(BENCHMARK, args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
+    save_each(args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
 
 
 if __name__ == "__main__":

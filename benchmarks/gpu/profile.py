@@ -26,7 +26,6 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 from stage2_cuda.tuning.tuner import milliseconds
 
-BENCHMARK = "benchmarks.gpu.profile"
 # Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)
@@ -311,7 +310,7 @@ def report(result, limit):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.profile", __doc__)
     add = parser.add_argument
     parser.add_flags(preset="gpt2", precision="bf16", steps=5)
     add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
@@ -326,7 +325,7 @@ def main():
 
     result = profile(config, args)
     report(result, args.rows)
-    save(BENCHMARK, result, args)
+    save(result, args)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.start_trace import START
 from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.gpu.start"
 COMMANDS = {  # {out} is a new directory
     "train": ("train_gpt2", "--preset paper --out {out}"),
     "inference": ("inference", "--weights data/gpt2-paper --stats --prompt 'In the spring of'"),
@@ -103,7 +102,7 @@ def breakdown(events):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.start", __doc__)
     add = parser.add_argument
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
     parser.MAY_BE_0 += ("rounds",)  # only the traced run
@@ -121,7 +120,7 @@ def main():
                 print(output)
     if args.rounds:
         TABLES["gpu-start"].print(results)
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def main():
     for case in cases(args):
         results[case.title] = measure(case)
         show(case, results[case.title])
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

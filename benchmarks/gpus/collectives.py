@@ -300,7 +300,7 @@ def main(argv=None):
         TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
         results += of_ranks
     saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
-    save(BENCHMARK, saved, args)
+    save(saved, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train
 from benchmarks.ranks.parity import first_difference
 
-BENCHMARK = "benchmarks.gpus.parity"
 UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
 # A loss must differ from that of stage 2 by less than this, relatively; the fast mode adds sums in another order.
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}
@@ -83,7 +82,7 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.parity", __doc__)
     parser.add_flags(preset="paper", precision=["fp32", "bf16"], ranks=[1, 2, 4], steps=50, timeout=300)
     return parser
 
@@ -98,7 +97,7 @@ def main(argv=None):
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 0 if all_met else 1
 
 

@@ -290,7 +290,7 @@ def main(argv=None):
     results = {"paper": None, "scaling": []}
 
     def save_so_far():  # after each table, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args)
+        save(results, args)
 
     if args.paper:
         results["paper"] = paper(args)

@@ -226,7 +226,7 @@ def main(argv=None):
         print("\n".join(verdicts(of_table)), flush=True)
         results += of_table
         same &= agree(of_table)
-        save(BENCHMARK, results, args)  # after each table, so that an interrupted run keeps it
+        save(results, args)  # after each table, so that an interrupted run keeps it
     return 0 if same else 1
 
 

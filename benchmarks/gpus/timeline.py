@@ -155,7 +155,7 @@ def main(argv=None):
     steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
     TABLES["gpus-timeline"].print(times)
-    path = save(BENCHMARK, times, args)
+    path = save(times, args)
     trace = path.with_name(f"{path.stem}_trace.json")
     write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))

@@ -263,14 +263,14 @@ def main():
     args = parser.parse_args()
 
     if args.idle:
-        save(BENCHMARK, idle(args), args, name="collectives_idle")
+        save(idle(args), args, name="collectives_idle")
         return
     found = {}
     for operation in args.operations:
         found[operation], fits = compare(args, operation)
         # all_reduce keeps the names of the older files
         found["alpha_beta" if operation == "all_reduce" else f"alpha_beta_{operation}"] = fits
-    path = save(BENCHMARK, found, args)
+    path = save(found, args)
     for operation in args.operations:
         plot(found[operation], path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
 

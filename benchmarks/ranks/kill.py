@@ -26,7 +26,6 @@ from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 from testing.jobs import Job
 
-BENCHMARK = "benchmarks.ranks.kill"
 TRIALS = """
     killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
     processes left = {left} | checkpoint
@@ -114,7 +113,7 @@ def ended_cleanly(result):
     return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
-def report(benchmark, args, results, is_clean, longest, columns, sentence):
+def report(args, results, is_clean, longest, columns, sentence):
     """Print a row for each trial and a sentence, and save both.
 
     is_clean(result): whether a job ended as it should. longest: the seconds of a whole run. columns: a description of
@@ -132,11 +131,11 @@ def report(benchmark, args, results, is_clean, longest, columns, sentence):
         "longest_seconds": max(seconds),
     }
     print(sentence.format(**vars(args), **summary))
-    save(benchmark, {**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
+    save({**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.kill", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():
@@ -157,7 +156,7 @@ def main():
                 results.append(result)
     progress("")
     report(
-        BENCHMARK, args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
+        args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
         "{clean_ends} of {times} ended within 10 s with no process left (median {median_seconds:.2f} s, longest "
         "{longest_seconds:.2f} s), {readable} left a readable checkpoint, {equal} resumed with the curve of the "
         "uninterrupted run, bit for bit.",

@@ -66,7 +66,7 @@ def main():
     different = [run for run in runs if run["difference"]]
     equal = f"{len(runs) - len(different)} of {len(runs)} runs"
     print(f"{equal} have losses, gradient norms and final parameters bit-identical to those of stage 0")
-    save("benchmarks.ranks.parity", results, args)
+    save(results, args)
     return 1 if different else 0
 
 

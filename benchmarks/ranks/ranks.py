@@ -17,7 +17,6 @@ from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.mpi_communicator import NATIVE
 
-BENCHMARK = "benchmarks.ranks.ranks"  # the name under which the benchmark processes import this file
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
 TARGETS = {SERIAL: 1.90, DDP: 1.05}  # {program: required speed-up of two ranks of stage 1 over this program}
 
@@ -61,7 +60,7 @@ def process_specs(args):
 
 def measure(args, specs):
     """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
-    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     times = step_results(measured)
     return [
         {
@@ -102,7 +101,7 @@ def verdicts(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.ranks", __doc__)
     add = parser.add_argument
     parser.add_flags(preset="paper", ranks=2, batch_size=16, bucket_mb=BUCKET_MB)
     parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
@@ -123,7 +122,7 @@ def main():
     summarise(results)
     TABLES["ranks-step"].print(results)
     print("\n".join(verdicts(results)))
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

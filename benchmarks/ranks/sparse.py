@@ -23,7 +23,6 @@ from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
 from stage0_serial.numpy_backend import NumpyBackend
 
-BENCHMARK = "benchmarks.ranks.sparse"  # the name under which the ranks import this file
 PRESET = "paper"
 ALL_ROWS, ROWS = "the sum, all rows", "the sum, by rows"
 STEP, SPARSE_STEP = "a step", "a step, `--sparse-embedding`"
@@ -103,7 +102,7 @@ def measure(args, vocab_size):
     sums = [ALL_ROWS, *(f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))]
     names = sums + [STEP, SPARSE_STEP] * (not args.no_steps)
     options = {"vocab_size": vocab_size, "batch_size": args.batch_size, "with_steps": not args.no_steps}
-    results = measure_job(BENCHMARK, args, args.ranks, options, names, ["bytes_sent"])
+    results = measure_job(args, args.ranks, options, names, ["bytes_sent"])
     return [result | {"vocab_size": vocab_size} for result in results]
 
 
@@ -125,7 +124,7 @@ def print_break_even(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="number of ranks of one thread (default 4)")
     add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
@@ -134,7 +133,7 @@ def main():
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
     tables = (measure(args, vocab_size) for vocab_size in args.vocabularies)
-    save_each(BENCHMARK, args, tables, summarise, TABLES["ranks-sparse"].print, print_break_even)
+    save_each(args, tables, summarise, TABLES["ranks-sparse"].print, print_break_even)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.mpi_communicator import NATIVE
 
-BENCHMARK = "benchmarks.ranks.strategies"  # the name under which the ranks import this file
 FLAT = "--dp flat"
 ZERO_1 = "--dp flat --zero 1"
 MAX_ZERO_COST = 1.10  # upper bound for the step time with ZeRO-1 divided by the step time without
@@ -67,7 +66,7 @@ def measure(args, ranks, chosen):
     """
     options = {"preset": args.preset, "batch_size": args.batch_size, "variants": chosen}
     fields = "final_loss", "messages", "bytes_sent", "optimizer_bytes"
-    return measure_job(BENCHMARK, args, ranks, options, chosen, fields)
+    return measure_job(args, ranks, options, chosen, fields)
 
 
 def summarise(results):
@@ -91,7 +90,7 @@ def print_verdict(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.strategies", __doc__)
     parser.add_flags(preset="paper", ranks=[2, 4], batch_size=16, bucket_mb=BUCKET_MB)
     parser.add_flags(rounds=5, steps_per_round=1, warm_up=1, timeout=900)
     parser.add_argument(
@@ -109,7 +108,7 @@ def main():
     }
     args.save_as = "_".join(["strategies", *args.only]) if args.only else args.save_as
     tables = (measure(args, ranks, chosen) for ranks in args.ranks)
-    save_each(BENCHMARK, args, tables, summarise, TABLES["ranks-strategies"].print, print_verdict)
+    save_each(args, tables, summarise, TABLES["ranks-strategies"].print, print_verdict)
 
 
 if __name__ == "__main__":

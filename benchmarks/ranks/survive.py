@@ -24,7 +24,6 @@ from benchmarks.ranks.kill import curve
 from gpt2core.app.checkpoints.directory import HIDDEN
 from testing.jobs import Job
 
-BENCHMARK = "benchmarks.ranks.survive"
 BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
 LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
@@ -154,7 +153,7 @@ def summary_of(rows, found, wanted):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.survive", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
     parser.add_argument(
         "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
@@ -179,7 +178,7 @@ def main():
         f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
         f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
     )
-    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args)
+    save({**vars(args), "summary": summary, "rows": rows}, args)
     return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
 
 

@@ -21,7 +21,6 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash
 
-BENCHMARK = "benchmarks.ranks.update_behind"  # the name under which the ranks import this file
 AFTER, NO_COPY, COPY, ALONE = (
     "after the last bucket",
     "behind each bucket, no copy",
@@ -107,7 +106,7 @@ def prepare(module, world, preset, batch_size, bucket_mb):
 def measure(args, ranks):
     """Run all rounds; return one result for each variant, with the seconds of every step."""
     options = {"preset": args.preset, "batch_size": args.batch_size, "bucket_mb": args.bucket_mb}
-    return measure_job(BENCHMARK, args, ranks, options, (AFTER, NO_COPY, COPY, ALONE), ["hash"])
+    return measure_job(args, ranks, options, (AFTER, NO_COPY, COPY, ALONE), ["hash"])
 
 
 def summarise(results):
@@ -124,7 +123,7 @@ def print_equality(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.update_behind", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
     parser.add_flags(preset="paper", bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
@@ -132,7 +131,7 @@ def main():
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
     tables = (measure(args, ranks) for ranks in args.ranks)
-    save_each(BENCHMARK, args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
+    save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from stage2_cuda.attention.launches import AttentionTiles, TileConfig
 
 # T time (queries and keys), D head size
 
-BENCHMARK = "benchmarks.torch.attention_tiles"
 KERNELS = "forward", "dq", "dkdv", "both"
 WITH_PARTS = "forward", "both"  # float32 has only these kernels
 MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
@@ -106,7 +105,7 @@ def print_rankings(rows, count):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.attention_tiles", __doc__)
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--heads", type=int, default=1, help="batch x heads (default 1)")
@@ -119,7 +118,7 @@ def main():
     add("--show", type=int, default=5, help="lines of each ranking (default 5)")
     add_row_flags(parser)
     args = parser.parse_args()
-    print_rankings(run_rows(BENCHMARK, args, cases(args)), args.show)
+    print_rankings(run_rows(args, cases(args)), args.show)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
 
-BENCHMARK = "benchmarks.torch.matmul_search"
 GRID = (64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5), ("start", "early", "end")
 SHARED, REGISTERS, WARPS = 227 << 10, 1 << 16, 64  # of one multiprocessor: bytes for tiles, registers, warps
 MAX_SUMS = 128  # float32 sums of one thread; more would leave too few of its 255 registers
@@ -208,7 +207,7 @@ def explain(size, best, times):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.matmul_search", __doc__)
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
@@ -219,7 +218,7 @@ def main():
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)
         for size, tile in itertools.product(args.size, tiles())
     }
-    rows, by_text = run_rows(BENCHMARK, args, cases), {text(tile): tile for tile in tiles()}
+    rows, by_text = run_rows(args, cases), {text(tile): tile for tile in tiles()}
     for size in args.size:
         of_size = [row for row in rows if row["name"].startswith(f"{size} / ")]
         if not args.dry_run and any("median_ms" in row for row in of_size):
@@ -227,7 +226,7 @@ def main():
             tile = by_text[best["name"].split(" / ")[1]]
             again = argparse.Namespace(**{**vars(args), "only": [], "fresh": True})
             comparison = {f"{size} / comparison": functools.partial(compare, size, tile, args.rounds)}
-            compared = run_rows(BENCHMARK, again, comparison)
+            compared = run_rows(again, comparison)
             explain(size, best, compared[0]["ms"])
             TABLES["torch-matmul"].print(compared)
 

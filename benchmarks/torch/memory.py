@@ -45,7 +45,6 @@ from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses
 
 # B batch, T time (context), C channels (d_model)
 
-BENCHMARK = "benchmarks.torch.memory"
 KINDS = FORWARD, STEP
 IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
@@ -141,7 +140,7 @@ def timeline_row(implementation, size, context, precision, kind, args):
         for _ in range(2):
             passes.run(kind)
         name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
-        path = rows_path(BENCHMARK, argparse.Namespace(save=False, save_as=name), ".pickle")  # not in git
+        path = rows_path(argparse.Namespace(**{**vars(args), "save": False, "save_as": name}), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
         events, marks, before = allocated_by_torch(passes, kind, path)
     after = [before + count for count in allocated_after(events)]
@@ -218,8 +217,9 @@ def cases(args):
 
 
 def main():
-    text = "bf16 is autocast over fp32 parameters (default: both)"
-    parser = model_parser(BENCHMARK, __doc__, text, "all sizes, contexts, precisions and implementations")
+    precisions = "bf16 is autocast over fp32 parameters (default: both)"
+    everything = "all sizes, contexts, precisions and implementations"
+    parser = model_parser("benchmarks.torch.memory", __doc__, precisions, everything)
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
@@ -228,9 +228,9 @@ def main():
     check_device(args)
     if min(args.blocks) < 1:
         parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
-    rows = run_rows(BENCHMARK, args, cases(args))
+    rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
-    draw(rows, rows_path(BENCHMARK, args, ".png"))
+    draw(rows, rows_path(args, ".png"))
 
 
 if __name__ == "__main__":
