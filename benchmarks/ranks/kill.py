@@ -9,14 +9,13 @@ may be during start-up. Then it resumes the run and compares the losses with tho
 
 import functools
 import json
-import os
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
@@ -30,6 +29,15 @@ TRIALS = """
     killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
     processes left = {left} | checkpoint
 """  # columns of the table of trials
+
+
+@contextmanager
+def job_folder():
+    """The Path of a new directory for the runs of a benchmark that kills ranks. Exits on a system without /proc."""
+    if not Path("/proc/self/environ").exists():
+        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def train(ranks, *flags):
@@ -52,20 +60,6 @@ def curve(log):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], rows[-1].get("parameters_sha256")
 
 
-def kill_one(job, seconds, rng):
-    """Kill a random rank after `seconds`; return the number of the rank, or None if the job ended earlier."""
-    time.sleep(seconds)
-    while job.process.poll() is None:
-        if ranks := job.ranks():
-            rank = rng.choice(sorted(ranks))
-            try:
-                os.kill(ranks[rank], signal.SIGKILL)
-                return rank
-            except ProcessLookupError:  # the rank has just ended
-                pass
-    return None
-
-
 def killed_run(folder, start, rng, longest):
     """Kill a rank of a run; return (its Done, the first fields of the result), or None if the run finished.
 
@@ -76,7 +70,8 @@ def killed_run(folder, start, rng, longest):
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(folder / "begun", out, symlinks=True)
     with start() as job:
-        rank = kill_one(job, moment, rng)
+        time.sleep(moment)
+        rank = job.kill_rank(rng)
         done = job.done()
     if rank is None or done.code == 0:
         return None
@@ -138,12 +133,8 @@ def main():
     parser = benchmark_parser("benchmarks.ranks.kill", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
     args = parser.parse_args()
-    if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
-
     results, rng = [], random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with job_folder() as folder:
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every)
         begun, log = folder / "begun", folder / "begun.jsonl"
         finished(train(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", begun, "--log", log))

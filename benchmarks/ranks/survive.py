@@ -10,17 +10,14 @@ checkpoint, while a checkpoint is written, and at random moments, which may be d
 import os
 import random
 import re
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
-from benchmarks.ranks.kill import curve
+from benchmarks.ranks.kill import curve, finished, job_folder
 from gpt2core.app.checkpoints.directory import HIDDEN
 from testing.jobs import Job
 
@@ -83,19 +80,15 @@ def kill(job, moment, out, old, seen, rng):
     begun = lambda: steps_of(job.out()[seen:])  # noqa: E731
     if moment != RANDOM or rng.random() < 0.5:
         wait_until(job, begun)
-    ranks = wait_until(job, job.ranks)
+    wait_until(job, job.ranks)
     if moment == WRITING:
         wait_until(job, lambda: incomplete_in(out) - old)
     elif moment == RANDOM:
         time.sleep(rng.uniform(0, LONGEST))
-        ranks = wait_until(job, job.ranks)
-    while True:
-        rank = rng.choice(sorted(ranks))
-        try:
-            os.kill(ranks[rank], signal.SIGKILL)
-            return rank, time.monotonic()
-        except ProcessLookupError:  # the rank has just ended
-            ranks = wait_until(job, job.ranks)
+    rank = job.kill_rank(rng)
+    if rank is None:
+        sys.exit(f"the job ended between two kills: {job.texts()[1].strip()[-2000:]}")
+    return rank, time.monotonic()
 
 
 def one_kill(job, number, moment, out, seen, rng):
@@ -131,10 +124,7 @@ def survive(args, folder):
 
 def undisturbed(args, folder):
     """Run the same training without a kill; return its curve()."""
-    with start(args, "whole", folder, 0) as job:
-        done = job.done()
-    if done.code:
-        sys.exit(f"the run without kills ended with status {done.code}: {done.err.strip()[-2000:]}")
+    finished(start(args, "whole", folder, 0))
     return curve(folder / "whole.jsonl")
 
 
@@ -163,10 +153,7 @@ def parser():
 
 def main():
     args = parser().parse_args()
-    if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with job_folder() as folder:
         rows = survive(args, folder)
         found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
     progress("")
