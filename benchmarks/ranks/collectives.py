@@ -21,7 +21,7 @@ from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
-from stage1_mpi.mpi_communicator import NATIVE
+from stage1_mpi.mpi_communicator import CHOICES, NATIVE
 from testing.jobs import run_mpi
 
 BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
@@ -88,7 +88,7 @@ def calls_of(world, operation, x, gloo):
         def call():
             # world.all_to_all selects by size; here the name selects
             mpi_communicator.OURS_MIN_BYTES = float("inf") if name == NATIVE else 0
-            if name in (NATIVE, *collectives.ALL_REDUCE):
+            if name in CHOICES:
                 world.use_collectives(name)
             getattr(world, operation)(x, out=out)
 

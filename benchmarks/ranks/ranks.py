@@ -14,8 +14,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from stage1_mpi.collectives import ALL_REDUCE
-from stage1_mpi.mpi_communicator import NATIVE
+from stage1_mpi.mpi_communicator import CHOICES
 
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
 TARGETS = {SERIAL: 1.90, DDP: 1.05}  # {program: required speed-up of two ranks of stage 1 over this program}
@@ -108,11 +107,7 @@ def main():
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
-    add(
-        "--collectives",
-        choices=(NATIVE, *ALL_REDUCE),
-        help="all-reduce (default canonical; mpi with --no-deterministic)",
-    )
+    add("--collectives", choices=CHOICES, help="all-reduce (default canonical; mpi with --no-deterministic)")
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
     args = parser.parse_args()

@@ -13,8 +13,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from stage1_mpi.collectives import ALL_REDUCE
-from stage1_mpi.mpi_communicator import NATIVE
+from stage1_mpi.mpi_communicator import CHOICES
 
 FLAT = "--dp flat"
 ZERO_1 = "--dp flat --zero 1"
@@ -29,7 +28,7 @@ def variants(bucket_mb):
     chosen = {f"--dp {dp}": {"dp": dp, "bucket_mb": bucket_mb} for dp in STRATEGIES}
     chosen |= {f"{flags} --zero 1": dict(options, zero=1) for flags, options in chosen.items()}
     chosen |= {f"{FLAT} --compress {kind}": {"compress": kind} for kind in CODECS}
-    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # canonical is the default
+    names = [name for name in CHOICES if name != "canonical"]  # canonical is the default
     return chosen | {f"{FLAT} --collectives {name}": {"collectives": name} for name in names}
 
 
