@@ -13,8 +13,9 @@ import sys
 import tempfile
 import time
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from testing.jobs import ROOT
 
@@ -77,14 +78,7 @@ def main():
         }
         for name in PROGRAMS
     ]
-    print_table([
-        {
-            "": each["name"],
-            "ms per step": f"{sorted(each['totals'])[len(each['totals']) // 2] / timed * 1e3:.2f}",
-            "times": f"{each['times']['median']:.3f}",
-        }
-        for each in results
-    ])  # fmt: skip
+    TABLES["gpu-checkpoints"].print(results)
     save(results, args)
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
@@ -67,14 +68,11 @@ def long_context(preset, length, steps):
     config = replace(PRESETS[preset], positions="rotary", block_size=length)
     program, rng = CudaSteps(config, 1, length, recompute="block"), np.random.default_rng(SEED)
     batch = random_batch(rng, config.vocab_size, 1, length)
-    losses, seconds = [], []
-    for _ in range(LEAD_IN + steps):
-        started = time.perf_counter()
-        losses.append(program(*batch))
-        seconds.append(time.perf_counter() - started)
+    losses = []
+    seconds = time_calls(lambda _: losses.append(program(*batch)), range(LEAD_IN + steps))
     return {
         "tokens": length,
-        "seconds": [seconds[LEAD_IN:]],
+        "seconds": [seconds],
         "first_loss": losses[0],
         "last_loss": losses[-1],
         **program.memory(),
@@ -105,6 +103,8 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
+    for table in ("gpu-positions", "gpu-contexts"):
+        TABLES[table].print(results)
     save(results, args)
 
 
@@ -117,19 +117,10 @@ def measure_steps(configs, args):
 
 
 def measure_tokens(configs, backend, args):
-    rows, results = [], {}
-    for name, rounds in interleaved(
-        {name: token_function(each, backend) for name, each in configs.items()}, args.rounds
-    ).items():
+    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
+    for name, rounds in interleaved(functions, args.rounds).items():
         before, after = zip(*rounds, strict=True)
         results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
-        rows.append({
-            "positions": name,
-            "before the end of the block": f"{statistics.median(before) * 1e6:.0f} µs",
-            "after it": f"{statistics.median(after) * 1e6:.0f} µs",
-            "times": f"{results[name]['after_times']['median']:.2f}",
-        })  # fmt: skip
-    print_table(rows)
     return results
 
 

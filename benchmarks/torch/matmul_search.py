@@ -19,9 +19,10 @@ import statistics
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.table_format import Table
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
@@ -31,6 +32,9 @@ SHARED, REGISTERS, WARPS = 227 << 10, 1 << 16, 64  # of one multiprocessor: byte
 MAX_SUMS = 128  # float32 sums of one thread; more would leave too few of its 255 registers
 CALLS = 20  # calls in a CUDA graph
 EAGER, COMPILED, CUBLASLT, OURS = "torch eager", "torch.compile", "cublasLt, fused ReLU", "ours"
+RANKING = """
+    tile = {name.split(" / ")[1]} | ms = {median_ms:.4f} | TFLOP/s = {2e-9 * size**3 / median_ms:.0f}
+    registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -176,16 +180,8 @@ def compare(size, tile, rounds):
 def print_ranking(size, rows, count):
     """Print the fastest tiles of one size; returns the row of the fastest."""
     ranked = sorted((row for row in rows if "median_ms" in row), key=lambda row: row["median_ms"])
-    print(f"\n{size} x {size} x {size}: {len(ranked)} tiles, {len(rows) - len(ranked)} that do not fit\n")
-    columns = "registers", "spills", "shared", "resident", "tiles"
-    print_table(
-        [
-            {"tile": row["name"].split(" / ")[1], "ms": f"{row['median_ms']:.4f}"}
-            | {"TFLOP/s": f"{2e-9 * size**3 / row['median_ms']:.0f}", **{name: row[name] for name in columns}}
-            | {"waves": f"{row['waves']:.2f}"}
-            for row in ranked[:count]
-        ]
-    )
+    title = f"{size} x {size} x {size}: {len(ranked)} tiles, {len(rows) - len(ranked)} that do not fit"
+    Table("", RANKING).print([row | {"size": size} for row in ranked[:count]], title)
     return ranked[0]
 
 
