@@ -332,7 +332,7 @@ def save(results, args, name=None):
 
 
 def save_each(args, measured, *shows):
-    """Save the results of one table after another, so that an interrupted run keeps its finished tables.
+    """Save the results of one table after another, so that an interrupted run keeps its finished tables; return all.
 
     measured: an iterator of the results of each table, lists. shows: functions that print such a list.
     """
@@ -342,3 +342,4 @@ def save_each(args, measured, *shows):
             show(of_table)
         results += of_table
         save(results, args)
+    return results

@@ -34,14 +34,13 @@ from benchmarks.torch.memory_events import (
 from benchmarks.torch.models import (
     PRECISIONS,
     SIZES,
-    batch_of,
     check_device,
     config_of,
     model_parser,
     release_memory,
     use_checkpoints,
 )
-from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
 
@@ -105,7 +104,7 @@ def saved_row(implementation, size, context, precision, args):
 def our_peaks(implementation, size, context, precision, args):
     from gpt2core.parallel.gpu_memory import training_memory
 
-    passes = our_passes(size, context, precision, args)
+    passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
     found = {}
     for kind in KINDS:
         allocated_by_ours(passes, kind)  # compiles the kernels
@@ -119,20 +118,11 @@ def our_peaks(implementation, size, context, precision, args):
     return found | {"parameters": passes.trainer.parameters.nbytes}
 
 
-def our_passes(size, context, precision, args):
-    """The Passes of stage 2, without tuning, whose candidates would be counted."""
-    from benchmarks.harness.ours import Passes
-    from stage2_cuda.cuda_backend import CudaBackend
-
-    tokens = (ids.numpy() for ids in batch_of(args.batch, context, "cpu", 0))
-    return Passes(config_of(size, context), CudaBackend(precision, deterministic=True), *tokens)
-
-
 def timeline_row(implementation, size, context, precision, kind, args):
     """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
     release_memory()
     if implementation == OURS:
-        passes = our_passes(size, context, precision, args)
+        passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
         for _ in range(2):
             events, marks, before = allocated_by_ours(passes, kind)
     else:
