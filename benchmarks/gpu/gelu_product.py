@@ -231,7 +231,7 @@ def measure(args):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
+    parser.add_flags(rounds=5)
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")

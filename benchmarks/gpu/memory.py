@@ -81,7 +81,7 @@ def main():
     add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
     text = "--recompute of train_gpt2.py, with --preset (default none)"
     add("--recompute", choices=RECOMPUTE, nargs="+", default=["none"], help=text)
-    add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
+    parser.add_flags(timeout=300)
     args = parser.parse_args()
     cases = [
         (preset, batch, precision, micro_batches, recompute)

@@ -126,10 +126,9 @@ def print_break_even(results):
 def main():
     parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, default=4, help="number of ranks of one thread (default 4)")
     add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
     add("--no-steps", action="store_true", help="measure only the sums")
-    parser.add_flags(batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
+    parser.add_flags(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
     tables = (measure(args, vocab_size) for vocab_size in args.vocabularies)

@@ -124,9 +124,8 @@ def print_equality(results):
 
 def main():
     parser = benchmark_parser("benchmarks.ranks.update_behind", __doc__)
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
-    parser.add_flags(preset="paper", bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
+    parser.add_flags(preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16)
+    parser.add_flags(rounds=9, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
