@@ -139,12 +139,12 @@ def failure(message, errors):
     return BenchmarkFailed(f"{message}; the end of its standard error:\n{tail}")
 
 
-def run_to_end(name, command, blas_threads, timeout):
+def run_to_end(name, command, blas_threads, timeout, cwd=ROOT):
     """Run a command, wait for its end, return its output. Raises BenchmarkFailed if it fails or exceeds `timeout` s."""
     environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
         try:

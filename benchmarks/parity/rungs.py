@@ -328,13 +328,14 @@ def nccl_on_threads(options):
     return Outcome(True, f"{count} runs of 2 steps are equal")
 
 
-# -- the scripts -------------------------------------------------------------------------------------------------------
+# -- the scripts ------------------------------------------------------------------------------------------------------
+# They run in the current directory, which has the code to compare: it may be the working folder of a student.
 
 
 def stage_1_curve(options):
     """The log of stage 1 on several ranks, with that of stage 0."""
     preset, steps = ("paper", 50) if options.full else ("tiny", 8)
-    common = dict(timeout=options.timeout, preset=preset, steps=steps, threads=1)
+    common = dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps, threads=1)
     wanted, _ = train("stage 0", "stage0_serial", **common)
     runs = [(1, {}), (2, {"dp": "bucket", "zero": 1}), (2, {}), (4, {})]
     for ranks, parallel in runs + [(8, {})] * options.full:
@@ -368,7 +369,7 @@ def curve_flags(options):
     preset, steps = ("paper", 50) if options.full else ("tiny", 20)
     if not gpu_count():
         preset, steps = "nano", 20 if options.full else 2
-    return dict(timeout=options.timeout, preset=preset, steps=steps)
+    return dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps)
 
 
 def losses_of(run):

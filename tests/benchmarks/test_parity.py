@@ -102,20 +102,22 @@ def test_a_wrong_collective_is_named_with_the_parameters_that_it_sends(monkeypat
 
 
 @pytest.mark.parametrize("rung", [rungs.stage_1_curve, rungs.stage_2_curve, rungs.stage_3_curve])
-def test_a_rung_of_scripts_passes_with_equal_logs_and_fails_at_a_loss_that_differs(rung, monkeypatch):
+def test_a_rung_of_scripts_passes_with_equal_logs_and_fails_at_a_loss_that_differs(rung, monkeypatch, tmp_path):
     if rung is not rungs.stage_1_curve:
         pytest.importorskip("triton")
     runs, wrong = [], []
 
-    def run_to_end(name, command, blas_threads, timeout):
+    def run_to_end(name, command, blas_threads, timeout, cwd):
         args = train_parser().parse_args(command[command.index("-m") + 2 :])
         runs.append(args)
+        assert Path(cwd) == tmp_path  # a student's folder has the code that is compared
         rows = [dict.fromkeys(FIELDS, 1.0) | {"step": step} for step in range(args.steps)]
         rows[-1]["loss"] += 0.5 * (len(runs) - 1 in wrong)
         Path(args.log).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return ""
 
     monkeypatch.setattr(training_runs, "run_to_end", run_to_end)
+    monkeypatch.chdir(tmp_path)
     for finder in ("examined", "gradients_of_stage_2"):
         monkeypatch.setattr(rungs, finder, lambda *_: SimpleNamespace(found=None))
     options = SimpleNamespace(full=False, timeout=60, steps=None)
