@@ -138,7 +138,7 @@ def main():
         seconds = interleaved(timers, args.rounds)
         results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
     TABLES["cpu-choices"].print(results)
-    save("benchmarks.cpu.choices", results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

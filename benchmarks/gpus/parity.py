@@ -10,7 +10,6 @@ With --sockets, NCCL also sends through the network stack of the host, as betwee
 """
 
 import statistics
-import sys
 
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
@@ -19,7 +18,6 @@ from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train
 from benchmarks.ranks.parity import first_difference
 
-BENCHMARK = "benchmarks.gpus.parity"
 UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
 # A loss must differ from that of stage 2 by less than this, relatively; the fast mode adds sums in another order.
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}
@@ -103,7 +101,7 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.parity", __doc__)
     parser.add_flags(preset="paper", precision=["fp32", "bf16"], ranks=[1, 2, 4], steps=50, timeout=300)
     text = "only compare NCCL's usual connections with sockets, on the largest number of GPUs (default: no)"
     parser.add_argument("--sockets", action="store_true", help=text)
@@ -120,9 +118,9 @@ def main(argv=None):
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 0 if all_met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -12,7 +12,6 @@ any order: gpipe and 1f1b, for example, have the same bubble in theory.
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from benchmarks.harness.training_runs import train
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
-BENCHMARK = "benchmarks.gpus.pipeline"
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
 PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"
 MOST = 5.0  # points by which a measured bubble may differ from the simulated one
@@ -79,7 +77,7 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.pipeline", __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
     parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
@@ -101,9 +99,9 @@ def main(argv=None):
     TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 0 if met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -54,7 +54,7 @@ MODULES = gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_sharding, gpu_
 @pytest.mark.parametrize("module", MODULES)
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
-    assert args.save_as == module.BENCHMARK.rpartition(".")[2] and not args.save and args.commit is None
+    assert args.save_as == args.benchmark.rpartition(".")[2] and not args.save and args.commit is None
     saved = module.parser().parse_args(["--commit", "abc1234", "--save"])
     assert saved.commit == "abc1234" and saved.save and not module.parser().parse_args(["--no-save"]).save
 

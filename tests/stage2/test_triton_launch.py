@@ -442,7 +442,8 @@ class FakeCupy:
                 if device.number == full:
                     raise OSError("cudaErrorMemoryAllocation: out of memory\nmore")
 
-        self.opened, runtime = [], SimpleNamespace(
+        self.opened = []
+        runtime = SimpleNamespace(
             getDevice=lambda: 0,
             setDevice=self.opened.append,
             getDeviceCount=lambda: raised(count) if isinstance(count, Exception) else count,
