@@ -107,7 +107,7 @@ def test_a_rung_of_scripts_passes_with_equal_logs_and_fails_at_a_loss_that_diffe
         pytest.importorskip("triton")
     runs, wrong = [], []
 
-    def run_to_end(name, command, blas_threads, timeout, cwd):
+    def run_to_end(name, command, blas_threads, timeout, cwd, environment):
         args = train_parser().parse_args(command[command.index("-m") + 2 :])
         runs.append(args)
         assert Path(cwd) == tmp_path  # a student's folder has the code that is compared
