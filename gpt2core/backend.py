@@ -29,7 +29,6 @@ class Backend(ABC):
     deterministic = True  # the default; False on GPUs, where many small micro-batches are slower
     uses_threads = False  # whether the batch is divided over worker threads, each with a backend of its own
     merges_micro_batches = False  # whether one call may compute several micro-batches
-    computes_slices = True  # whether a rank may have several slices of each layer (ParallelConfig.canonical_tp)
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)
     rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
     decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time
@@ -91,10 +90,10 @@ class Backend(ABC):
             raise NotImplementedError(f"the {self.name} backend cannot round stochastically")
         out[...] = x
 
-    def prepare_tokens(self, ids, rows=None, first=0):
+    def prepare_tokens(self, ids, vocabulary=None):
         """Token ids (B, T) on the host -> host arrays in the form that this backend's kernels read.
 
-        rows, first: if given, wte has the tokens [first, first + rows); the result is then also for embedding_backward.
+        vocabulary: the number of all tokens; if it is given, the result is also for embedding_backward.
         """
         return ids
 

@@ -56,7 +56,6 @@ class CudaBackend(FusedHead, Backend):
     """
 
     deterministic = False
-    computes_slices = False  # the tokens are sorted before a step, for one slice of the embedding
     decoder_batch = MAX_BATCH
     decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 
@@ -119,9 +118,9 @@ class CudaBackend(FusedHead, Backend):
         else:
             rounding.round_to_bf16(out.view(np.uint16), x, self.asarray(key), offset)
 
-    def prepare_tokens(self, ids, rows=None, first=0):
+    def prepare_tokens(self, ids, vocabulary=None):
         ids = np.ascontiguousarray(ids, np.int32)
-        return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
+        return ids if vocabulary is None else PreparedTokens(ids, embedding.sort_tokens(ids, vocabulary))
 
     def token_ids(self, tokens):
         return self.to_host(tokens.ids)
@@ -394,12 +393,12 @@ class CudaBackend(FusedHead, Backend):
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
         if not isinstance(ids, PreparedTokens):
-            ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
+            ids = self.prepare_tokens(self.to_host(ids), first + wte.shape[0])
         tokens, dy = embedding.SortedTokens(*map(self.asarray, ids.sorted_tokens)), self.xp.ascontiguousarray(dy)
 
         def compute(dwte, accumulate=False):
             chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], dy.shape[-1]))
-            embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
+            embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate, first)
 
         add = functools.partial(compute, accumulate=True)
         dwte = self.gradient(wte.shape, compute, tokens, dy, add=add, side=False)

@@ -26,7 +26,7 @@ from gpt2core.parallel.pipeline.micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.tensor.shards import check_slices, check_tensor_parallel, shard_shapes, whole_name
+from gpt2core.parallel.tensor.shards import check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import Trainer
@@ -67,8 +67,7 @@ class ParallelTrainer(Trainer):
         world, parallel, backend = self.world, self.parallel, self.backend
         self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
         check_tensor_parallel(config, mesh.tensor.size)
-        self.vocabulary = Vocabulary(config.vocab_size, mesh.tensor)  # the tokens whose embeddings this rank has
-        check_slices(config, parallel, backend)
+        check_tensor_parallel(config, parallel.canonical_tp, "`canonical_tp`", parallel.tp)
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
@@ -122,7 +121,8 @@ class ParallelTrainer(Trainer):
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb,
-            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size), self.vocabulary.first,
+            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size),
+            Vocabulary(self.config.vocab_size, mesh.tensor).first,
         )  # fmt: skip
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
@@ -174,9 +174,9 @@ class ParallelTrainer(Trainer):
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
         inputs, targets = checks.batch((inputs, targets), self.batch_shape, self.config.vocab_size)
-        own, prepare = self.vocabulary, self.backend.prepare_tokens
+        prepare, vocabulary = self.backend.prepare_tokens, self.config.vocab_size
         return [
-            [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]
+            [(prepare(x, vocabulary), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 

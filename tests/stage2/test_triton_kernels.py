@@ -305,23 +305,23 @@ def test_embedding_backward_equals_float64(rng, oracle, dtype, batch, time, chan
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
     dy, dy64 = normal(rng, dtype, batch, time, channels)
     wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
-    sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab, first)))
+    sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab + 2 * first)))
     outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.chunk_sums_shape(ids.size, channels), FP32)
-    dwte, _ = run(embedding.token_gradient, outputs[::2], sorted_tokens, dy)
+    dwte, _ = run(embedding.token_gradient, outputs[::2], sorted_tokens, dy, False, first)
     (dwpe,) = run(embedding.position_gradient, outputs[1:2], dy, position)
     want_wte, want_wpe = arrays(*oracle.embedding_backward(dy64, ids, wte, wpe, position, first))
     near(dwte, want_wte)
     near(dwpe, want_wpe)
     assert_array_equal(dwte[~np.isin(np.arange(vocab) + first, ids)], 0)
     other, other64 = normal(rng, FP32, vocab, channels)
-    embedding.token_gradient(other, poisoned(*outputs[2]), sorted_tokens, dy, accumulate=True)
+    embedding.token_gradient(other, poisoned(*outputs[2]), sorted_tokens, dy, True, first)
     near(host(other), other64 + want_wte)
 
 
 def test_sort_tokens_lists_the_rows_and_the_chunks_of_each_token():
-    order, starts, chunk_starts, chunk_tokens = embedding.sort_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
+    order, starts, chunk_starts, chunk_tokens = embedding.sort_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 8)
     assert_array_equal(order, [5, 1, 3, 0, 4, 2])
-    assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # token 3: rows 1, 3; 4, 5, 6: none; 7: rows 0, 4
+    assert_array_equal(starts, [0, 1, 1, 1, 3, 3, 3, 3, 5])  # token 0: row 5; 3: rows 1, 3; 7: rows 0, 4
     assert_array_equal(chunk_starts, 0)
     assert chunk_tokens.shape == (0,)
     ids = np.array([[1] * 130 + [0] * 63 + [2] * 64])

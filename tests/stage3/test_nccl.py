@@ -341,6 +341,35 @@ def test_zero_2_and_3_change_no_bit_of_tensor_parallelism(gpus, transport, ranks
     assert results == [[want] * len(ways)] * ranks
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_two_slices_on_one_gpu_have_the_bits_of_two_ranks(gpus, transport, precision, tied):
+    """The vocabulary is odd, so the last slice has fewer tokens."""
+    gpus({"nccl": 2, "mpi": 1}[transport])
+    how = dict(precision=precision, tied=tied, vocab_size=173)
+    want = trained(None, canonical_tp=2, **how)
+    assert want != trained(None, **how)
+    for way in (dict(capture=False), dict(recompute="block"), dict(zero=3), dict(dp="bucket")):
+        assert trained(None, canonical_tp=2, **how, **way) == want
+    for results in run_mpi(2, runs, transport, [dict(how, tp=2)], timeout=LIMIT):
+        assert results == [want]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport, ranks", [("nccl", 2), ("nccl", 4), ("mpi", 4)])
+def test_four_slices_have_the_same_bits_on_every_number_of_ranks(gpus, transport, ranks, precision):
+    """MPI rounds sums of 16 bits after each addition, so the bits of `tp=4` in bf16 are compared with NCCL only."""
+    gpus(ranks if transport == "nccl" else 1)
+    how = dict(precision=precision, layers=4, tied=True, vocab_size=173, canonical_tp=4)
+    want = trained(None, **how)
+    ways = [dict(tp=2), dict(tp=2, capture=False)] if ranks == 2 else [dict(tp=2, pp=2), dict(tp=2, zero=2)]
+    ways += [dict(pp=2), dict(zero=3)] if ranks == 2 else []
+    ways += [dict(tp=4)] if ranks == 4 and (transport, precision) != ("mpi", "bf16") else []
+    for results in run_mpi(ranks, runs, transport, [dict(how, **way) for way in ways], timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("transport, ranks", [("nccl", 4), ("mpi", 4)])
 def test_zero_2_and_3_in_a_pipeline_have_stage_2_s_bits(gpus, transport, ranks, precision):

@@ -523,7 +523,6 @@ MISTAKES = [
     ("--collectives x", "--collectives x: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 cannot be used in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
-    ("--canonical-tp 2", "--canonical-tp 2 and --tp 1: a GPU computes one slice: use --tp 2, or stage 1"),
     ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),
     ("--zero-gather forward", "--zero-gather forward needs --zero 1, and this is --zero 0"),
 ]

@@ -137,10 +137,10 @@ def launch_embedding(a):
         ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
         embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
         host_ids = ids if a.xp is np else ids.get()
-        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V, 1)))
+        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V + 2)))
         chunk_sums, dwte = a.f(*embedding.chunk_sums_shape(ids.size, C)), a.f(V, C)
         for accumulate in (False, True):
-            embedding.token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate)
+            embedding.token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate, 1)
         embedding.position_gradient(a.f(T + 3, C), dy, 3)
 
 

@@ -89,7 +89,8 @@ def tensor_calls(layout, place):
     backward = 2 * blocks + has_head  # the gradients of the inputs of attention, MLP and logits
     for rows in layout.passes():
         tokens = rows * layout.seq_len
-        size = tokens * layout.config.n_embd, layout.compute_bytes
+        # the sums of several slices are sent in fp32: see sum_of_slices()
+        size = tokens * layout.config.n_embd, max(layout.compute_bytes, FP32 * (layout.parallel.slices > 1))
         yield Call("tensor", "activations", "all_reduce", *size, times=forward)
         yield Call("tensor", "gradients of activations", "all_reduce", *size, times=backward)
         # of each row: the maximum of its logits; the sum of their exponentials, and the logit of the target

@@ -7,7 +7,6 @@ one slice on each rank, S = tp, the units are those of model.py themselves.
 
 # B batch, T time, C channels
 
-from gpt2core import ops
 from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import Block, Embedding, Head, make_unit
 from gpt2core.parallel.dropout_units import with_dropout
@@ -44,8 +43,7 @@ class SlicedEmbedding(Embedding):
             each.wpe = None  # otherwise its gradient would be added once for each slice
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
-        rows = total([each(ids, arguments).tensor() for each in self.slices])
-        return Stream(ops.reduce_from_group(rows, self.group))
+        return Stream(total([each(ids, arguments).tensor() for each in self.slices], self.group))
 
 
 class SlicedHead(Head):
@@ -57,7 +55,7 @@ class SlicedHead(Head):
 
     def __call__(self, x, arguments):
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
-        ys = copies(ops.copy_to_group(self.ln_f(x), self.group), len(self.ws))
+        ys = copies(self.ln_f(x), len(self.ws), self.group)
         return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, dloss)
 
 
@@ -81,7 +79,7 @@ class SlicedBlock(Block):
 
     def sum(self, y, branch_of):
         """The Branch of all slices of all ranks; y (B, T, C). branch_of(block, y): that of a slice."""
-        ys = copies(ops.copy_to_group(y, self.group), len(self.slices))
+        ys = copies(y, len(self.slices), self.group)
         branches = [branch_of(block, y) for block, y in zip(self.slices, ys, strict=True)]
-        output = total([branch.output for branch in branches])
-        return Branch(ops.reduce_from_group(output, self.group), branches[0].bias)  # each slice has the same bias
+        output = total([branch.output for branch in branches], self.group)
+        return Branch(output, branches[0].bias)  # each slice has the same bias
