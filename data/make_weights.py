@@ -33,7 +33,7 @@ from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.app.stage import Stage
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.parallel.tensor_parallel import load_inference_model
+from gpt2core.parallel.tensor.shards import load_inference_model
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.threads import WorkerPool

@@ -118,7 +118,7 @@ EXERCISES = (
         "adamw",
         "the AdamW update",
         (1, 30),
-        functions("gpt2core/optimizer.py", "adamw_coefficients") + functions(NUMPY, "NumpyBackend.adamw_step"),
+        functions("gpt2core/optimizer.py", "AdamW.coefficients") + functions(NUMPY, "NumpyBackend.adamw_step"),
         {
             "adamw_coefficients": "the three numbers have the corrections of the step",
             "adamw_moments": "m and v are running means, also in the second step",
@@ -171,7 +171,7 @@ EXERCISES = (
         "buckets",
         "plan the buckets of gradients",
         (1, 30),
-        functions(PARALLEL + "data_parallel.py", "plan_buckets"),
+        functions(PARALLEL + "data/strategies.py", "plan_buckets"),
         {
             "buckets_order": "the last name comes first, and `least=0` gives one name per bucket",
             "buckets_least": "a bucket is closed when it has at least `least` bytes",
@@ -184,8 +184,8 @@ EXERCISES = (
         "zero-slices",
         "the slices of ZeRO-1",
         (2, 30),
-        functions(PARALLEL + "divided_arena.py", "DividedArena.share")
-        + functions(PARALLEL + "async_all_gather.py", "owned"),
+        functions(PARALLEL + "divided/arena.py", "DividedArena.share")
+        + functions(PARALLEL + "divided/async_all_gather.py", "owned"),
         {
             "parts_of_the_arena": "the parts of 1, 2, 3, 4 and 64 owners are whole segments, and cover the arena",
             "owned_pieces": "the shares cover a piece of the arena, wherever it begins and ends",
@@ -354,7 +354,7 @@ EXERCISES = (
         "overlap-hook",
         "send gradients during backward",
         (2, 30),
-        functions(PARALLEL + "data_parallel.py", "DataParallel.completed", "DataParallel.finish"),
+        functions(PARALLEL + "data/strategies.py", "DataParallel.completed", "DataParallel.finish"),
         {
             "hook_starts": "the sum of a bucket starts when its last gradient is complete",
             "hook_finish": "finish() waits for all sums, and starts them if none was started during backward",

@@ -4,37 +4,12 @@
 # (..., C) has any leading axes. x, a inputs, w, w2 weights, b biases, y output, LN layernorm; w' is w transposed.
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import numpy as np
 
 from gpt2core import checks
 from gpt2core.errors import ConfigError
 from gpt2core.runtime import Runtime
-
-
-class ParameterCopy(NamedTuple):
-    """A copy of parameters in compute_dtype, which adamw_step writes: rounded to nearest, or stochastically with a key.
-
-    offset: the index of the first parameter in the arena, which selects the random numbers.
-    """
-
-    array: object
-    key: object = None  # (1) int64 on the host, from divided_optimizer.rounding_key()
-    offset: int = 0
-
-
-class Guard(NamedTuple):
-    """What Backend.clip reads and updates on the device, so that later steps need no answer of the host.
-
-    stop: an array (1), initially 0. The first norm that is not finite sets it to NaN, and then every later factor is
-    NaN. Or loss_scale, interval: `state` and `interval` of a LossScale (engine/loss_scale.py). The norm is divided by
-    the loss scale before clipping, the factor after clipping, and the state is updated.
-    """
-
-    stop: object = None
-    loss_scale: object = None
-    interval: int = 0
 
 
 class Backend(ABC):
@@ -54,7 +29,6 @@ class Backend(ABC):
     deterministic = True  # the default; False on GPUs, where many small micro-batches are slower
     uses_threads = False  # whether the batch is divided over worker threads, each with a backend of its own
     merges_micro_batches = False  # whether one call may compute several micro-batches
-    computes_slices = True  # whether a rank may have several slices of each layer (ParallelConfig.canonical_tp)
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (engine/loss_scale.py)
     rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
     decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time
@@ -111,15 +85,15 @@ class Backend(ABC):
             array[...] = gradient
 
     def cast(self, x, out, key=None, offset=0):
-        """Copy x to `out` in the dtype of `out`, rounded as in ParameterCopy, which describes `key` and `offset`."""
+        """Copy x to `out` in its dtype, rounded to nearest, or stochastically with a key: see ParameterCopy."""
         if key is not None:
             raise NotImplementedError(f"the {self.name} backend cannot round stochastically")
         out[...] = x
 
-    def prepare_tokens(self, ids, rows=None, first=0):
+    def prepare_tokens(self, ids, vocabulary=None):
         """Token ids (B, T) on the host -> host arrays in the form that this backend's kernels read.
 
-        rows, first: if given, wte has the tokens [first, first + rows); the result is then also for embedding_backward.
+        vocabulary: the number of all tokens; if it is given, the result is also for embedding_backward.
         """
         return ids
 
@@ -165,7 +139,7 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K) -> y = gelu(x @ w + b) (..., K), aux."""
 
     @abstractmethod
-    def linear_gelu_backward(self, dy, x, w, aux):
+    def linear_gelu_backward(self, dy, x, w, b, aux):
         """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
 
     @abstractmethod
@@ -173,7 +147,7 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K), w2 (K, C) -> y = gelu(x @ w + b) @ w2 (..., C), aux."""
 
     @abstractmethod
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         """dy (..., C) -> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
 
     @abstractmethod
@@ -307,15 +281,15 @@ class Backend(ABC):
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
-        guard: a Guard, for the gradient of a step of engine/fast_trainer.py. A backend reads it if it scales the loss,
-        or if its steps overlap.
+        guard: a Guard (update_arguments.py), for the gradient of a step of engine/fast_trainer.py. A backend
+        reads it if it scales the loss, or if its steps overlap.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, *copy):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         """Update p, m, v (n) from the gradient g (n) * factor: one step of AdamW (optimizer.py).
 
-        m, v: the moments. coefficients: from adamw_coefficients(). factor: from clip(); if it is NaN, nothing changes.
-        decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy that
-        receives the new p; it is given only if compute_dtype is not dtype.
+        m, v: the moments. coefficients: from AdamW.coefficients(). factor: from clip(); if it is NaN, nothing changes.
+        decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy
+        (update_arguments.py) that receives the new p; None if compute_dtype is dtype.
         """

@@ -14,17 +14,17 @@ class ComposedKernels(Backend):
         h = self.linear_forward(x, w, b)
         return self.gelu_forward(h), h
 
-    def linear_gelu_backward(self, dy, x, w, aux):
+    def linear_gelu_backward(self, dy, x, w, b, aux):
         return self.linear_backward(self.gelu_backward(dy, aux), x, w)
 
     def mlp_forward(self, x, w, b, w2):
         h, aux = self.linear_gelu_forward(x, w, b)
         return self.linear_forward(h, w2), (h, aux)
 
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         h, aux = aux
         dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False)
-        return *self.linear_gelu_backward(dh, x, w, aux), dw2
+        return *self.linear_gelu_backward(dh, x, w, b, aux), dw2
 
     # -- the residual stream and its layernorm: s = x + (a + bias), y = LN(s); s has two uses, so their gradients are
     #    added:  dx = da = ds + LN's dx,  dbias = sum of dx over the rows
@@ -40,6 +40,12 @@ class ComposedKernels(Backend):
         dx, dw, db = self.layernorm_backward(dy, w, aux)
         dx = dx if ds is None else dx + ds
         return dx, self.bias_backward(dx), dw, db
+
+    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
+
+    def dropout(self, x, mask, bias=None):
+        y = x if bias is None else x + bias
+        return self.xp.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
 
     # -- the logits x w' and their cross-entropy -----------------------------------------------------------------------
 

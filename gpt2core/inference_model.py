@@ -17,7 +17,7 @@ class InferenceModel:
     """A GPT-2 that computes no gradients.
 
     arrays: {Hugging Face name: array of the backend}. group: the ranks that divide each layer; `arrays` are then this
-    rank's shards (parallel/tensor_parallel.py). cache, an argument of the methods: a sampler.KVCache, after whose
+    rank's shards (parallel/tensor/shards.py). cache, an argument of the methods: a sampler.KVCache, after whose
     tokens the ids follow, or None.
     """
 

@@ -19,7 +19,7 @@ class GPT2:
     """A GPT-2 that computes with the given parameters.
 
     parameters: {Hugging Face name: Tensor}. group: the ranks that divide each layer; `parameters` are then this rank's
-    shards (parallel/tensor_parallel.py). units: the embedding, each block, and the head, in forward order; a forward
+    shards (parallel/tensor/shards.py). units: the embedding, each block, and the head, in forward order; a forward
     pass calls x = unit(x, arguments) for each, where x is first ids (B, T), then the Stream (B, T, C), and last the
     loss.
     """

@@ -37,7 +37,7 @@ def mlp(x, w, b, w2):
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
 
     def backward(dy):
-        dx, dw, db, dw2 = backend.mlp_backward(dy, x.data, w.data, w2.data, aux)
+        dx, dw, db, dw2 = backend.mlp_backward(dy, x.data, w.data, b.data, w2.data, aux)
         return dw2, dw, db, dx
 
     return Tensor.from_op(y, (w2, w, b, x), backward)

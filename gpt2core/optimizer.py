@@ -38,16 +38,6 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * remaining
 
 
-def adamw_coefficients(step, lr, beta1, beta2, eps, weight_decay):
-    """(3) float64 [rate, e, shrink], the numbers of the last line of AdamW's formula, in update number `step`.
-
-    With c1 = 1 - beta1^step and c2 = 1 - beta2^step, m_ / (sqrt(v_) + eps) = (m / c1) / (sqrt(v / c2) + eps) is
-    sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)).
-    """
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
-    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
-
-
 class AdamW:
     """The rule (Loshchilov and Hutter 2019) for parameters p with gradients g. In step t = 1, 2, ...:
 
@@ -69,25 +59,31 @@ class AdamW:
         self.keeps_zeros = eps > 0  # whether p = 0 stays 0 if its gradient is always 0; otherwise it becomes 0 / 0
 
     def coefficients(self, step, lr):
-        return adamw_coefficients(step, lr, *self.betas, self.eps, self.weight_decay)
+        """(3) float64 [rate, e, shrink], the numbers of the last line of the formula, in update number `step` (from 1).
 
-    def update(self, backend, p, g, states, coefficients, factor, decays, *copy):
+        With c1 = 1 - beta1^step and c2 = 1 - beta2^step, m_ / (sqrt(v_) + eps) = (m / c1) / (sqrt(v / c2) + eps) is
+        sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)).
+        """
+        beta1, beta2 = self.betas
+        c1, c2 = 1 - beta1**step, 1 - beta2**step
+        return np.array([lr / c1 * math.sqrt(c2), self.eps * math.sqrt(c2), 1 - lr * self.weight_decay])
+
+    def update(self, backend, p, g, states, coefficients, factor, decays, copy=None):
         """Update the flat arrays p and `states`, {name: array}, from g * factor: see Backend.adamw_step."""
-        backend.adamw_step(p, *states.values(), g, coefficients, factor, decays, self.betas, *copy)
+        backend.adamw_step(p, *states.values(), g, coefficients, factor, decays, self.betas, copy)
 
 
 class Optimizer:
-    """Clips gradients by their global norm, then updates flat `parameters` by a rule: rule_class(**options)."""
+    """Clips gradients by their global norm, then updates flat `parameters` by a rule, for example AdamW()."""
 
-    def __init__(self, arena, parameters, backend, *, clip=0.0, rule_class=AdamW, **options):
-        self.rule = rule_class(**options)
-        self.parameters, self.backend, self.clip = parameters, backend, clip
+    def __init__(self, arena, parameters, backend, rule, clip=0.0):
         require_not_negative(clip=clip)
-        self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule_class.STATES}
+        self.parameters, self.backend, self.rule, self.clip = parameters, backend, rule, clip
+        self.states = {name: backend.zeros(parameters.shape, parameters.dtype) for name in rule.STATES}
         self.decays = backend.asarray(arena.decays())  # of each page: whether its parameters decay
 
     def coefficients(self, step, lr):
-        """The numbers of update number `step` (from 1), in float64."""
+        """The numbers of the rule in update number `step` (from 1), in float64."""
         return self.rule.coefficients(step, lr)
 
     def norm_and_factor(self, gradients):

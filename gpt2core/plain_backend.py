@@ -4,6 +4,7 @@ Read this file to learn what is computed, and NumpyBackend (stage 0) to learn ho
 gradient of the loss with respect to y. Every formula below follows from dx = J' dy, where the Jacobian J of y has the
 derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. ComposedKernels calls these kernels
 for what a faster backend computes at once: the MLP, the residual stream with its LayerNorm, the logits with their loss.
+It also has dropout.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -54,12 +55,6 @@ class PlainBackend(ComposedKernels):
 
     def bias_backward(self, dy):
         return rows(dy).sum(0)
-
-    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
-
-    def dropout(self, x, mask, bias=None):
-        y = x if bias is None else x + bias
-        return np.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
 
     # -- gelu: y = x (1 + t) / 2,  t = tanh(u),  u = A (x + 0.044715 x^3) ----------------------------------------------
     #    the slope is (1 + t) / 2 + x / 2 dt/dx,  dt/dx = (1 - t^2) du/dx;  dx = slope dy
@@ -175,7 +170,7 @@ class PlainBackend(ComposedKernels):
     # -- AdamW, whose formula is in optimizer.py: m and v are running means of g and of g^2;
     #    p = shrink p - rate m / (sqrt(v) + e)
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         if math.isnan(factor):
             return
         (rate, e, shrink), (beta1, beta2) = coefficients.tolist(), betas

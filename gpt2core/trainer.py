@@ -45,8 +45,9 @@ class Trainer:
         self.set_sizes(config, batch_size, seq_len, micro_batches)
         checks.whole_precision(backend)
         backend.check_model(config)
-        options = optimizer or {}
+        options = dict(optimizer or {})
         require_known("optimizer", options, (*AdamW.OPTIONS, "clip"))
+        clip = options.pop("clip", 0.0)
         self.backend, self.rows = backend, slice(0, batch_size)  # the rows of the batch that this process reads
         self.arena = Arena(parameter_shapes(config))
         self.parameters, self.gradients = (backend.zeros((self.arena.size,), backend.dtype) for _ in range(2))
@@ -55,7 +56,7 @@ class Trainer:
         for name, array in initial_parameters(config, seed):
             views[name][...] = backend.asarray(array, backend.dtype)
         self.model = GPT2(config, self.tensors)
-        self.optimizer = Optimizer(self.arena, self.parameters, backend, **options)
+        self.optimizer = Optimizer(self.arena, self.parameters, backend, AdamW(**options), clip)
 
     def set_sizes(self, config, batch_size, seq_len, micro_batches):
         checks.sizes(config, batch_size, seq_len, micro_batches)
@@ -123,12 +124,9 @@ class Trainer:
         inputs, targets: (B, T) integers on the host. Raises ShapeError for another shape, for another dtype than
         integers, and for a token outside the vocabulary.
         """
-        inputs, targets = self.checked(inputs, targets)
+        shape = self.batch_size, self.seq_len
+        inputs, targets = checks.batch((inputs, targets), shape, self.config.vocab_size)
         return [(inputs[part], targets[part]) for part in even_slices(self.batch_size, self.micro_batches)]
-
-    def checked(self, *arrays):
-        """`arrays` of tokens as NumPy arrays, after the checks of prepare()."""
-        return checks.batch(arrays, (self.rows.stop - self.rows.start, self.seq_len), self.config.vocab_size)
 
 
 def add_pairs(a, b):

@@ -1,4 +1,4 @@
-"""The training loop in its simplest form. That of the command line, engine/run.py, also saves and obeys signals."""
+"""The training loop in its simplest form. That of the command line, app/loop.py, also saves and obeys signals."""
 
 
 def run(trainer, windows, schedule, steps, on_step=print):
@@ -14,7 +14,7 @@ def run(trainer, windows, schedule, steps, on_step=print):
     return log
 
 
-def read_batch(trainer, windows):
-    """The batch of this rank for the next step, from Trainer.prepare()."""
-    rows = trainer.rows
-    return trainer.prepare(*windows.batch(trainer.position + rows.start, rows.stop - rows.start))
+def read_batch(trainer, windows, ahead=0):
+    """The batch of this rank for the next step, or for the step `ahead` steps after it, from Trainer.prepare()."""
+    position, rows = trainer.position + ahead * trainer.batch_size, trainer.rows
+    return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))

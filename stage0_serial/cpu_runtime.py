@@ -51,12 +51,9 @@ class CpuRuntime(Runtime):
                 except ConfigError as error:
                     warnings.warn(str(error), stacklevel=2)
         self.blas = name
-        self.use_product(mkl.product if name == "mkl" else np.matmul)
+        product = mkl.product if name == "mkl" else np.matmul
+        self.product = Bf16Products(product) if self.bf16 else product  # of few rows in fp32
         self.library = "MKL" if name == "mkl" else ""
-
-    def use_product(self, product):
-        """Select the product of float32 operands. With bf16, it computes only the products of few rows."""
-        self.product = Bf16Products(product) if self.bf16 else product
 
     def add_product(self, a, b, out):
         """Let BLAS add a @ b to `out`, and return True. False: `out` has not changed.

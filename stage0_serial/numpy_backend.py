@@ -236,10 +236,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         self.gelu(y, b, y, slope)
         return y, slope
 
-    def linear_gelu_backward(self, dy, x, w, aux):
+    def linear_gelu_backward(self, dy, x, w, b, aux):
         return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w)
 
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         h, slope = aux
         dh, dw2, _ = self.linear_backward(dy, h, w2, False)
         np.multiply(dh, slope, out=dh)  # in place: writing a new array would load its memory into the cache first
@@ -391,7 +391,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         segments = sums.reshape(SEGMENTS, -1).sum(1, dtype=np.float64)
         return super().clip(np.array([tree_sum(segments.tolist())]), clip)
 
-    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas):
+    def adamw_step(self, p, m, v, g, coefficients, factor, decays, betas, copy=None):
         if math.isnan(factor):
             return
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root

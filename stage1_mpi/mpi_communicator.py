@@ -27,6 +27,7 @@ from stage1_mpi.import_mpi import FLUSH_TIME, import_mpi
 from stage1_mpi.watchdog import watch_world
 
 NATIVE = "mpi"  # the algorithm name that selects the MPI library's own collectives
+CHOICES = NATIVE, *collectives.ALL_REDUCE  # the names for use_collectives()
 OURS_MIN_BYTES = 1 << 24  # minimum bytes of a result for which our all_gather and all_to_all beat MPICH's
 MAX_CALL_BYTES = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
@@ -82,9 +83,8 @@ class MpiCommunicator(Communicator):
         return self._library_bytes + self._messages.bytes_sent + self._internal_messages.bytes_sent
 
     def use_collectives(self, name):
-        choices = [NATIVE, *collectives.ALL_REDUCE]
-        if name not in choices:
-            raise ConfigError(f"`collectives={name}`: unknown algorithm; choose one of {', '.join(choices)}")
+        if name not in CHOICES:
+            raise ConfigError(f"`collectives={name}`: unknown algorithm; choose one of {', '.join(CHOICES)}")
         self._algorithm = name
 
     def sent(self, call, size, rank):

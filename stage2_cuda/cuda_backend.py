@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import Backend, Guard
+from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from gpt2core.recording import is_recording
+from gpt2core.update_arguments import Guard
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
 from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime
@@ -56,7 +56,6 @@ class CudaBackend(FusedHead, Backend):
     """
 
     deterministic = False
-    computes_slices = False  # the tokens are sorted before a step, for one slice of the embedding
     decoder_batch = MAX_BATCH
     decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 
@@ -119,9 +118,9 @@ class CudaBackend(FusedHead, Backend):
         else:
             rounding.round_to_bf16(out.view(np.uint16), x, self.asarray(key), offset)
 
-    def prepare_tokens(self, ids, rows=None, first=0):
+    def prepare_tokens(self, ids, vocabulary=None):
         ids = np.ascontiguousarray(ids, np.int32)
-        return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
+        return ids if vocabulary is None else PreparedTokens(ids, embedding.sort_tokens(ids, vocabulary))
 
     def token_ids(self, tokens):
         return self.to_host(tokens.ids)
@@ -261,15 +260,12 @@ class CudaBackend(FusedHead, Backend):
         h = self.product(rows(x), w)  # without the bias: the next kernel adds it
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
-        # a copy: a view would keep the parameters of the whole unit in memory until backward (ZeRO-3)
-        aux = (h, b.copy()) if is_recording() else None
-        return y.reshape(*x.shape[:-1], w.shape[1]), aux
+        return y.reshape(*x.shape[:-1], w.shape[1]), h
 
-    def linear_gelu_backward(self, dy, x, w, aux):
-        h, b = aux
-        dh = self.like(h)
-        partials = self.floats(*gelu.gelu_partials_shape(*h.shape))
-        gelu.bias_gelu_backward(dh, partials, rows(dy), h, b)
+    def linear_gelu_backward(self, dy, x, w, b, aux):
+        dh = self.like(aux)
+        partials = self.floats(*gelu.gelu_partials_shape(*aux.shape))
+        gelu.bias_gelu_backward(dh, partials, rows(dy), aux, b)
         dx, dw, _ = self.linear_backward(dh, x, w, bias=False)
         return dx, dw, *self.sums_of_partials(partials[None])
 
@@ -282,12 +278,12 @@ class CudaBackend(FusedHead, Backend):
         self.products.gelu_product(y, h, rows(x), w, b)
         return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y)
 
-    def mlp_backward(self, dy, x, w, w2, aux):
+    def mlp_backward(self, dy, x, w, b, w2, aux):
         if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
             (h, aux), operand = aux, self.products.operand(rows(dy))
             dw2 = self.weight_gradient(rows(h), operand)  # first: it need not wait for dh
             dh = self.product(operand, w2, trans_b=True)
-            return *self.linear_gelu_backward(dh, x, w, aux), dw2
+            return *self.linear_gelu_backward(dh, x, w, b, aux), dw2
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)
         partials = self.products.gelu_backward_product(dh, dy, w2, h)
@@ -397,12 +393,12 @@ class CudaBackend(FusedHead, Backend):
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
         if not isinstance(ids, PreparedTokens):
-            ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
+            ids = self.prepare_tokens(self.to_host(ids), first + wte.shape[0])
         tokens, dy = embedding.SortedTokens(*map(self.asarray, ids.sorted_tokens)), self.xp.ascontiguousarray(dy)
 
         def compute(dwte, accumulate=False):
             chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], dy.shape[-1]))
-            embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
+            embedding.token_gradient(dwte, chunk_sums, tokens, dy, accumulate, first)
 
         add = functools.partial(compute, accumulate=True)
         dwte = self.gradient(wte.shape, compute, tokens, dy, add=add, side=False)

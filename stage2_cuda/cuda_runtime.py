@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel.gpu_sizes import CONTEXT
+from gpt2core.memory.gpu_sizes import CONTEXT
 from gpt2core.runtime import Runtime
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
 from stage2_cuda.runtime import cupti, gpu_clock, nvtx, triton_launch
@@ -54,6 +54,7 @@ class CudaRuntime(SideStreamRuntime):
         super().__init__()
         self.precision = precision
         self.xp = triton_launch.array_module()
+        triton_launch.open_gpu(self.xp, self.xp.cuda.runtime.getDevice())
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled = []  # the CapturedSteps of training
         self.decoding_memories = []  # the GraphMemory of each decode stream

@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from gpt2core.parallel.gpu_sizes import CHUNK_LOGITS, LOGITS_ALIGNMENT
+from gpt2core.memory.gpu_sizes import CHUNK_LOGITS, LOGITS_ALIGNMENT
 from gpt2core.recording import AutogradError, is_recording
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
@@ -35,20 +35,20 @@ class FusedHead:
         return dlogits
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
-        targets, V, x, w = self.asarray(targets, np.int32), len(w), rows(x), self.padded_operand(w)
+        targets, V, x = self.asarray(targets, np.int32), len(w), rows(x)
+        chunks, w = self.logit_chunks(x, w), self.padded_operand(w)
         statistics = self.floats(3, len(x))  # maxima, sums, target_logits
         with_gradients = is_recording() and V == vocabulary  # they need the maximum and the sum of a whole row
         if with_gradients:
             dx, dw = self.like(x), self.floats(*w.shape)
-        for number, chunk in enumerate(logit_chunks(x, V)):
-            logits = self.product(x[chunk], w, trans_b=True)
+        for number, (chunk, logits) in enumerate(chunks):
+            self.products.multiply(logits, x[chunk], w, trans_b=True)
             if not with_gradients:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
             else:  # backward may follow. The gradient of the logits overwrites the logits
                 arguments = targets[chunk], scale, V, first, dloss
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *arguments)
                 self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
-                del logits  # frees the memory before the logits of the next chunk are allocated
         return *statistics, (dx, dw[:V], dloss) if with_gradients else None
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
@@ -60,14 +60,14 @@ class FusedHead:
                 raise AutogradError("unembed_cross_entropy: call backward() with the dloss that forward was given")
             return dx.reshape(x.shape), dw
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-        shape, x, w = x.shape, rows(x), self.padded_operand(w)
+        shape, x = x.shape, rows(x)
+        chunks, w = self.logit_chunks(x, w), self.padded_operand(w)
         dx, dw = self.like(x), self.floats(*w.shape)
-        for number, chunk in enumerate(logit_chunks(x, V)):
-            logits = self.product(x[chunk], w, trans_b=True)  # again, because forward did not keep them
+        for number, (chunk, logits) in enumerate(chunks):
+            self.products.multiply(logits, x[chunk], w, trans_b=True)  # again, because forward did not keep them
             arguments = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
             cross_entropy.cross_entropy_backward(logits, logits, *arguments)
             self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
-            del logits
         return dx.reshape(shape), dw[:V]
 
     def times(self, gradient, dy):
@@ -92,6 +92,19 @@ class FusedHead:
         self.products.multiply(dx, operand, w)
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
+    def logit_chunks(self, x, w):
+        """[(the slice of the rows of each chunk of x (N, C), an array for its logits)]; the arrays share their memory.
+
+        A chunk has at most CHUNK_LOGITS logits. If it has more than 1024 rows, and is not the last one, it has a
+        multiple of 1024 rows. Call this method before other arrays are allocated: smaller ones would divide the block
+        of memory that held the logits of an earlier call, and that these logits need.
+        """
+        step = max(1, CHUNK_LOGITS // len(w))
+        step -= step % 1024 if step > 1024 else 0
+        chunks = [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+        logits = self.xp.empty((min(step, len(x)), len(w) + -len(w) % LOGITS_ALIGNMENT), x.dtype)
+        return [(chunk, logits[: chunk.stop - chunk.start]) for chunk in chunks]
+
     def padded_operand(self, w):
         """w (V, C) as an operand of products, with rows of zeros up to a multiple of LOGITS_ALIGNMENT rows.
 
@@ -111,13 +124,3 @@ def rows(x):
     """x (..., C) as a contiguous matrix (N, C): a view, or a copy of an array that is not contiguous."""
     x = x if x.flags.c_contiguous else x.copy()
     return x.reshape(-1, x.shape[-1])
-
-
-def logit_chunks(x, V):
-    """Slices that divide the rows of x (N, C) into chunks of at most CHUNK_LOGITS logits, V of each row.
-
-    A chunk of more than 1024 rows has a multiple of 1024 rows, except for the last one.
-    """
-    step = max(1, CHUNK_LOGITS // V)
-    step -= step % 1024 if step > 1024 else 0
-    return [slice(start, start + step) for start in range(0, x.shape[0], step)]

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from gpt2core.errors import ConfigError, counted
+from gpt2core.memory.gpu import BYTES, FP32, MARGIN, generation_memory, training_memory
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.gpu_memory import BYTES, FP32, MARGIN, generation_memory, training_memory
 
 
 def largest_batch(fits, batch_size, step):

@@ -7,11 +7,12 @@ NCCL transfers large arrays directly from GPU to GPU.
 
 import platform
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gpt2core.communicator import Communicator, Solo
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
+from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
@@ -52,7 +53,7 @@ class NcclCommunicator(Communicator):
         self._device_communicator = None
 
     def plan_transport(self, name):
-        if triton_launch.interpreted():
+        if self._is_interpreted():
             return self.use_transport(name)
         check_transport(name)
         self.transport = name or "nccl"
@@ -60,7 +61,7 @@ class NcclCommunicator(Communicator):
 
     def use_transport(self, name):
         check_transport(name)
-        if triton_launch.interpreted():
+        if self._is_interpreted():
             if name == "nccl":
                 raise ConfigError("`transport=nccl`: needs GPUs, and Triton's interpreter uses none; omit the flag")
             self.transport, self.gpu = "mpi", GpuBinding()
@@ -72,28 +73,49 @@ class NcclCommunicator(Communicator):
         watch_gpus(self)
         return self.transport
 
+    def _is_interpreted(self):
+        """Whether all ranks use Triton's interpreter; raises ConfigError if only some of them do."""
+        ranks = gather_or_raise(self.mpi_group, lambda: (triton_launch.interpreted(), platform.node()))
+        for rank, (interpreted, _) in enumerate(ranks):
+            if interpreted != ranks[0][0]:
+                with_it, without = (rank, 0) if interpreted else (0, rank)
+                raise shared_error(
+                    ConfigError(
+                        f"rank {with_it} uses Triton's interpreter (on {ranks[with_it][1]}), but rank {without} a GPU "
+                        f"(on {ranks[without][1]}): set TRITON_INTERPRET for all ranks or for none, with Open MPI by "
+                        "mpirun -x TRITON_INTERPRET"
+                    )
+                )
+        return ranks[0][0]
+
     def _choose_transport(self, name):
         """The transport to use with the GPUs that the ranks have selected. name: the value of --transport, or None.
 
         Rank 0 warns if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
         is "nccl" and ranks share a GPU.
         """
-        gpus = self.mpi_group.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
-        model_of_rank_0, gpu_count = gpus[0][0], len(set(gpus))
-        for rank, (model, *_) in enumerate(gpus):
-            if model != model_of_rank_0:
+        gpus = self.mpi_group.all_gather_object((platform.node(), self.gpu.name, self.gpu.pci_bus_id))
+        first_host, first_model, _ = gpus[0]
+        for rank, (host, model, _) in enumerate(gpus):
+            if model != first_model:
                 advice = "select GPUs of one model with CUDA_VISIBLE_DEVICES"
-                found = f"rank {rank} has an {model}, but rank 0 has an {model_of_rank_0}"
+                found = f"rank {rank} has an {model} on {host}, but rank 0 has an {first_model} on {first_host}"
                 raise shared_error(ConfigError(f"{found}; {advice}"))
-        if gpu_count == self.size:
+        ranks_of = Counter(host for host, *_ in gpus)
+        gpus_of = Counter(host for host, *_ in set(gpus))
+        found = [
+            f"{host} has {counted(gpus_of[host], 'GPU')} for {counted(ranks, 'rank')}"
+            for host, ranks in ranks_of.items()
+            if gpus_of[host] < ranks
+        ]
+        if not found:
             return name or "nccl"
-        found = f"{self.size} ranks have {counted(gpu_count, 'GPU')}"
         if name == "nccl":
-            advice = f"start {counted(gpu_count, 'rank')}, or use `transport=mpi`, where ranks can share a GPU"
-            raise shared_error(ConfigError(f"`transport=nccl`: needs a GPU for each rank, but {found}; {advice}"))
+            advice = "start one rank for each GPU, or use `transport=mpi`, where ranks can share a GPU"
+            raise shared_error(ConfigError(f"`transport=nccl`: needs a GPU for each rank, but {found[0]}; {advice}"))
         if self.is_root:
             reason = "so ranks share GPUs, which NCCL does not support"
-            warnings.warn(f"{found}, {reason}: using `transport=mpi`", stacklevel=2)
+            warnings.warn(f"{found[0]}, {reason}: using `transport=mpi`", stacklevel=2)
         return "mpi"
 
     native_algorithm, capturable = map(of_transport, ("native_algorithm", "capturable"))
@@ -207,9 +229,12 @@ class GpuBinding:
 def bind_gpu(local_rank):
     """Select GPU local_rank % (number of visible GPUs) as the current device of this thread; return its GpuBinding.
 
-    Raises ConfigError if there is no GPU.
+    local_rank: the number of this rank among the ranks of its host. Raises ConfigError if the host has no GPU.
     """
-    cupy = triton_launch.array_module()
+    try:
+        cupy = triton_launch.array_module()
+    except ConfigError as error:
+        raise ConfigError(f"host {platform.node()}: {error}; or start no ranks on this host") from error
     device_id = local_rank % cupy.cuda.runtime.getDeviceCount()
     cupy.cuda.Device(device_id).use()
     name = cupy.cuda.runtime.getDeviceProperties(device_id)["name"].decode()

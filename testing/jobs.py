@@ -128,6 +128,16 @@ class Job:
         pids = self.pids("OMPI_COMM_WORLD_RANK") or self.pids("PMI_RANK")
         return {int(rank): pid for rank, pid in pids.items()}
 
+    def kill_rank(self, rng):
+        """Kill a random rank by SIGKILL, as soon as there is one; return its number, or None if the job has ended."""
+        while self.process.poll() is None:
+            if ranks := self.ranks():
+                rank = rng.choice(sorted(ranks))
+                with suppress(ProcessLookupError):  # the rank has just ended
+                    os.kill(ranks[rank], signal.SIGKILL)
+                    return rank
+        return None
+
     def out(self):
         """The standard output so far."""
         return os.pread(self.files[0].fileno(), 1 << 24, 0).decode(errors="replace")

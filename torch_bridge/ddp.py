@@ -12,7 +12,7 @@ Until finish_gradient_synchronization() a gradient is that of one rank, or is be
     model.finish_gradient_synchronization()
     optimizer.step()
 
-gpt2core/parallel/data_parallel.py has the same four schedules for this project's own model, whose backward is fixed.
+gpt2core/parallel/data/strategies.py has the same four schedules for this project's own model, whose backward is fixed.
 A PyTorch module may do something else on each rank, so here buckets are sent in one order on all ranks: bucket k + 1
 is never sent before bucket k. A bucket that is not complete after backward is sent by
 finish_gradient_synchronization(). A parameter without a gradient counts as zeros in the mean; if it has no gradient on
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gpt2core.parallel.data_parallel import plan_buckets
+from gpt2core.parallel.data.strategies import plan_buckets
 from torch_bridge.process_group import (
     broadcast_module,
     check_same_parameters,

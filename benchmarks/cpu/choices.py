@@ -18,7 +18,7 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.presets import PRESETS
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
@@ -80,7 +80,7 @@ def overrides(backend, config):
     w, b, w1, b1, w2 = normal(C), normal(C), 0.02 * normal(C, 4 * C), normal(4 * C), 0.02 * normal(4 * C, C)
     wte, wpe, ids, targets = normal(V, C), normal(T, C), rng.integers(0, V, (B, T)), rng.integers(0, V, B * T)
     (p, m, v, g), decays = (abs(normal(BLOCKS * 1024)) for _ in range(4)), np.ones(BLOCKS, np.int32)
-    coefficients = adamw_coefficients(1, 1e-3, 0.9, 0.99, 1e-8, 0.1)
+    coefficients = AdamW(0.9, 0.99, 1e-8, 0.1).coefficients(1, 1e-3)
 
     def linear():
         backend.linear_forward(x, w1, b1)
@@ -88,7 +88,7 @@ def overrides(backend, config):
 
     def mlp():
         _, aux = backend.mlp_forward(x, w1, b1, w2)
-        compute(*backend.mlp_backward(dy, x, w1, w2, aux))
+        compute(*backend.mlp_backward(dy, x, w1, b1, w2, aux))
 
     def residual_layernorm():
         _, _, aux = backend.residual_layernorm_forward(x, a, b, w, b, 1e-5)
@@ -138,7 +138,7 @@ def main():
         seconds = interleaved(timers, args.rounds)
         results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
     TABLES["cpu-choices"].print(results)
-    save("benchmarks.cpu.choices", results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

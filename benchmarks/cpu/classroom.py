@@ -24,7 +24,6 @@ from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
 STAGES = (0, 1, 2, 3)
-BENCHMARK = "benchmarks.cpu.classroom"
 
 
 def make(target, *variables):
@@ -86,13 +85,13 @@ def measure_all(commands, rounds, directory=ROOT):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.cpu.classroom", __doc__)
     parser.add_flags(rounds=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = measure_all(commands(Path(folder)), args.rounds)
     TABLES["classroom"].print(results)
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

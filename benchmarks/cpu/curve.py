@@ -7,8 +7,6 @@ deviates by 25 % or more from the paper's, or if two runs differ in a bit.
     python -m benchmarks.cpu.curve --threads 1  # with one thread
 """
 
-import sys
-
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
@@ -48,11 +46,11 @@ def main():
     counts = ", ".join(map(str, args.threads))
     print(f"losses and parameters with {counts} threads: {'bitwise identical' if bitwise_equal else 'DIFFERENT'}")
     results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": bitwise_equal}
-    path = save("benchmarks.cpu.curve", results, args)
+    path = save(results, args)
     title = "Preset paper: stage 0 and the paper's programs"
     write_plot(curves_with_the_paper(losses), title, path.with_suffix(".png"))
     return 0 if bitwise_equal and abs(deviations[worst_step]) < MAX_DEVIATION else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

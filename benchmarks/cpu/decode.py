@@ -16,12 +16,11 @@ import numpy as np
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
+from benchmarks.harness.rounds import SEED
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
-SEED = 20260101
 BATCHES = 8, 32  # numbers of prompts
-BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark processes import this file
 
 
 def prepare(module, preset, threads):
@@ -85,7 +84,7 @@ def measure(args, threads, specs):
     """
     results = []
     with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
+        processes = [stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout)) for spec in specs]
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
             if args.only not in case:
                 continue
@@ -133,7 +132,7 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.cpu.decode", __doc__)
     add = parser.add_argument
     parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
@@ -146,7 +145,7 @@ def main():
         parser.error(f"--only {args.only} --save: the results file has all cases; omit --only or --save")
 
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-decode"].print, TABLES["cpu-decode-batch"].print)
+    save_each(args, tables, summarise, TABLES["cpu-decode"].print, TABLES["cpu-decode-batch"].print)
 
 
 if __name__ == "__main__":

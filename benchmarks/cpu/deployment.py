@@ -21,7 +21,6 @@ from gpt2core.app.presets import NANO_WEIGHTS
 from gpt2core.app.settings.flag_parser import to_path
 from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.cpu.deployment"
 FLAGS = ["--weights", str(NANO_WEIGHTS), "--prompt", "In the spring of", "--max-new-tokens", "1"]
 API = f"import staged_gpt2 as s; print(s.GPT2.from_pretrained({str(NANO_WEIGHTS)!r}, stage=0).generate('In the', 1))"
 PROGRAMS = {  # {name: arguments of Python}
@@ -43,7 +42,7 @@ def run(arguments, checkout):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.cpu.deployment", __doc__)
     add = parser.add_argument
     add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
     add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
@@ -69,7 +68,7 @@ def main():
                 }
             )
     TABLES["cpu-deployment"].print(results)
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

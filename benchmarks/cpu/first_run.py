@@ -28,7 +28,7 @@ def main():
     results = measure_all(COMMANDS, args.rounds, ROOT / "stage0_serial")
     seconds = {"seconds": {result["name"]: result["seconds"] for result in results}}
     TABLES["first-run"].print(seconds)
-    save("benchmarks.cpu.first_run", seconds, args)
+    save(seconds, args)
 
 
 if __name__ == "__main__":

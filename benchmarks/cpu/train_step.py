@@ -17,7 +17,6 @@ from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 
 EAGER, FLOOR = "torch eager", "sgemm floor"
-BENCHMARK = "benchmarks.cpu.train_step"  # the name under which the benchmark processes import this file
 
 
 def prepare(module, preset, batch_size, seq_len, threads, **options):
@@ -55,7 +54,7 @@ def process_specs(args, threads):
 
 def measure(args, threads, specs):
     """Measure all specs with one thread count; return one result for each spec, with the seconds of every step."""
-    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     times = step_results(measured)
     return [
         {
@@ -81,7 +80,7 @@ def summarise(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.cpu.train_step", __doc__)
     parser.add_flags(preset="paper", threads=[1, 2])
     parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
@@ -89,7 +88,7 @@ def main():
     parser.add_argument("--bf16", action="store_true", help=text)
     args = parser.parse_args()
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(BENCHMARK, args, tables, summarise, TABLES["cpu-step"].print)
+    save_each(args, tables, summarise, TABLES["cpu-step"].print)
 
 
 if __name__ == "__main__":

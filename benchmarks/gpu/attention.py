@@ -18,7 +18,6 @@ among the plain Triton kernels only; it differs from "ours" on a GPU that has Gl
 import argparse
 import functools
 import statistics
-import sys
 
 import numpy as np
 
@@ -26,11 +25,10 @@ from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
-from benchmarks.harness.rounds import measure_shapes
+from benchmarks.harness.rounds import SEED, measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D
 
-SEED = 20260101
 BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
 OURS, OURS_UNTUNED, OURS_PLAIN = "ours", "ours, the table's tiles", "ours, plain Triton"
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
@@ -137,7 +135,7 @@ def measure(args, specs):
 
     The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
     """
-    for of_shape in measure_shapes(specs, BENCHMARK, args, args.shape or SHAPES, KINDS):
+    for of_shape in measure_shapes(specs, args, args.shape or SHAPES, KINDS):
         summarise(of_shape)
         yield [of_shape]
 
@@ -171,8 +169,8 @@ def main():
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
-    save_each(BENCHMARK, args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
+    save_each(args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
 from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.gpu.checkpoints"
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
 MODULES = {"cpu": "stage0_serial.train_gpt2", "cuda": "stage2_cuda.train_gpt2"}
 PROGRAMS = {  # {name: flags}
@@ -46,7 +46,7 @@ def seconds_of(words, steps, timeout):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.checkpoints", __doc__)
     parser.add_flags(
         preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300
     )  # fmt: skip
@@ -78,15 +78,8 @@ def main():
         }
         for name in PROGRAMS
     ]
-    print_table([
-        {
-            "": each["name"],
-            "ms per step": f"{sorted(each['totals'])[len(each['totals']) // 2] / timed * 1e3:.2f}",
-            "times": f"{each['times']['median']:.3f}",
-        }
-        for each in results
-    ])  # fmt: skip
-    save(BENCHMARK, results, args)
+    TABLES["gpu-checkpoints"].print(results)
+    save(results, args)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.rounds import interleaved, median_seconds, random_batch
+from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 
-BENCHMARK = "benchmarks.gpu.choices"
-SEED = 20260101
 FULL_STEP = "nothing"  # the name of the full step in results/, because it leaves out nothing
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
@@ -143,13 +141,13 @@ def measure(preset, precision, rounds):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.choices", __doc__)
     parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     parser.add_flags(precision="bf16", rounds=5)
     args = parser.parse_args()
     check_gpu()
     tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
-    save_each(BENCHMARK, args, tables, TABLES["gpu-choices"].print)
+    save_each(args, tables, TABLES["gpu-choices"].print)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,10 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.rounds import interleaved, measure_specs
+from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import UserError
 
-SEED = 20260101
-BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
 OURS = "ours"
 PEER_MODULE = "benchmarks.peers.torch_decode_cuda"
 PEERS = {  # PyTorch's programs: their names for --peers and in the tables
@@ -166,10 +164,10 @@ def measure(args, case, precision):
         window = prompt == PRESETS[preset].block_size
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
         spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
-        with BenchmarkProcess(spec, BENCHMARK, args.timeout) as process:
+        with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
             variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
     specs = list(process_specs(args, sizes, variant))
-    measured = measure_specs(specs, BENCHMARK, args, request, request)
+    measured = measure_specs(specs, args, request, request)
     results = []
     for spec in specs:
         rounds = measured[spec.name]["rounds"]
@@ -232,7 +230,7 @@ def time_constants(args, case):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.decode", __doc__)
     add = parser.add_argument
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
@@ -248,9 +246,9 @@ def main():
     args = parser.parse_args()
 
     if args.variants:
-        return save_each(BENCHMARK, args, (time_constants(args, case) for case in args.cases))
+        return save_each(args, (time_constants(args, case) for case in args.cases))
     tables = (measure(args, case, precision) for case in args.cases for precision in CASES[case][-1])
-    save_each(BENCHMARK, args, tables, summarise, TABLES["gpu-decode"].print)
+    save_each(args, tables, summarise, TABLES["gpu-decode"].print)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.rounds import SEED, interleaved
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
@@ -26,9 +26,7 @@ from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
 # _desc: TMA descriptors, which load and store whole tiles.
 
-BENCHMARK = "benchmarks.gpu.fusions"
 SEPARATE = "separate kernel"
-SEED = 20260101
 # (n, c, k) of the MLP's first product and of the q, k, v projection, in gpt2 and in paper
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)
@@ -189,7 +187,7 @@ def functions_of(cupy, backend, n, c, k):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.fusions", __doc__)
     parser.add_flags(rounds=5)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
@@ -201,7 +199,7 @@ def main():
         for (fusion, version), us in times.items():
             results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
         TABLES["gpu-fusions"].print(results[-len(times) :])
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

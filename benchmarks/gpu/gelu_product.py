@@ -11,7 +11,6 @@ with the error. The processes compile at the same time; they check and time one 
 
 # x, dy (M, K); w (K, N); w2, h, y, dh: see gluon_gelu.py
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -22,13 +21,13 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.rounds import SEED
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.gluon_launch import gluon_kind
 from stage2_cuda.runtime.triton_launch import gpu_model
 
 BENCHMARK = "benchmarks.gpu.gelu_product"
-SEED = 20260101
 SHAPE = (65536, 768, 3072)  # (M, K, N) in GPT-2 124M with 64 x 1024 tokens
 # Fewer tiles than programs, odd numbers of tiles per program, one step, and sizes that no tile divides
 SMALL_SHAPES = [(128, 64, 128), (384, 192, 384), (133 * 128, 64, 128), (265 * 128, 192, 256), (1000, 200, 136)]
@@ -208,7 +207,7 @@ def measure(args):
         def start(variant):
             way, index, text = variant
             spec = ProcessSpec(f"{way} {text}", BENCHMARK, 1, {"direction": way, "index": index})
-            process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.compile_timeout))
+            process = stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.compile_timeout))
             return process, answer(process, args.compile_timeout, action="compile")
 
         progress(f"compiling {len(chosen)} variants")
@@ -232,7 +231,7 @@ def measure(args):
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
+    parser.add_flags(rounds=5)
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")
@@ -246,9 +245,9 @@ def main():
         if "error" in result:
             print(f"{result['direction']} {result['variant']}: {result['error']}")
     print("us, cublasLt us: the product and, in backward, the column sums")
-    save(BENCHMARK, results, args)
+    save(results, args)
     return int(any("error" in result for result in results))
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -7,8 +7,6 @@ captures several calls in a CUDA graph; the rounds are interleaved.
     python -m benchmarks.gpu.gluon_ladder --shape 8x12x1024x64 --rounds 3  # one shape
 """
 
-import sys
-
 from benchmarks.gpu import attention
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, save_each
@@ -22,6 +20,7 @@ STEPS = {  # {row: options of CausalAttention}; each row is compared with the fi
     "Gluon, products in flight": {"design": "pipelined"},
     "plain Triton": {"gluon": False},
 }
+prepare = attention.prepare
 
 
 class CausalAttention(attention.CausalAttention):
@@ -48,8 +47,8 @@ def main():
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]
-    save_each(BENCHMARK, args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
+    save_each(args, attention.measure(args, specs), attention.TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

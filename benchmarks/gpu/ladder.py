@@ -9,7 +9,6 @@ compared before they are timed. "bytes" counts each array that the rung reads or
 """
 
 import functools
-import statistics
 
 import numpy as np
 import triton
@@ -18,11 +17,11 @@ import triton.language as tl
 from benchmarks.gpu.lesson import device_seconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.table_format import Table, beside
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
-BENCHMARK = "benchmarks.gpu.ladder"
 ROWS, COLUMNS, EPS, SEED = 16384, 768, 1e-5, 20260101
 
 # -- the rungs: each computes s and y (N, C) from x, a (N, C) and bias, w, b (C) ---------------------------------------
@@ -140,6 +139,11 @@ RUNGS = {
     "5 stage 2's kernel": (stage2, 4),
 }
 
+TABLE = """
+    rung = {name} | us = {seconds.median * 1e6:.1f}
+    times as fast as rung 1 = {base.seconds.median / seconds.median:.2f}
+    bytes, MB = {bytes:MB .0f} | TB/s = {bytes / seconds.median / 1e12:.2f}"""
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,29 +188,14 @@ def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
     return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
 
 
-def rows_of(results):
-    """The rows of the table, from the results of measure()."""
-    medians = [statistics.median(result["seconds"]) for result in results]
-    return [
-        {
-            "rung": result["name"],
-            "us": f"{1e6 * median:.1f}",
-            "times as fast as rung 1": f"{medians[0] / median:.2f}",
-            "bytes, MB": f"{result['bytes'] / 1e6:.0f}",
-            "TB/s": f"{result['bytes'] / median / 1e12:.2f}",
-        }
-        for result, median in zip(results, medians, strict=True)
-    ]
-
-
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.ladder", __doc__)
     parser.add_flags(rounds=7)
     args = parser.parse_args()
     check_gpu()
     results = measure(args.rounds)
-    print_table(rows_of(results))
-    save(BENCHMARK, results, args)
+    Table("", TABLE, lambda results: beside(results, lambda rung: True)).print(results)
+    save(results, args)
 
 
 if __name__ == "__main__":

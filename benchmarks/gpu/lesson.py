@@ -25,7 +25,6 @@ from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 
-BENCHMARK = "benchmarks.gpu.lesson"
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
 
 
@@ -162,7 +161,7 @@ def comparisons(xp):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.lesson", __doc__)
     parser.add_flags(rounds=7)
     args = parser.parse_args()
     xp, results = check_gpu(), []
@@ -170,7 +169,7 @@ def main():
         progress(comparison.name)
         results.append(measure(comparison, args.rounds))
         # after each comparison, so that an interrupted run keeps its finished ones
-        save(BENCHMARK, results, args)
+        save(results, args)
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
     TABLES["gpu-lesson"].print(results)

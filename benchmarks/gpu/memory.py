@@ -1,4 +1,4 @@
-"""Does a GPU training step use the memory that gpt2core/parallel/gpu_memory.py predicts, within 10 %?
+"""Does a GPU training step use the memory that gpt2core/memory/gpu.py predicts, within 10 %?
 
 python -m benchmarks.gpu.memory                               # cases of several models
 python -m benchmarks.gpu.memory --preset gpt2 --batch-size 8  # one case
@@ -11,11 +11,11 @@ import numpy as np
 from benchmarks.gpu.step import driver_bytes
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, save_each
 from benchmarks.harness.rounds import random_batch
 from gpt2core.app.presets import PRESETS
+from gpt2core.memory.gpu import BYTES, CONTEXT, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
-from gpt2core.parallel.gpu_memory import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
@@ -57,10 +57,12 @@ def measure(case, timeout):
     "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
     process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
     """
+    progress(" ".join(map(str, case)))
     preset, batch_size, precision, micro_batches, recompute = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches", "recompute"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
+    progress("")
     config = PRESETS[preset]
     parallel = ParallelConfig(recompute=recompute)
     terms = training_memory(config, batch_size, config.block_size, precision, micro_batches, parallel=parallel)
@@ -79,7 +81,7 @@ def main():
     add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
     text = "--recompute of train_gpt2.py, with --preset (default none)"
     add("--recompute", choices=RECOMPUTE, nargs="+", default=["none"], help=text)
-    add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
+    parser.add_flags(timeout=300)
     args = parser.parse_args()
     cases = [
         (preset, batch, precision, micro_batches, recompute)
@@ -89,13 +91,7 @@ def main():
         for micro_batches in args.micro_batches
         for recompute in args.recompute
     ]
-    results = []
-    for case in cases or CASES:
-        progress(" ".join(map(str, case)))
-        results.append(measure(case, args.timeout))
-        # after each case, so that an interrupted run keeps its finished cases
-        save(BENCHMARK, results, args)
-    progress("")
+    results = save_each(args, ([measure(case, args.timeout)] for case in cases or CASES))
     TABLES["gpu-memory"].print(results)
     context = f"{CONTEXT / 2**30:.2f} GiB"
     print(f"The columns held and predicted do not include the CUDA context ({context} in the model).")

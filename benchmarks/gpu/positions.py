@@ -12,19 +12,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, print_table, save
-from benchmarks.harness.rounds import interleaved, random_batch
+from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor_parallel import load_inference_model
+from gpt2core.parallel.tensor.shards import load_inference_model
 from gpt2core.sampler import generate
 
-BENCHMARK = "benchmarks.gpu.positions"
-SEED = 20260101
 LEAD_IN = 3  # steps, and tokens, that are not timed
 TOKENS = 64  # timed tokens before the end of the block, and after it
 
@@ -69,14 +68,11 @@ def long_context(preset, length, steps):
     config = replace(PRESETS[preset], positions="rotary", block_size=length)
     program, rng = CudaSteps(config, 1, length, recompute="block"), np.random.default_rng(SEED)
     batch = random_batch(rng, config.vocab_size, 1, length)
-    losses, seconds = [], []
-    for _ in range(LEAD_IN + steps):
-        started = time.perf_counter()
-        losses.append(program(*batch))
-        seconds.append(time.perf_counter() - started)
+    losses = []
+    seconds = time_calls(lambda _: losses.append(program(*batch)), range(LEAD_IN + steps))
     return {
         "tokens": length,
-        "seconds": [seconds[LEAD_IN:]],
+        "seconds": [seconds],
         "first_loss": losses[0],
         "last_loss": losses[-1],
         **program.memory(),
@@ -84,7 +80,7 @@ def long_context(preset, length, steps):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.positions", __doc__)
     add = parser.add_argument
     add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
     parser.add_flags(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
@@ -107,7 +103,9 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    save(BENCHMARK, results, args)
+    for table in ("gpu-positions", "gpu-contexts"):
+        TABLES[table].print(results)
+    save(results, args)
 
 
 def measure_steps(configs, args):
@@ -119,19 +117,10 @@ def measure_steps(configs, args):
 
 
 def measure_tokens(configs, backend, args):
-    rows, results = [], {}
-    for name, rounds in interleaved(
-        {name: token_function(each, backend) for name, each in configs.items()}, args.rounds
-    ).items():
+    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
+    for name, rounds in interleaved(functions, args.rounds).items():
         before, after = zip(*rounds, strict=True)
         results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
-        rows.append({
-            "positions": name,
-            "before the end of the block": f"{statistics.median(before) * 1e6:.0f} µs",
-            "after it": f"{statistics.median(after) * 1e6:.0f} µs",
-            "times": f"{results[name]['after_times']['median']:.2f}",
-        })  # fmt: skip
-    print_table(rows)
     return results
 
 

@@ -14,7 +14,6 @@ gradient of this project is float32; that of PyTorch has the dtype of the operan
 """
 
 import statistics
-import sys
 
 import numpy as np
 
@@ -22,11 +21,10 @@ from benchmarks.harness import ours
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
-from benchmarks.harness.rounds import measure_shapes
+from benchmarks.harness.rounds import SEED, measure_shapes
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
-SEED = 20260101
 BENCHMARK = "benchmarks.gpu.products"  # the name under which the benchmark processes import this file
 OURS, PEER = "ours", "torch.matmul"
 KINDS = ("forward", "input", "weight")  # input, weight: the products that compute these gradients
@@ -112,7 +110,7 @@ def measure(args, precision):
     modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
     shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
-    pairs = measure_shapes(specs, BENCHMARK, args, shapes, KINDS)
+    pairs = measure_shapes(specs, args, shapes, KINDS)
     return [[result | {"precision": precision} for result in pair] for pair in pairs]
 
 
@@ -139,8 +137,8 @@ def parser():
 def main(argv=None):
     args = parser().parse_args(argv)
     tables = (measure(args, precision) for precision in args.precision)
-    save_each(BENCHMARK, args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
+    save_each(args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -20,14 +20,12 @@ import numpy as np
 from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.rounds import median_seconds, random_batch
+from benchmarks.harness.rounds import SEED, median_seconds, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 from stage2_cuda.tuning.tuner import milliseconds
 
-BENCHMARK = "benchmarks.gpu.profile"
-SEED = 20260101
 # Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)
@@ -312,7 +310,7 @@ def report(result, limit):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.profile", __doc__)
     add = parser.add_argument
     parser.add_flags(preset="gpt2", precision="bf16", steps=5)
     add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
@@ -327,7 +325,7 @@ def main():
 
     result = profile(config, args)
     report(result, args.rows)
-    save(BENCHMARK, result, args)
+    save(result, args)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main():
         train = functools.partial(train_torch, recipe, peer, args.stage, args.timeout)
         results.append(result(TITLES[peer], recipe, train))
         compare(results)
-        path = save(BENCHMARK, results, args)  # after each program: an interrupted run keeps its results
+        path = save(results, args)  # after each program: an interrupted run keeps its results
     TABLES["gpu-real-run"].print(results)
     title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {results[0]['tokens'] / 1e6:.1f} M tokens"
     write_plot(curves_of(results), title, path.with_suffix(".png"))

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, print_table, save
+from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.start_trace import START
+from benchmarks.harness.table_format import Table
 from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.gpu.start"
 COMMANDS = {  # {out} is a new directory
     "train": ("train_gpt2", "--preset paper --out {out}"),
     "inference": ("inference", "--weights data/gpt2-paper --stats --prompt 'In the spring of'"),
@@ -32,6 +32,8 @@ COMMANDS = {  # {out} is a new directory
 }
 STATES = "empty", "warm"  # of the caches
 LONG = 0.02  # seconds: shorter rows of the breakdown are omitted
+BREAKDOWN = """
+    what | thread | begins, s = {start:.2f} | seconds = {seconds:.2f} | longest, s = {longest:.2f} | calls"""
 
 
 def environment(directory):
@@ -85,25 +87,16 @@ def breakdown(events):
     """Rows of a table: what runs when, in the main thread and in others. events: see start_trace."""
     rows = {}
     for label, thread, start, seconds in events:
-        row = rows.setdefault((label, thread), {"start": start, "seconds": 0.0, "longest": 0.0, "calls": 0})
+        row = dict(what=label, thread=thread, start=start, seconds=0.0, longest=0.0, calls=0)
+        row = rows.setdefault((label, thread), row)
         row["start"], row["longest"] = min(row["start"], start), max(row["longest"], seconds)
         row["seconds"], row["calls"] = row["seconds"] + seconds, row["calls"] + 1
-    kept = {key: row for key, row in rows.items() if row["seconds"] > LONG or key[0].endswith(("Python", "program"))}
-    return [
-        {
-            "what": label,
-            "thread": thread,
-            "begins, s": f"{row['start']:.2f}",
-            "seconds": f"{row['seconds']:.2f}",
-            "longest, s": f"{row['longest']:.2f}",
-            "calls": row["calls"],
-        }
-        for (label, thread), row in sorted(kept.items(), key=lambda item: item[1]["start"])
-    ]
+    kept = (row for row in rows.values() if row["seconds"] > LONG or row["what"].endswith(("Python", "program")))
+    return sorted(kept, key=lambda row: row["start"])
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.start", __doc__)
     add = parser.add_argument
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
     parser.MAY_BE_0 += ("rounds",)  # only the traced run
@@ -115,13 +108,13 @@ def main():
         results[command] = measure(command, args.rounds)
         for state, result in results[command].items():
             print(f"\n{command}, {state} caches: a traced run; a row contains the time of rows inside it")
-            print_table(breakdown(result["trace"]))
+            Table("", BREAKDOWN).print(breakdown(result["trace"]))
             output = result.pop("output")
             if args.show_output:
                 print(output)
     if args.rounds:
         TABLES["gpu-start"].print(results)
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

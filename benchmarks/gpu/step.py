@@ -16,13 +16,11 @@ import numpy as np
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
-from benchmarks.harness.rounds import measure_specs, random_batch
+from benchmarks.harness.rounds import SEED, measure_specs, random_batch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 
-SEED = 20260101
-BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processes import this file
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
@@ -137,7 +135,7 @@ def measure(args, preset, precision):
     """Measure one preset and precision; return one result for each program, with the seconds of every step."""
     specs = list(process_specs(args, preset, precision))
     steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
-    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": steps})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": steps})
     results = []
     for spec in specs:
         warm_up, rounds = measured[spec.name]["warm_up"], measured[spec.name]["rounds"]
@@ -191,7 +189,7 @@ def print_verdicts(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.step", __doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"
@@ -212,7 +210,7 @@ def main():
     args = parser.parse_args()
 
     tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
-    save_each(BENCHMARK, args, tables, summarise, TABLES["gpu-step"].print, print_verdicts)
+    save_each(args, tables, summarise, TABLES["gpu-step"].print, print_verdicts)
 
 
 if __name__ == "__main__":

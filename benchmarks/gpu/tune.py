@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.rounds import SEED
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
@@ -35,7 +36,6 @@ from stage2_cuda.tuning.tuner import capture_calls, difference, medians
 from testing.jobs import ROOT
 
 BENCHMARK = "benchmarks.gpu.tune"
-SEED = 20260101
 COMPILERS = 12  # processes that compile in parallel
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
 MAX_DIFFERENCE = 2e-2  # a larger relative difference is an error: in bf16, another order of sums changes less
@@ -311,7 +311,7 @@ def main():
     for case in cases(args):
         results[case.title] = measure(case)
         show(case, results[case.title])
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.parallel.bucket_size import best_bucket
-from gpt2core.parallel.compression import Compressed
+from gpt2core.parallel.data.bucket_size import best_bucket
+from gpt2core.parallel.data.compression import Compressed
 
-BENCHMARK = "benchmarks.gpus.collectives"
 SIZES = [10**k for k in range(6, 10)]  # bytes of a float32 array
 TORCH = "torch, fp32"
 OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of --compress)
@@ -272,7 +271,7 @@ def verdicts(results, ranks):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__)
     add = parser.add_argument
     parser.add_flags(ranks=[2, 4], rounds=9, timeout=150)
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
@@ -287,7 +286,7 @@ def main(argv=None):
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
-            job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=BENCHMARK)
+            job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
             errors[str(ranks)], of_ranks = job
         progress("")
         summarise(of_ranks, ranks)
@@ -300,7 +299,7 @@ def main(argv=None):
         TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
         results += of_ranks
     saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
-    save(BENCHMARK, saved, args)
+    save(saved, args)
 
 
 if __name__ == "__main__":

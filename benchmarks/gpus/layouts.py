@@ -10,7 +10,6 @@ parallelism. Layouts are drawn at random for each number of ranks, and train the
 """
 
 import itertools
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -23,12 +22,11 @@ from benchmarks.harness.report import benchmark_parser, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel
+from gpt2core.parallel.tensor.shards import check_tensor_parallel
 from testing.jobs import run_mpi
 
-BENCHMARK = "benchmarks.gpus.layouts"
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
 BUCKETS = 0.1, 1.0, 25.0  # 10^6 bytes
 
@@ -102,7 +100,7 @@ def results_of(runs):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
     parser.add_flags(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0)
@@ -132,7 +130,7 @@ def main(argv=None):
     TABLES["gpus-layouts"].print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 1 if different else 0
 
 
@@ -141,4 +139,4 @@ def precisions(stage):
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -2,28 +2,34 @@
 
 The fast mode is training without --deterministic. Each row of a table shows one run of train_gpt2.py. Its numbers are
 read from the log of the run. The run of the last row uses --transport mpi, which gives the same bits at a lower speed.
+With --sockets, NCCL also sends through the network stack of the host, as between hosts without a faster network.
 
-    python -m benchmarks.gpus.parity                         # on 1, 2 and 4 GPUs
-    python -m benchmarks.gpus.parity --ranks 1 2 --steps 10  # a quick trial on two GPUs
+    python -m benchmarks.gpus.parity                                               # on 1, 2 and 4 GPUs
+    python -m benchmarks.gpus.parity --ranks 1 2 --steps 10                        # a quick trial on two GPUs
+    python -m benchmarks.gpus.parity --ranks 2 --sockets --save-as parity_sockets  # without and with sockets
 """
 
 import statistics
-import sys
 
 from benchmarks.gpus.scaling import gpus
 from benchmarks.harness.gpu_tables import TABLES
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train
 from benchmarks.ranks.parity import first_difference
 
-BENCHMARK = "benchmarks.gpus.parity"
 UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
 # A loss must differ from that of stage 2 by less than this, relatively; the fast mode adds sums in another order.
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}
 STRATEGIES = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 THROUGH_HOST = ("--dp", "flat", "--transport", "mpi")
 DETERMINISTIC = "--deterministic"
+# These variables make NCCL send through sockets between GPUs of one host, and print how it connects the ranks.
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO",
+}  # fmt: skip
+OVER_SOCKETS = ", NCCL over sockets"  # the end of the name of such a run
 
 
 def cases(ranks):
@@ -36,16 +42,27 @@ def cases(ranks):
     return [*deterministic, (most, ("--dp", "bucket")), *through_host]
 
 
+def runs_of(args):
+    """[(ranks, flags, end of the name)] of the runs of stage 3: cases(); with --sockets, the same with and without."""
+    if not args.sockets:
+        return [(*case, "") for case in cases(args.ranks)]
+    bucket = STRATEGIES[0]
+    return [(max(args.ranks), flags, end) for flags in ((*bucket, DETERMINISTIC), bucket) for end in ("", OVER_SOCKETS)]
+
+
 def compare(args, precision):
     """Run all cases in one precision; return one result for each run. The first result is that of stage 2."""
     common = dict(timeout=args.timeout, preset=args.preset, steps=args.steps, precision=precision)
     progress(f"{precision}: stage 2")
     expected, _ = train(f"{args.preset}, stage 2", "stage2_cuda", words=[DETERMINISTIC], **common)
     results = [result_of("stage 2", 1, precision, expected, expected)]
-    for ranks, flags in cases(args.ranks):
-        name = " ".join([gpus(ranks), *flags])
+    for ranks, flags, end in runs_of(args):
+        name = " ".join([gpus(ranks), *flags]) + end
         progress(f"{precision}: {name}")
-        log, _ = train(f"{args.preset}, {name}", "stage3_mpi_cuda", words=flags, ranks=ranks, **common)
+        job = dict(words=flags, ranks=ranks, environment=SOCKETS if end else None)
+        log, output = train(f"{args.preset}, {name}", "stage3_mpi_cuda", **job, **common)
+        if end and "via NET/Socket" not in output:
+            raise BenchmarkFailed(f"{name}: NCCL does not report that it uses sockets; its output:\n{output[-4000:]}")
         results.append(result_of(name, ranks, precision, log, expected))
     progress("")
     return results
@@ -84,8 +101,10 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.parity", __doc__)
     parser.add_flags(preset="paper", precision=["fp32", "bf16"], ranks=[1, 2, 4], steps=50, timeout=300)
+    text = "only compare NCCL's usual connections with sockets, on the largest number of GPUs (default: no)"
+    parser.add_argument("--sockets", action="store_true", help=text)
     return parser
 
 
@@ -99,9 +118,9 @@ def main(argv=None):
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 0 if all_met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

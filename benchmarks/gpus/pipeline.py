@@ -1,10 +1,10 @@
 """Are the bubbles of the pipeline schedules those that the simulator computes from the times of the actions?
 
 Each row is one run of train_gpt2.py with --pp and --schedule-picture, which records when each action of the last step
-ran, and simulates the schedule with the mean times of these actions. A bubble is the fraction of the time of all ranks
-in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have the
-order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in any
-order: gpipe and 1f1b, for example, have the same bubble in theory.
+ran, and simulates the schedule with the mean times of these actions and of a message. A bubble is the fraction of the
+time of all ranks in which they wait. The model has the whole vocabulary of the preset. The measured bubbles should have
+the order of the simulated ones. Two schedules whose simulated bubbles differ by less than 1 point count as equal, in
+any order: gpipe and 1f1b, for example, have the same bubble in theory.
 
     python -m benchmarks.gpus.pipeline                                                          # gpt2 on two GPUs
     python -m benchmarks.gpus.pipeline --stage 1 --preset tiny --batch-size 8 --schedules 1f1b  # on CPUs
@@ -12,7 +12,6 @@ order: gpipe and 1f1b, for example, have the same bubble in theory.
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from benchmarks.harness.training_runs import train
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 
-BENCHMARK = "benchmarks.gpus.pipeline"
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
 PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"
 MOST = 5.0  # points by which a measured bubble may differ from the simulated one
@@ -79,7 +77,7 @@ def verdict(results):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpus.pipeline", __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
     parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
@@ -101,9 +99,9 @@ def main(argv=None):
     TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)
-    save(BENCHMARK, results, args)
+    save(results, args)
     return 0 if met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -18,16 +18,15 @@ import numpy as np
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.rounds import SEED
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import BUCKET_MB
-from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
-SEED = 20260101
 LEAD_IN = 3  # untimed steps at the start of a round, after which all ranks begin the timed steps at the same time
 CORPUS = 1 << 22  # number of random tokens to train on
 PAPER_STEPS, PAPER_SECONDS = 50, 0.1  # steps of the paper's run, and our target for their total time
@@ -123,9 +122,8 @@ def jobs(args, preset, ours, peers):
     """
     shared = {"preset": preset, "seq_len": args.seq_len or PRESETS[preset].block_size, "precision": args.precision}
     most = max(options["ranks"] for options in ours.values())
-    launcher = tuple(launch_line(*choose(), most))
     options = dict(shared, variants=ours)
-    yield ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=most, launcher=launcher)
+    yield ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=most, mpi=True)
     if peers:
         options = dict(shared, variants=peers, compiled=not args.no_compile)
         yield ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", args.threads, options, ranks=most)
@@ -292,7 +290,7 @@ def main(argv=None):
     results = {"paper": None, "scaling": []}
 
     def save_so_far():  # after each table, so that an interrupted run keeps its finished tables
-        save(BENCHMARK, results, args)
+        save(results, args)
 
     if args.paper:
         results["paper"] = paper(args)

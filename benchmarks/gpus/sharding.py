@@ -16,7 +16,6 @@ peak_memory_bytes in the log of training, max_memory_reserved in PyTorch. "tenso
 
 import functools
 import statistics
-import sys
 
 import numpy as np
 
@@ -24,12 +23,12 @@ from benchmarks.gpus import scaling
 from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of, reached, round_function, variant_name
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import nvidia_smi, paired_ratio, save
+from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
 from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
+from gpt2core.memory.gpu import MARGIN, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
-from gpt2core.parallel.gpu_memory import MARGIN, training_memory
 from stage2_cuda.runtime import triton_launch
 
 BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file
@@ -215,21 +214,18 @@ def main(argv=None):
     args = parser().parse_args(argv)
     seq_len = args.seq_len or PRESETS[args.preset].block_size
     memory = nvidia_smi("memory.total")
-    results, same = [], True
-    for recompute in args.recompute:
+
+    def measure(recompute):
         zeros = fitting(args, args.zero, recompute, int(memory[0][0]) << 20) if memory else args.zero
         ours, peers = variants(args.ranks, args.ranks * args.batch_size, zeros, recompute, args.bucket_mb)
         specs = list(specs_of(args, ours, peers))
-        of_table = scaling.measure(args, specs, args.steps_per_round, BENCHMARK, FIELDS)
-        summarise(of_table)
+        results = scaling.measure(args, specs, args.steps_per_round, BENCHMARK, FIELDS)
         print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU, --recompute {recompute}")
-        TABLES["gpus-sharding"].print(of_table)
-        print("\n".join(verdicts(of_table)), flush=True)
-        results += of_table
-        same &= agree(of_table)
-        save(BENCHMARK, results, args)  # after each table, so that an interrupted run keeps it
-    return 0 if same else 1
+        return results
+
+    shows = summarise, TABLES["gpus-sharding"].print, lambda results: print("\n".join(verdicts(results)), flush=True)
+    return 0 if agree(save_each(args, map(measure, args.recompute), *shows)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -14,9 +14,8 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 
-BENCHMARK = "benchmarks.gpus.strategies"
 MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's
 MIN_SPEED = 0.97  # lower bound for the speed with ZeRO-1 divided by the speed without
 
@@ -95,7 +94,7 @@ def time_ratio(numerator, denominator):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300)
+    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300)
     add_sizes(parser)
     add_rounds(parser)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
@@ -115,7 +114,7 @@ def main(argv=None):
     TABLES["gpus-strategies"].print(results)
     if not args.buckets_mb:
         print("\n".join(verdicts(results, args.ranks)))
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

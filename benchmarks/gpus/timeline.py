@@ -17,15 +17,14 @@ from benchmarks.harness.drawing import panels
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
+from benchmarks.harness.rounds import SEED
 from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.tracing.trace_file import Process, Span, write_trace
 from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, open_cupti, recorded, short
 
-BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
-SEED = 20260101
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LANES
 
 
@@ -139,7 +138,7 @@ def plot(steps, path):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 200)
+    parser = parser_of("benchmarks.gpus.timeline", __doc__, 200)
     add_sizes(parser)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
@@ -151,11 +150,11 @@ def main(argv=None):
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
-    profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
+    profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=args.benchmark)
     steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
     TABLES["gpus-timeline"].print(times)
-    path = save(BENCHMARK, times, args)
+    path = save(times, args)
     trace = path.with_name(f"{path.stem}_trace.json")
     write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))

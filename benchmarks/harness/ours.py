@@ -10,12 +10,11 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.tensor import no_grad
 from gpt2core.training_loop import read_batch
@@ -40,7 +39,7 @@ def overlapped_steps(trainer, windows, count):
         if not trainer.in_flight:
             trainer.begin(read_batch(trainer, windows), LR)
         if remaining and trainer.overlaps:
-            trainer.begin(read_ahead(trainer, windows), LR)
+            trainer.begin(read_batch(trainer, windows, ahead=1), LR)
         last = trainer.in_flight[0].result()
     return last
 

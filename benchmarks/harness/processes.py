@@ -29,6 +29,7 @@ from gpt2core.app.output.failed_output import output_error
 from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
+from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT, end
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -44,7 +45,7 @@ class ProcessSpec:
     blas_threads: int  # threads of BLAS and OpenMP
     options: dict = field(default_factory=dict)  # further arguments of prepare()
     ranks: int | None = None  # if given, prepare() also gets world=module.make_world(ranks)
-    launcher: tuple = ()  # words before the interpreter in the command line, for example mpiexec and its flags
+    mpi: bool = False  # whether mpiexec starts the ranks
 
 
 class BenchmarkFailed(Exception):
@@ -61,9 +62,9 @@ class BenchmarkProcess:
     def __init__(self, spec, benchmark, timeout):
         self.spec, self.timeout = spec, timeout
         self.errors = tempfile.TemporaryFile("w+")
-        job = dict(asdict(spec), benchmark=benchmark)
+        job, launcher = dict(asdict(spec), benchmark=benchmark), launch_line(*choose(), spec.ranks) if spec.mpi else ()
         self.process = subprocess.Popen(
-            [*spec.launcher, sys.executable, "-m", "benchmarks.harness.processes", json.dumps(job)],
+            [*launcher, sys.executable, "-m", "benchmarks.harness.processes", json.dumps(job)],
             cwd=ROOT,
             env=dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(spec.blas_threads))),
             stdin=subprocess.PIPE,
@@ -138,12 +139,15 @@ def failure(message, errors):
     return BenchmarkFailed(f"{message}; the end of its standard error:\n{tail}")
 
 
-def run_to_end(name, command, blas_threads, timeout):
-    """Run a command, wait for its end, return its output. Raises BenchmarkFailed if it fails or exceeds `timeout` s."""
-    environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
+def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None):
+    """Run a command, wait for its end, return its output. Raises BenchmarkFailed if it fails or exceeds `timeout` s.
+
+    environment: a dictionary of further environment variables.
+    """
+    environment = os.environ | dict.fromkeys(BLAS_VARIABLES, str(blas_threads)) | (environment or {})
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -243,7 +247,7 @@ def serve(job):
 
 
 def run_main(main, measures_time=True):
-    """Call main() and return its result. measures_time: whether to warn if other programs use the machine.
+    """Call main() and end the script with its result as exit code. measures_time: warn if other programs run.
 
     A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2,
     --help with exit code 0.
@@ -255,7 +259,7 @@ def run_main(main, measures_time=True):
     try:
         code = main()
         sys.stdout.flush()
-        return code
+        sys.exit(code)
     except HelpPrinted:
         sys.exit(0)
     except (BenchmarkFailed, UserError) as error:

@@ -298,19 +298,21 @@ def benchmark_parser(benchmark, docstring, saves=True):
     keep_lines = argparse.RawDescriptionHelpFormatter
     text = command.sub("", docstring)
     parser = BenchmarkParser(text, examples, f"python -m {benchmark}", formatter_class=keep_lines)
+    parser.set_defaults(benchmark=benchmark)
     if saves:
         parser.add_save_flags(benchmark.split(".")[-1])
     return parser
 
 
-def save(benchmark, results, args, name=None):
+def save(results, args, name=None, group=None):
     """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
-    benchmark: "benchmarks.<group>.<module>". name: by default args.save_as. In the groups cpu and ranks, the name also
-    gets the cpu_suffix(). The file is in results/ if args.save is true, else in out/results/. args.commit replaces the
-    detected commit. Lists of measured samples are written as their summaries; see SAMPLES.
+    args.benchmark: "benchmarks.<group>.<module>"; another `group` replaces this one. name: by default args.save_as. In
+    the groups cpu and ranks, the name also gets the cpu_suffix(). The file is in results/ if args.save is true, else in
+    out/results/. args.commit replaces the detected commit. Lists of measured samples are written as their summaries;
+    see SAMPLES.
     """
-    group = benchmark.split(".")[-2]
+    group = group or args.benchmark.split(".")[-2]
     kind = cpu_suffix() if group in ("cpu", "ranks") else ""
     file = Path("results", group, f"{name or args.save_as}{kind}.json")
     path = ROOT / file if args.save else ROOT / "out" / file
@@ -318,7 +320,7 @@ def save(benchmark, results, args, name=None):
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": args.commit or commit(),
-        "command": " ".join(["python", "-m", benchmark, *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", args.benchmark, *sys.argv[1:]]),
         "hardware": hardware(),
         "results": summarised(results),
     }
@@ -330,8 +332,8 @@ def save(benchmark, results, args, name=None):
     return path
 
 
-def save_each(benchmark, args, measured, *shows):
-    """Save the results of one table after another, so that an interrupted run keeps its finished tables.
+def save_each(args, measured, *shows):
+    """Save the results of one table after another, so that an interrupted run keeps its finished tables; return all.
 
     measured: an iterator of the results of each table, lists. shows: functions that print such a list.
     """
@@ -340,4 +342,5 @@ def save_each(benchmark, args, measured, *shows):
         for show in shows:
             show(of_table)
         results += of_table
-        save(benchmark, results, args)
+        save(results, args)
+    return results

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, peak_bytes, progress, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, peak_bytes, progress, run_rounds
 
 SEED = 20260101
 
@@ -38,25 +38,25 @@ def interleaved(functions, rounds):
     return results
 
 
-def measure_specs(specs, benchmark, args, warm_up, request):
+def measure_specs(specs, args, warm_up, request):
     """run_rounds() of the processes of some ProcessSpecs, and "import_bytes", their memory after the imports.
 
-    benchmark: the module that has prepare(). args: the flags, of which "timeout" and "rounds" are read.
+    args: the flags, of which "timeout" and "rounds" are read, and "benchmark", the module that has prepare().
     """
     with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout)) for spec in specs]
+        processes = [stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, warm_up, request)
         return {each.spec.name: measured[each.spec.name] | {"import_bytes": each.baseline} for each in processes}
 
 
-def measure_shapes(specs, benchmark, args, shapes, kinds):
+def measure_shapes(specs, args, shapes, kinds):
     """Yield the results of one shape after another: a dictionary for each ProcessSpec, with its name.
 
     "ms" has the milliseconds of each round for each of `kinds`, "norms" those of the last round. args: the flags, of
-    which "timeout", "rounds" and "milliseconds" are read.
+    which "timeout", "rounds" and "milliseconds" are read, and "benchmark", the module that has prepare().
     """
     with ExitStack() as stack:
-        processes = [stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout)) for spec in specs]
+        processes = [stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout)) for spec in specs]
         for shape in shapes:
             request = {"shape": shape, "milliseconds": args.milliseconds}
             measured = run_rounds(processes, args.rounds, request, request)
@@ -114,3 +114,20 @@ def step_results(measured):
         }
         for name, answers in measured.items()
     }
+
+
+def measure_job(args, ranks, options, names, fields):
+    """Measure variants of the training step in one MPI job of this project; return one result for each of `names`.
+
+    options: of prepare(), whose run_round(name, steps) has the answer of timed_steps(). A result has step_results() and
+    these fields of the answer of the last round. args: the flags, with "benchmark", the module that has prepare().
+    """
+    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks, mpi=True)
+    with BenchmarkProcess(job, args.benchmark, args.timeout) as process:
+        variants = [JobVariant(process, name) for name in names]
+        measured = run_rounds(variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    times, last = step_results(measured), {name: each["rounds"][-1] for name, each in measured.items()}
+    return [
+        {"name": name, "ranks": ranks, **times[name], **{field: last[name][field] for field in fields}}
+        for name in names
+    ]

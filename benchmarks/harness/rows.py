@@ -25,24 +25,24 @@ def add_row_flags(parser):
     add("--dry-run", action="store_true", help="print the names of the rows that would be measured")
 
 
-def rows_path(benchmark, args, suffix=".json"):
+def rows_path(args, suffix=".json"):
     """The path of the file that save() would write, with another suffix for a figure of its rows."""
-    group = benchmark.split(".")[-2]
+    group = args.benchmark.split(".")[-2]
     return ROOT / ("" if args.save else "out") / "results" / group / f"{args.save_as}{suffix}"
 
 
-def saved_rows(benchmark, args):
+def saved_rows(args):
     """The rows of the file that save() would write; [] if there is none."""
-    path = rows_path(benchmark, args)
+    path = rows_path(args)
     return json.loads(path.read_text())["results"] if path.exists() else []
 
 
-def run_rows(benchmark, args, cases):
+def run_rows(args, cases):
     """Measure the cases {name: function} that are missing; returns all rows of the file, in the order of `cases`.
 
     A function returns a dictionary of results. If the GPU's memory is too small, the row has oom=True instead.
     """
-    end, rows = time.monotonic() + 60 * args.minutes, {row["name"]: row for row in saved_rows(benchmark, args)}
+    end, rows = time.monotonic() + 60 * args.minutes, {row["name"]: row for row in saved_rows(args)}
     wanted = [name for name in cases if all(text in name for text in args.only) and (args.fresh or name not in rows)]
     if args.dry_run:
         print(*wanted, f"{len(wanted)} rows", sep="\n")
@@ -50,7 +50,7 @@ def run_rows(benchmark, args, cases):
     saved_at, unsaved, order = time.monotonic(), False, list(dict.fromkeys([*cases, *rows]))
 
     def save_rows():
-        save(benchmark, [rows[each] for each in order if each in rows], args)
+        save([rows[each] for each in order if each in rows], args)
 
     try:
         for number, name in enumerate(wanted, 1):

@@ -146,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, measures_time=False))
+    run_main(main, measures_time=False)

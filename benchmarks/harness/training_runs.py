@@ -7,14 +7,16 @@ from pathlib import Path
 from benchmarks.harness.processes import run_to_end
 from gpt2core.app.output.run_log import read_log
 from stage1_mpi.launch import choose, launch_line
+from testing.jobs import ROOT
 
 
-def train(name, package, timeout, words=(), ranks=None, **flags):
+def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=None, **flags):
     """Run train_gpt2.py of a package without a checkpoint; return (its log, its output).
 
     The log is a list with one dictionary for each step. timeout: seconds. words: flags, as words of the command
-    line. ranks: of an MPI job; None: one process. flags: values of further flags, as batch_size for --batch-size.
-    Raises BenchmarkFailed.
+    line. ranks: of an MPI job; None: one process. cwd: the directory from which Python imports the package first.
+    environment: a dictionary of further environment variables.
+    flags: values of further flags, as batch_size for --batch-size. Raises BenchmarkFailed.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = {"sample": 0, **flags, "log": Path(folder) / "log.jsonl"}
@@ -22,5 +24,5 @@ def train(name, package, timeout, words=(), ranks=None, **flags):
         command = [*launcher, sys.executable, "-m", f"{package}.train_gpt2", "--no-save", *words]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
-        output = run_to_end(name, command, blas_threads=1, timeout=timeout)
+        output = run_to_end(name, command, blas_threads=1, timeout=timeout, cwd=cwd, environment=environment)
         return read_log(flags["log"]), output

@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.parity.checks import TOLERANCE, KernelChecker
 from gpt2core.arena import PAGE, SEGMENTS
-from gpt2core.backend import ParameterCopy
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
 from gpt2core.parallel.parameter import Destination
 from gpt2core.tracing.hooks import Hooks, Modules
+from gpt2core.update_arguments import ParameterCopy
 
 SHAPES = [(2, 33, 2, 16, 37), (1, 130, 3, 8, 172)]  # (B, T, H, D, V); T and V are no multiples of a tile
 
@@ -63,9 +63,9 @@ def call_layers(backend, rng, B, T, H, D, V):
     w, b, w2 = weight(C, 4 * C), normal(backend, rng, 4 * C), weight(4 * C, C)
     backend.gelu_backward(dy, backend.gelu_forward(x))
     _, aux = backend.linear_gelu_forward(x, w, b)
-    compute(backend.linear_gelu_backward(activation(4 * C), x, w, aux))
+    compute(backend.linear_gelu_backward(activation(4 * C), x, w, b, aux))
     _, aux = backend.mlp_forward(x, w, b, w2)
-    compute(backend.mlp_backward(dy, x, w, w2, aux))
+    compute(backend.mlp_backward(dy, x, w, b, w2, aux))
     w, b, bias = (normal(backend, rng, C) for _ in range(3))
     _, aux = backend.layernorm_forward(x, w, b, 1e-5)
     compute(backend.layernorm_backward(dy, w, aux))
@@ -108,10 +108,10 @@ def call_optimizer(backend, rng, B, T, H, D, V):
     """The norm, clipping and AdamW, on 64 blocks of the arena, half of them with weight decay."""
     n = SEGMENTS * PAGE
     p, m, g = (backend.asarray(rng.standard_normal(n).astype(np.float32)) for _ in range(3))
-    v, copy = backend.asarray(rng.random(n).astype(np.float32)), ()
+    v, copy = backend.asarray(rng.random(n).astype(np.float32)), None
     if backend.compute_dtype != backend.dtype:
-        copy = (ParameterCopy(backend.zeros((n,), backend.compute_dtype)),)
+        copy = ParameterCopy(backend.zeros((n,), backend.compute_dtype))
     _, factor = backend.clip(backend.page_sums(g), 0.5)
     decays = backend.asarray(np.array([1, 0, 0, 1] * (n // PAGE // 4), np.int32))
-    coefficients = backend.asarray(adamw_coefficients(3, 1e-2, 0.9, 0.95, 1e-8, 0.1))
-    backend.adamw_step(p, m, v, g, coefficients, factor, decays, (0.9, 0.95), *copy)
+    coefficients = backend.asarray(AdamW(0.9, 0.95, 1e-8, 0.1).coefficients(3, 1e-2))
+    backend.adamw_step(p, m, v, g, coefficients, factor, decays, (0.9, 0.95), copy)

@@ -6,7 +6,6 @@ machine cannot run it, or None.
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,10 +14,11 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.training_runs import train
 from benchmarks.parity import kernels
 from benchmarks.parity.checks import difference, place_of
 from benchmarks.parity.examine import examine
-from benchmarks.ranks.parity import first_difference, train
+from benchmarks.ranks.parity import first_difference
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
@@ -26,7 +26,7 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.tensor import Tensor
@@ -34,7 +34,6 @@ from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import tree_sum
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
-from stage1_mpi.launch import choose, launch_line
 from testing import jobs
 
 MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
@@ -329,26 +328,19 @@ def nccl_on_threads(options):
     return Outcome(True, f"{count} runs of 2 steps are equal")
 
 
-# -- the scripts -------------------------------------------------------------------------------------------------------
-
-
-def script(stage, *flags, ranks=0):
-    """The command line of a stage's train_gpt2.py; ranks 0: one process without mpiexec."""
-    command = [sys.executable, "-m", f"{stage}.train_gpt2", *flags]
-    return [*launch_line(*choose(), ranks), *command] if ranks else command
+# -- the scripts ------------------------------------------------------------------------------------------------------
+# They run in the current directory, which has the code to compare: it may be the working folder of a student.
 
 
 def stage_1_curve(options):
     """The log of stage 1 on several ranks, with that of stage 0."""
     preset, steps = ("paper", 50) if options.full else ("tiny", 8)
-    common, one = (preset, steps, options.timeout), ("--threads", "1")
-    wanted = train("stage 0", script("stage0_serial", *one), *common)
-    runs = [(1, ()), (2, ("--dp", "bucket", "--bucket-mb", "0.1", "--zero", "1")), (2, ()), (4, ())]
-    for ranks, flags in runs + [(8, ())] * options.full:
-        log = train(f"{ranks} ranks", script("stage1_mpi", *one, *flags, ranks=ranks), *common)
+    common = dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps, threads=1)
+    wanted, _ = train("stage 0", "stage0_serial", **common)
+    runs = [(1, {}), (2, {"dp": "bucket", "zero": 1}), (2, {}), (4, {})]
+    for ranks, parallel in runs + [(8, {})] * options.full:
+        log, _ = train(f"{ranks} ranks", "stage1_mpi", ranks=ranks, bucket_mb=0.1, **common, **parallel)
         if text := first_difference(log, wanted):
-            how = dict(zip([flag[2:] for flag in flags[::2]], flags[1::2], strict=True))
-            parallel = dict(dp=how.get("dp", "flat"), zero=int(how.get("zero", 0)))
             found = examined(trainer_maker(NumpyBackend, **parallel), MODEL, steps_of(options, 3), max(2, ranks))
             return Outcome(False, f"{ranks} ranks: {text}", str(found or unlocated(text)))
     return Outcome(True, f"{preset}, {steps} steps: {len(runs) + options.full} runs are equal")
@@ -356,13 +348,12 @@ def stage_1_curve(options):
 
 def stage_2_curve(options):
     """The losses of stage 2, with those of stage 0, at every step; 16 bits: the last loss."""
-    size = curve_size(options)
-    wanted = losses_of(train("stage 0", script("stage0_serial"), *size, options.timeout))
+    common = curve_flags(options)
+    wanted = losses_of(train("stage 0", "stage0_serial", **common))
     tolerances = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2} if gpu_count() else {"fp32": 1e-3}
     measured = []
     for precision, tolerance in tolerances.items():
-        command = script("stage2_cuda", "--precision", precision)
-        got = losses_of(train(f"stage 2, {precision}", command, *size, options.timeout))
+        got = losses_of(train(f"stage 2, {precision}", "stage2_cuda", precision=precision, **common))
         errors = np.abs(np.divide(got, wanted) - 1)
         compared = errors if tolerance < 2e-2 else errors[-1:]
         measured.append(f"{precision} {compared.max():.1e}")
@@ -370,33 +361,35 @@ def stage_2_curve(options):
             text = f"{precision}, step {int(np.argmax(errors > tolerance))}: loss differs by {compared.max():.1e}"
             found = gradients_of_stage_2(options).found or unlocated(text)
             return Outcome(False, text, found)
-    return Outcome(True, f"{size[0]}, {size[1]} steps: {', '.join(measured)}")
+    return Outcome(True, f"{common['preset']}, {common['steps']} steps: {', '.join(measured)}")
 
 
-def curve_size(options):
-    """(preset, steps) of the curves of stages 2 and 3."""
+def curve_flags(options):
+    """The arguments of train() for the curves of stages 2 and 3."""
+    preset, steps = ("paper", 50) if options.full else ("tiny", 20)
     if not gpu_count():
-        return "nano", 20 if options.full else 2
-    return ("paper", 50) if options.full else ("tiny", 20)
+        preset, steps = "nano", 20 if options.full else 2
+    return dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps)
 
 
-def losses_of(log):
-    return [line["loss"] for line in log]
+def losses_of(run):
+    """The losses of a result of train()."""
+    return [line["loss"] for line in run[0]]
 
 
 def stage_3_curve(options):
     """The log of stage 3 on several ranks, with that of stage 2, in deterministic mode."""
-    size = *curve_size(options), options.timeout
-    fixed = ("--deterministic", "--micro-batches", "4")
+    common = curve_flags(options) | dict(words=["--deterministic"], micro_batches=4)
     if not (gpu_count() or options.full):
-        fixed += ("--n-layer", "1", "--block-size", "8")  # the interpreter is slow
-    wanted = train("stage 2", script("stage2_cuda", *fixed), *size)
+        common |= dict(n_layer=1, block_size=8)  # the interpreter is slow
+    wanted, _ = train("stage 2", "stage2_cuda", **common)
     counts = [1, *(ranks for ranks in (2, 4) if ranks <= gpu_count())] if gpu_count() > 1 else [2]
     for ranks in counts:
-        log = train(f"{ranks} ranks", script("stage3_mpi_cuda", *fixed, "--dp", "bucket", ranks=ranks), *size)
+        log, _ = train(f"{ranks} ranks", "stage3_mpi_cuda", ranks=ranks, dp="bucket", **common)
         if text := first_difference(log, wanted):
             return Outcome(False, f"{ranks} ranks: {text}", str(locate_in_stage_3(ranks) or unlocated(text)))
-    return Outcome(True, f"{size[0]}, {size[1]} steps on {', '.join(map(str, counts))} ranks: equal")
+    steps, on = f"{common['preset']}, {common['steps']} steps", ", ".join(map(str, counts))
+    return Outcome(True, f"{steps} on {on} ranks: equal")
 
 
 def gradients_of_stage_3(options):

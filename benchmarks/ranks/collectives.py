@@ -21,7 +21,7 @@ from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from stage1_mpi import collectives, mpi_communicator
-from stage1_mpi.mpi_communicator import NATIVE
+from stage1_mpi.mpi_communicator import CHOICES, NATIVE
 from testing.jobs import run_mpi
 
 BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
@@ -88,7 +88,7 @@ def calls_of(world, operation, x, gloo):
         def call():
             # world.all_to_all selects by size; here the name selects
             mpi_communicator.OURS_MIN_BYTES = float("inf") if name == NATIVE else 0
-            if name in (NATIVE, *collectives.ALL_REDUCE):
+            if name in CHOICES:
                 world.use_collectives(name)
             getattr(world, operation)(x, out=out)
 
@@ -263,14 +263,14 @@ def main():
     args = parser.parse_args()
 
     if args.idle:
-        save(BENCHMARK, idle(args), args, name="collectives_idle")
+        save(idle(args), args, name="collectives_idle")
         return
     found = {}
     for operation in args.operations:
         found[operation], fits = compare(args, operation)
         # all_reduce keeps the names of the older files
         found["alpha_beta" if operation == "all_reduce" else f"alpha_beta_{operation}"] = fits
-    path = save(BENCHMARK, found, args)
+    path = save(found, args)
     for operation in args.operations:
         plot(found[operation], path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
 

@@ -16,7 +16,6 @@ from benchmarks.harness.training_runs import train as train_gpt2
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.presets import BOOK, TOKENIZERS
 
-BENCHMARK = "benchmarks.ranks.convergence"
 BASE = "--shuffle"  # the run with which the others are compared
 ORDERS = {"in order": ("--no-shuffle",), BASE: ("--shuffle",), "--local-shuffle": ("--local-shuffle",)}
 CODES = {f"--shuffle --compress {code}": ("--shuffle", "--compress", code) for code in ("fp16", "bf16", "int8")}
@@ -59,7 +58,7 @@ def curves_of(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.convergence", __doc__)
     parser.MAY_BE_0 += ("seeds",)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"
@@ -70,7 +69,7 @@ def main():
     progress("")
     compare(results)
     TABLES["ranks-convergence"].print(results)
-    path = save(BENCHMARK, results, args)
+    path = save(results, args)
     write_plot(curves_of(results), f"validation loss, {args.ranks} ranks, mean of the seeds", path.with_suffix(".png"))
 
 

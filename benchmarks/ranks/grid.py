@@ -26,7 +26,6 @@ from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from testing.jobs import run_mpi
 
-BENCHMARK = "benchmarks.ranks.grid"
 PUBLISHED = "Charon 3.7 % (training), vTrain 8.4 % on 8 GPUs and 14.7 % on up to 512"
 FIELDS = ("memory", "calls", "bytes", "bubble", "cpu_ms", "ms")
 
@@ -97,7 +96,7 @@ def errors(results, name):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.grid", __doc__)
     parser.add_flags(ranks=[2, 4], batch_size=16, steps=10, timeout=500)
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of this machine again")
     args = parser.parse_args()
@@ -122,7 +121,7 @@ def main():
     exact = sum(result["exact"] for result in results)
     print(f"calls and bytes are exact on every rank in {exact} of {len(results)} layouts")
     print(f"published errors of time: {PUBLISHED}")
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

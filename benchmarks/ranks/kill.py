@@ -9,14 +9,13 @@ may be during start-up. Then it resumes the run and compares the losses with tho
 
 import functools
 import json
-import os
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
@@ -26,11 +25,19 @@ from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 from testing.jobs import Job
 
-BENCHMARK = "benchmarks.ranks.kill"
 TRIALS = """
     killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
     processes left = {left} | checkpoint
 """  # columns of the table of trials
+
+
+@contextmanager
+def job_folder():
+    """The Path of a new directory for the runs of a benchmark that kills ranks. Exits on a system without /proc."""
+    if not Path("/proc/self/environ").exists():
+        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def train(ranks, *flags):
@@ -53,20 +60,6 @@ def curve(log):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], rows[-1].get("parameters_sha256")
 
 
-def kill_one(job, seconds, rng):
-    """Kill a random rank after `seconds`; return the number of the rank, or None if the job ended earlier."""
-    time.sleep(seconds)
-    while job.process.poll() is None:
-        if ranks := job.ranks():
-            rank = rng.choice(sorted(ranks))
-            try:
-                os.kill(ranks[rank], signal.SIGKILL)
-                return rank
-            except ProcessLookupError:  # the rank has just ended
-                pass
-    return None
-
-
 def killed_run(folder, start, rng, longest):
     """Kill a rank of a run; return (its Done, the first fields of the result), or None if the run finished.
 
@@ -77,7 +70,8 @@ def killed_run(folder, start, rng, longest):
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(folder / "begun", out, symlinks=True)
     with start() as job:
-        rank = kill_one(job, moment, rng)
+        time.sleep(moment)
+        rank = job.kill_rank(rng)
         done = job.done()
     if rank is None or done.code == 0:
         return None
@@ -114,7 +108,7 @@ def ended_cleanly(result):
     return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
-def report(benchmark, args, results, is_clean, longest, columns, sentence):
+def report(args, results, is_clean, longest, columns, sentence):
     """Print a row for each trial and a sentence, and save both.
 
     is_clean(result): whether a job ended as it should. longest: the seconds of a whole run. columns: a description of
@@ -132,19 +126,15 @@ def report(benchmark, args, results, is_clean, longest, columns, sentence):
         "longest_seconds": max(seconds),
     }
     print(sentence.format(**vars(args), **summary))
-    save(benchmark, {**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
+    save({**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.kill", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
     args = parser.parse_args()
-    if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
-
     results, rng = [], random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with job_folder() as folder:
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every)
         begun, log = folder / "begun", folder / "begun.jsonl"
         finished(train(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", begun, "--log", log))
@@ -157,7 +147,7 @@ def main():
                 results.append(result)
     progress("")
     report(
-        BENCHMARK, args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
+        args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
         "{clean_ends} of {times} ended within 10 s with no process left (median {median_seconds:.2f} s, longest "
         "{longest_seconds:.2f} s), {readable} left a readable checkpoint, {equal} resumed with the curve of the "
         "uninterrupted run, bit for bit.",

@@ -4,13 +4,11 @@ python -m benchmarks.ranks.parity                                       # all nu
 python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5  # a quick trial
 """
 
-import sys
-
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import train
-from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.data.strategies import STRATEGIES
 
 STEPS = {"tiny": 50, "paper": 6}
 BUCKET = {"tiny": {"bucket_mb": 0.1}, "paper": {}}  # one default bucket would contain all gradients of `tiny`
@@ -68,9 +66,9 @@ def main():
     different = [run for run in runs if run["difference"]]
     equal = f"{len(runs) - len(different)} of {len(runs)} runs"
     print(f"{equal} have losses, gradient norms and final parameters bit-identical to those of stage 0")
-    save("benchmarks.ranks.parity", results, args)
+    save(results, args)
     return 1 if different else 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -13,12 +13,9 @@ from benchmarks.harness.speedups import rank_speedups
 from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from stage1_mpi.collectives import ALL_REDUCE
-from stage1_mpi.launch import choose, launch_line
-from stage1_mpi.mpi_communicator import NATIVE
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from stage1_mpi.mpi_communicator import CHOICES
 
-BENCHMARK = "benchmarks.ranks.ranks"  # the name under which the benchmark processes import this file
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
 TARGETS = {SERIAL: 1.90, DDP: 1.05}  # {program: required speed-up of two ranks of stage 1 over this program}
 
@@ -51,19 +48,18 @@ def process_specs(args):
     if args.with_threads:
         options = dict(sizes, deterministic=not args.no_deterministic, threads=args.ranks)
         yield ProcessSpec(f"stage 0: 1 process, {args.ranks} threads", "benchmarks.harness.ours", 1, options, ranks=1)
-    mpiexec = tuple(launch_line(*choose(), args.ranks))
     for dp in args.dp:
         parallel = {"dp": dp, "zero": args.zero, "compress": args.compress, "bucket_mb": args.bucket_mb}
         options = dict(sizes, deterministic=not args.no_deterministic, collectives=args.collectives, **parallel)
         name = f"stage 1: {args.ranks} ranks, --dp {dp}" + f" --zero {args.zero}" * bool(args.zero)
-        yield ProcessSpec(name, "benchmarks.harness.ours", 1, options, ranks=args.ranks, launcher=mpiexec)
+        yield ProcessSpec(name, "benchmarks.harness.ours", 1, options, ranks=args.ranks, mpi=True)
     if not args.no_ddp:
         yield ProcessSpec(DDP, "benchmarks.peers.torch_ddp", 1, sizes, ranks=args.ranks)
 
 
 def measure(args, specs):
     """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
-    measured = measure_specs(specs, BENCHMARK, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     times = step_results(measured)
     return [
         {
@@ -104,18 +100,14 @@ def verdicts(results):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.ranks", __doc__)
     add = parser.add_argument
     parser.add_flags(preset="paper", ranks=2, batch_size=16, bucket_mb=BUCKET_MB)
     parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
-    add(
-        "--collectives",
-        choices=(NATIVE, *ALL_REDUCE),
-        help="all-reduce (default canonical; mpi with --no-deterministic)",
-    )
+    add("--collectives", choices=CHOICES, help="all-reduce (default canonical; mpi with --no-deterministic)")
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
     args = parser.parse_args()
@@ -125,7 +117,7 @@ def main():
     summarise(results)
     TABLES["ranks-step"].print(results)
     print("\n".join(verdicts(results)))
-    save(BENCHMARK, results, args)
+    save(results, args)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,15 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import SEED, step_results, timed_steps
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.rounds import SEED, measure_job, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
+from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from stage0_serial.numpy_backend import NumpyBackend
-from stage1_mpi.launch import choose, launch_line
 
-BENCHMARK = "benchmarks.ranks.sparse"  # the name under which the ranks import this file
 PRESET = "paper"
 ALL_ROWS, ROWS = "the sum, all rows", "the sum, by rows"
 STEP, SPARSE_STEP = "a step", "a step, `--sparse-embedding`"
@@ -104,17 +102,8 @@ def measure(args, vocab_size):
     sums = [ALL_ROWS, *(f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))]
     names = sums + [STEP, SPARSE_STEP] * (not args.no_steps)
     options = {"vocab_size": vocab_size, "batch_size": args.batch_size, "with_steps": not args.no_steps}
-    launcher = tuple(launch_line(*choose(), args.ranks))
-    job = ProcessSpec(f"V = {vocab_size}", "benchmarks.harness.ours", 1, options, ranks=args.ranks, launcher=launcher)
-    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
-        job_variants = [JobVariant(process, name) for name in names]
-        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    times = step_results(measured)
-    return [
-        {"name": name, "ranks": args.ranks, "vocab_size": vocab_size, **times[name]}
-        | {"bytes_sent": measured[name]["rounds"][-1]["bytes_sent"]}
-        for name in names
-    ]
+    results = measure_job(args, args.ranks, options, names, ["bytes_sent"])
+    return [result | {"vocab_size": vocab_size} for result in results]
 
 
 def summarise(results):
@@ -128,24 +117,22 @@ def summarise(results):
             result["name"], result["distinct"] = name, int(count)
 
 
+def print_break_even(results):
+    vocab_size, ranks = results[0]["vocab_size"], results[0]["ranks"]
+    equal = break_even(vocab_size, ranks)
+    print(f"vocabulary {vocab_size}: equally many bytes with {equal} distinct tokens on each of {ranks} ranks")
+
+
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, default=4, help="number of ranks of one thread (default 4)")
     add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
     add("--no-steps", action="store_true", help="measure only the sums")
-    parser.add_flags(batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
+    parser.add_flags(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
-    results = []
-    for vocab_size in args.vocabularies:
-        of_vocabulary = measure(args, vocab_size)
-        summarise(of_vocabulary)
-        TABLES["ranks-sparse"].print(of_vocabulary)
-        equal = break_even(vocab_size, args.ranks)
-        print(f"vocabulary {vocab_size}: equally many bytes with {equal} distinct tokens on each of {args.ranks} ranks")
-        results += of_vocabulary
-    save(BENCHMARK, results, args)
+    tables = (measure(args, vocab_size) for vocab_size in args.vocabularies)
+    save_each(args, tables, summarise, TABLES["ranks-sparse"].print, print_break_even)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,15 @@ python -m benchmarks.ranks.strategies --ranks 2 --only zero               # only
 """
 
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import step_results, timed_steps
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.rounds import measure_job, timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
-from stage1_mpi.collectives import ALL_REDUCE
-from stage1_mpi.launch import choose, launch_line
-from stage1_mpi.mpi_communicator import NATIVE
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from stage1_mpi.mpi_communicator import CHOICES
 
-BENCHMARK = "benchmarks.ranks.strategies"  # the name under which the ranks import this file
 FLAT = "--dp flat"
 ZERO_1 = "--dp flat --zero 1"
 MAX_ZERO_COST = 1.10  # upper bound for the step time with ZeRO-1 divided by the step time without
@@ -31,7 +28,7 @@ def variants(bucket_mb):
     chosen = {f"--dp {dp}": {"dp": dp, "bucket_mb": bucket_mb} for dp in STRATEGIES}
     chosen |= {f"{flags} --zero 1": dict(options, zero=1) for flags, options in chosen.items()}
     chosen |= {f"{FLAT} --compress {kind}": {"compress": kind} for kind in CODECS}
-    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # canonical is the default
+    names = [name for name in CHOICES if name != "canonical"]  # canonical is the default
     return chosen | {f"{FLAT} --collectives {name}": {"collectives": name} for name in names}
 
 
@@ -52,7 +49,8 @@ def prepare(module, world, preset, batch_size, variants):
         trainer, result = trainers[name], timed[name](steps)
         sizes = world.all_gather_object((trainer.bytes_sent, trainer.optimizer_bytes))
         bytes_sent, optimizer_bytes = zip(*sizes, strict=True)
-        return dict(result, bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, messages=trainer.messages)
+        sizes = dict(bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, messages=trainer.messages)
+        return result | sizes | {"final_loss": result["losses"][-1]}
 
     return run_round
 
@@ -66,24 +64,8 @@ def measure(args, ranks, chosen):
     chosen: {name: options} of the variants to measure.
     """
     options = {"preset": args.preset, "batch_size": args.batch_size, "variants": chosen}
-    launcher = tuple(launch_line(*choose(), ranks))
-    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
-    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
-        job_variants = [JobVariant(process, name) for name in chosen]
-        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    results, times = [], step_results(measured)
-    for name, of_variant in measured.items():
-        last = of_variant["rounds"][-1]
-        results.append(
-            {
-                "name": name,
-                "ranks": ranks,
-                **times[name],
-                "final_loss": last["losses"][-1],
-                **{key: last[key] for key in ("messages", "bytes_sent", "optimizer_bytes")},
-            }
-        )
-    return results
+    fields = "final_loss", "messages", "bytes_sent", "optimizer_bytes"
+    return measure_job(args, ranks, options, chosen, fields)
 
 
 def summarise(results):
@@ -93,13 +75,13 @@ def summarise(results):
         result["times_flat"] = paired_ratio(medians[result["name"]], medians[FLAT])
 
 
-def verdict(results, ranks):
-    """One sentence: how much time ZeRO-1 costs and how much memory it saves."""
-    by_name = {result["name"]: result for result in results}
+def print_verdict(results):
+    """Print how much time ZeRO-1 costs and how much memory it saves."""
+    by_name, ranks = {result["name"]: result for result in results}, results[0]["ranks"]
     zero, whole_bytes = by_name[ZERO_1], max(by_name[FLAT]["optimizer_bytes"])
     share, relative_time = max(zero["optimizer_bytes"]) / whole_bytes, zero["times_flat"]["median"]
     met = "reached" if relative_time <= MAX_ZERO_COST and share * ranks <= 1.01 else "MISSED"
-    return (
+    print(
         f"ZeRO-1 on {ranks} ranks: a step takes {relative_time:.3f} times as long as without (target on 4 ranks: at "
         f"most {MAX_ZERO_COST:.2f}), and a rank holds {share:.4f} of the optimizer state (target: 1/{ranks} plus "
         f"padding): {met}"
@@ -107,7 +89,7 @@ def verdict(results, ranks):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.strategies", __doc__)
     parser.add_flags(preset="paper", ranks=[2, 4], batch_size=16, bucket_mb=BUCKET_MB)
     parser.add_flags(rounds=5, steps_per_round=1, warm_up=1, timeout=900)
     parser.add_argument(
@@ -123,14 +105,9 @@ def main():
         for name, options in variants(args.bucket_mb).items()
         if name in (FLAT, ZERO_1) or any(text in name for text in texts)
     }
-    results = []
-    for ranks in args.ranks:
-        of_ranks = measure(args, ranks, chosen)
-        summarise(of_ranks)
-        TABLES["ranks-strategies"].print(of_ranks)
-        print(verdict(of_ranks, ranks))
-        results += of_ranks
-    save(BENCHMARK, results, args, name="_".join(["strategies", *args.only]) if args.only else None)
+    args.save_as = "_".join(["strategies", *args.only]) if args.only else args.save_as
+    tables = (measure(args, ranks, chosen) for ranks in args.ranks)
+    save_each(args, tables, summarise, TABLES["ranks-strategies"].print, print_verdict)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,27 @@ checkpoint, while a checkpoint is written, and at random moments, which may be d
 
     python -m benchmarks.ranks.survive                                 # 20 kills of one run on four ranks
     python -m benchmarks.ranks.survive --times 2 --ranks 2 --steps 60  # a quick trial
+    python -m benchmarks.ranks.survive --stage 3 --times 3 --ranks 2 --steps 3000 --checkpoint-every 100  # on two GPUs
 """
 
 import os
 import random
 import re
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
-from benchmarks.ranks.kill import curve
+from benchmarks.ranks.kill import curve, finished, job_folder
 from gpt2core.app.checkpoints.directory import HIDDEN
 from testing.jobs import Job
 
-BENCHMARK = "benchmarks.ranks.survive"
+STAGES = {  # {stage: (its package, flags, group of the results)}
+    1: ("stage1_mpi", ["--threads", 1], "ranks"),
+    3: ("stage3_mpi_cuda", [], "gpus"),
+}
 BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
 LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
@@ -40,17 +41,18 @@ COLUMNS = """
 def start(args, name, folder, restarts):
     """Start the run with checkpoints in folder/name and its log beside them; return its Job."""
     launcher = [sys.executable, "-m", "stage1_mpi.launch"]
+    package, of_stage, _ = STAGES[args.stage]
     flags = ["--preset", args.preset, "--steps", args.steps, "--checkpoint-every", args.checkpoint_every]
-    flags += ["--threads", 1, "--sample", 0, "--out", folder / name, "--log", folder / f"{name}.jsonl"]
+    flags += ["--out", folder / name, "--log", folder / f"{name}.jsonl", "--deterministic", "--sample", 0, *of_stage]
     if args.async_checkpoints:
         flags.append("--async-checkpoints")
-    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", "stage1_mpi.train_gpt2", *flags]
+    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", f"{package}.train_gpt2", *flags]
     return Job(*words, start=launcher)
 
 
 def moments(times, rng):
     """The moments of the kills: one or more before the first checkpoint, the others in a random order."""
-    first, writing = max(1, times // 10), times * 3 // 10
+    first, writing = max(1, times // 10), round(times * 0.3)
     later = [WRITING] * writing + [RANDOM] * (times - first - writing)
     return [BEFORE] * first + rng.sample(later, len(later))
 
@@ -84,19 +86,15 @@ def kill(job, moment, out, old, seen, rng):
     begun = lambda: steps_of(job.out()[seen:])  # noqa: E731
     if moment != RANDOM or rng.random() < 0.5:
         wait_until(job, begun)
-    ranks = wait_until(job, job.ranks)
+    wait_until(job, job.ranks)
     if moment == WRITING:
         wait_until(job, lambda: incomplete_in(out) - old)
     elif moment == RANDOM:
         time.sleep(rng.uniform(0, LONGEST))
-        ranks = wait_until(job, job.ranks)
-    while True:
-        rank = rng.choice(sorted(ranks))
-        try:
-            os.kill(ranks[rank], signal.SIGKILL)
-            return rank, time.monotonic()
-        except ProcessLookupError:  # the rank has just ended
-            ranks = wait_until(job, job.ranks)
+    rank = job.kill_rank(rng)
+    if rank is None:
+        sys.exit(f"the job ended between two kills: {job.texts()[1].strip()[-2000:]}")
+    return rank, time.monotonic()
 
 
 def one_kill(job, number, moment, out, seen, rng):
@@ -132,10 +130,7 @@ def survive(args, folder):
 
 def undisturbed(args, folder):
     """Run the same training without a kill; return its curve()."""
-    with start(args, "whole", folder, 0) as job:
-        done = job.done()
-    if done.code:
-        sys.exit(f"the run without kills ended with status {done.code}: {done.err.strip()[-2000:]}")
+    finished(start(args, "whole", folder, 0))
     return curve(folder / "whole.jsonl")
 
 
@@ -154,8 +149,10 @@ def summary_of(rows, found, wanted):
 
 
 def parser():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.ranks.survive", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
+    text = "stage whose training is started; stage 3 needs a GPU for each rank, or TRITON_INTERPRET=1 (default 1)"
+    parser.add_argument("--stage", type=int, choices=STAGES, default=1, help=text)
     parser.add_argument(
         "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
     )
@@ -164,10 +161,7 @@ def parser():
 
 def main():
     args = parser().parse_args()
-    if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with job_folder() as folder:
         rows = survive(args, folder)
         found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
     progress("")
@@ -179,9 +173,9 @@ def main():
         f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
         f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
     )
-    save(BENCHMARK, {**vars(args), "summary": summary, "rows": rows}, args)
+    save({**vars(args), "summary": summary, "rows": rows}, args, group=STAGES[args.stage][2])
     return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -14,15 +14,13 @@ python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a
 import numpy as np
 
 from benchmarks.harness.cpu_tables import TABLES
-from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.rounds import step_results, timed_steps
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.rounds import measure_job, timed_steps
 from gpt2core.app.presets import PRESETS
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash
-from stage1_mpi.launch import choose, launch_line
 
-BENCHMARK = "benchmarks.ranks.update_behind"  # the name under which the ranks import this file
 AFTER, NO_COPY, COPY, ALONE = (
     "after the last bucket",
     "behind each bucket, no copy",
@@ -108,15 +106,7 @@ def prepare(module, world, preset, batch_size, bucket_mb):
 def measure(args, ranks):
     """Run all rounds; return one result for each variant, with the seconds of every step."""
     options = {"preset": args.preset, "batch_size": args.batch_size, "bucket_mb": args.bucket_mb}
-    launcher = tuple(launch_line(*choose(), ranks))
-    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
-    names = AFTER, NO_COPY, COPY, ALONE
-    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
-        job_variants = [JobVariant(process, name) for name in names]
-        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    times = step_results(measured)
-    hashes = {name: measured[name]["rounds"][-1]["hash"] for name in names}
-    return [{"name": name, "ranks": ranks, **times[name], "hash": hashes[name]} for name in names]
+    return measure_job(args, ranks, options, (AFTER, NO_COPY, COPY, ALONE), ["hash"])
 
 
 def summarise(results):
@@ -126,23 +116,21 @@ def summarise(results):
         result["times_after"] = paired_ratio(medians[result["name"]], medians[AFTER])
 
 
+def print_equality(results):
+    hashes = {result["hash"] for result in results if result["hash"]}
+    equal = "equal, bit for bit" if len(hashes) == 1 else "DIFFERENT"
+    print(f"{results[0]['ranks']} ranks: the parameters are {equal}")
+
+
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
-    parser.add_flags(preset="paper", bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900)
+    parser = benchmark_parser("benchmarks.ranks.update_behind", __doc__)
+    parser.add_flags(preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16)
+    parser.add_flags(rounds=9, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
-    results = []
-    for ranks in args.ranks:
-        of_ranks = measure(args, ranks)
-        summarise(of_ranks)
-        TABLES["ranks-update-behind"].print(of_ranks)
-        hashes = {result["hash"] for result in of_ranks if result["hash"]}
-        print(f"{ranks} ranks: the parameters are {'equal, bit for bit' if len(hashes) == 1 else 'DIFFERENT'}")
-        results += of_ranks
-    save(BENCHMARK, results, args)
+    tables = (measure(args, ranks) for ranks in args.ranks)
+    save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from gpt2core.communicator import Handle
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend

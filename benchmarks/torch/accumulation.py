@@ -14,7 +14,6 @@ layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance co
 """
 
 import functools
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import check_device
 
-BENCHMARK = "benchmarks.torch.accumulation"
 TERM, COUNT = 0.01, 1000
 # {title: (dtype of the sum, dtype of the number, dtype in which the number is added)}
 SUMS = {
@@ -101,7 +99,7 @@ def layernorm_row(dtype, title, device):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.accumulation", __doc__)
     parser.add_flags(device="cuda")
     add_row_flags(parser)
     args = parser.parse_args()
@@ -113,8 +111,8 @@ def main():
         cases[f"dtypes / {name} / {device}"] = functools.partial(dtypes_row, dtype, device)
         for title in INPUTS:
             cases[f"layernorm / {name} / {title} / {device}"] = functools.partial(layernorm_row, dtype, title, device)
-    print_tables(run_rows(BENCHMARK, args, cases), "sums", "autocast", "layernorm")
+    print_tables(run_rows(args, cases), "sums", "autocast", "layernorm")
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -19,7 +19,6 @@ from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, seconds_of, slowest
 from benchmarks.torch.models import device_of_rank
 
-BENCHMARK = "benchmarks.torch.all_reduce"
 SIZES = [10**k for k in range(6, 10)]
 MPI = "mpi"
 LIBRARIES = [*TIMED_BACKENDS, MPI]
@@ -61,7 +60,7 @@ def with_bandwidth(ranks, size, milliseconds):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.all_reduce", __doc__)
     add = parser.add_argument
     add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
     add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")
@@ -77,7 +76,7 @@ def main():
                 for size in args.sizes:
                     row = (mpi_row,) if library == MPI else (torch_row, groups, library)
                     cases[f"{library}, {ranks} ranks, {size / 1e6:g} MB"] = functools.partial(*row, ranks, size, args)
-        print_tables(run_rows(BENCHMARK, args, cases), "all-reduce", "all-reduce-ours")
+        print_tables(run_rows(args, cases), "all-reduce", "all-reduce-ours")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Run the command again until no row is missing. Times are milliseconds.
 """
 
 import functools
-import sys
 import time
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
@@ -24,7 +23,6 @@ from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 
 # T time (queries and keys), D head size
 
-BENCHMARK = "benchmarks.torch.attention"
 HEAD_SIZES = 16, 32, 64, 128
 MEMORY_BATCH, MEMORY_LENGTHS = 8, (256, 1024, 4096, 8192, 16384, 32768, 65536)
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
@@ -197,17 +195,17 @@ def cases(args):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.attention", __doc__)
     add = parser.add_argument
     add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
     add_row_flags(parser)
     args = parser.parse_args()
-    rows = run_rows(BENCHMARK, args, cases(args))
+    rows = run_rows(args, cases(args))
     TABLES["torch-attention"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

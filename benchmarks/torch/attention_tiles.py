@@ -14,7 +14,6 @@ Device time in milliseconds, causal, from CUDA graphs. Run the command again unt
 
 import functools
 import itertools
-import sys
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
@@ -23,7 +22,6 @@ from stage2_cuda.attention.launches import AttentionTiles, TileConfig
 
 # T time (queries and keys), D head size
 
-BENCHMARK = "benchmarks.torch.attention_tiles"
 KERNELS = "forward", "dq", "dkdv", "both"
 WITH_PARTS = "forward", "both"  # float32 has only these kernels
 MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
@@ -107,7 +105,7 @@ def print_rankings(rows, count):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.attention_tiles", __doc__)
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--heads", type=int, default=1, help="batch x heads (default 1)")
@@ -120,8 +118,8 @@ def main():
     add("--show", type=int, default=5, help="lines of each ranking (default 5)")
     add_row_flags(parser)
     args = parser.parse_args()
-    print_rankings(run_rows(BENCHMARK, args, cases(args)), args.show)
+    print_rankings(run_rows(args, cases(args)), args.show)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -25,7 +25,6 @@ from benchmarks.torch.groups import TIMED_BACKENDS, Groups, group_parser, second
 from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory, timed
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
-BENCHMARK = "benchmarks.torch.ddp"
 NONE, TORCH = "none", "torch DDP"
 BUCKETS_MB = [1, 10, 100, 1000]
 COMMUNICATION, COMPUTE = "communication", "compute"
@@ -178,13 +177,13 @@ def timeline(args, settings, groups):
     for way in ("naive", "overlap"):
         found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
         spans[way] = found[0]
-    path = save(BENCHMARK, {"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
+    path = save({"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
     draw_timeline(spans, path.with_suffix(".png"), settings)
 
 
 def main():
     described = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU"
-    parser = group_parser(BENCHMARK, __doc__, TIMED_BACKENDS, described, ranks=2)
+    parser = group_parser("benchmarks.torch.ddp", __doc__, TIMED_BACKENDS, described, ranks=2)
     add = parser.add_argument
     text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
@@ -198,7 +197,7 @@ def main():
         if args.timeline:
             return timeline(args, settings, groups)
         cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
-        print_tables(run_rows(BENCHMARK, args, cases), "ddp")
+        print_tables(run_rows(args, cases), "ddp")
 
 
 if __name__ == "__main__":

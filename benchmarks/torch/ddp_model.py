@@ -27,9 +27,8 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table, save
 from benchmarks.harness.rows import saved_rows
 from benchmarks.ranks.collectives import fit_line
-from gpt2core.parallel.bucket_size import best_bucket
+from gpt2core.parallel.data.bucket_size import best_bucket
 
-BENCHMARK = "benchmarks.torch.ddp_model"
 MIB = 2**20
 
 
@@ -71,10 +70,10 @@ def fit(rows, backend, ranks):
     return 1 / per_byte, max(o, 1e-9)
 
 
-def read(name):
+def read(args, name):
     """The rows of another command, from results/ if it has them, else from out/results/."""
     for saved in (True, False):
-        if rows := saved_rows(BENCHMARK, argparse.Namespace(save=saved, save_as=name)):
+        if rows := saved_rows(argparse.Namespace(benchmark=args.benchmark, save=saved, save_as=name)):
             return rows
     raise SystemExit(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
 
@@ -131,7 +130,7 @@ def draw(found, s, w, o, backward, title, path):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.ddp_model", __doc__)
     add = parser.add_argument
     add("--size", default="xl", help="model of the rows of ddp (default xl)")
     add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
@@ -142,9 +141,9 @@ def main():
     add("--ddp", default="ddp", help="name of the file to compare with (default ddp)")
     args = parser.parse_args()
 
-    w, o = fit(read(args.all_reduce), args.backend, args.ranks)
+    w, o = fit(read(args, args.all_reduce), args.backend, args.ranks)
     settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
-    found, base, s = compare(read(args.ddp), settings, w, o)
+    found, base, s = compare(read(args, args.ddp), settings, w, o)
     print_table([{key: f"{value:.4g}" for key, value in each.items()} for each in found])
     best, measured = best_size(s, w, o), min(found, key=lambda each: each["measured ms"])["bucket MB"]
     print(
@@ -154,7 +153,7 @@ def main():
         f"form assumes that they are equal."
     )
     results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best, "rows": found}
-    path = save(BENCHMARK, results, args)
+    path = save(results, args)
     draw(found, s, w, o, base["backward"]["mean"] / 1e3, settings, path.with_suffix(".png"))
 
 

@@ -30,7 +30,6 @@ from benchmarks.torch.passes import (
     times_of,
 )
 
-BENCHMARK = "benchmarks.torch.end_to_end"
 CONTEXTS = 128, 256, 512, 1024
 AFTER_WARM_UP = 10  # measured steps
 TIMEOUT = 500  # seconds of one row
@@ -78,7 +77,7 @@ class Processes:
         options = dict(implementation=implementation, device=self.args.device, batch=self.args.batch)
         threads = os.cpu_count() or 1
         spec = ProcessSpec(implementation, make_passes.__module__, threads, options)
-        return BenchmarkProcess(spec, BENCHMARK, TIMEOUT)
+        return BenchmarkProcess(spec, self.args.benchmark, TIMEOUT)
 
     def run(self, implementation, *settings):
         """The answer of the implementation's process to one request."""
@@ -162,7 +161,7 @@ def without_compiler(args):
 def main():
     text = "fp32 is without TF32 (default: see above)"
     everything = "all sizes, contexts, precisions and implementations; about an hour"
-    parser = model_parser(BENCHMARK, __doc__, text, everything, models="see above")
+    parser = model_parser("benchmarks.torch.end_to_end", __doc__, text, everything, models="see above")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
     text = f"{described} (default: above)"
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=text)
@@ -174,9 +173,9 @@ def main():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the processes
 
     with Processes(args) as processes:
-        rows = run_rows(BENCHMARK, args, cases(processes, args))
+        rows = run_rows(args, cases(processes, args))
     print_tables(rows, "end-to-end", "warm-up", "end-to-end-bf16")
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

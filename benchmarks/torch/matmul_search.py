@@ -16,23 +16,25 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table
+from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.table_format import Table
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
 
-BENCHMARK = "benchmarks.torch.matmul_search"
 GRID = (64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5), ("start", "early", "end")
 SHARED, REGISTERS, WARPS = 227 << 10, 1 << 16, 64  # of one multiprocessor: bytes for tiles, registers, warps
 MAX_SUMS = 128  # float32 sums of one thread; more would leave too few of its 255 registers
 CALLS = 20  # calls in a CUDA graph
 EAGER, COMPILED, CUBLASLT, OURS = "torch eager", "torch.compile", "cublasLt, fused ReLU", "ours"
+RANKING = """
+    tile = {name.split(" / ")[1]} | ms = {median_ms:.4f} | TFLOP/s = {2e-9 * size**3 / median_ms:.0f}
+    registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -178,16 +180,8 @@ def compare(size, tile, rounds):
 def print_ranking(size, rows, count):
     """Print the fastest tiles of one size; returns the row of the fastest."""
     ranked = sorted((row for row in rows if "median_ms" in row), key=lambda row: row["median_ms"])
-    print(f"\n{size} x {size} x {size}: {len(ranked)} tiles, {len(rows) - len(ranked)} that do not fit\n")
-    columns = "registers", "spills", "shared", "resident", "tiles"
-    print_table(
-        [
-            {"tile": row["name"].split(" / ")[1], "ms": f"{row['median_ms']:.4f}"}
-            | {"TFLOP/s": f"{2e-9 * size**3 / row['median_ms']:.0f}", **{name: row[name] for name in columns}}
-            | {"waves": f"{row['waves']:.2f}"}
-            for row in ranked[:count]
-        ]
-    )
+    title = f"{size} x {size} x {size}: {len(ranked)} tiles, {len(rows) - len(ranked)} that do not fit"
+    Table("", RANKING).print([row | {"size": size} for row in ranked[:count]], title)
     return ranked[0]
 
 
@@ -209,7 +203,7 @@ def explain(size, best, times):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.torch.matmul_search", __doc__)
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
@@ -220,7 +214,7 @@ def main():
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)
         for size, tile in itertools.product(args.size, tiles())
     }
-    rows, by_text = run_rows(BENCHMARK, args, cases), {text(tile): tile for tile in tiles()}
+    rows, by_text = run_rows(args, cases), {text(tile): tile for tile in tiles()}
     for size in args.size:
         of_size = [row for row in rows if row["name"].startswith(f"{size} / ")]
         if not args.dry_run and any("median_ms" in row for row in of_size):
@@ -228,10 +222,10 @@ def main():
             tile = by_text[best["name"].split(" / ")[1]]
             again = argparse.Namespace(**{**vars(args), "only": [], "fresh": True})
             comparison = {f"{size} / comparison": functools.partial(compare, size, tile, args.rounds)}
-            compared = run_rows(BENCHMARK, again, comparison)
+            compared = run_rows(again, comparison)
             explain(size, best, compared[0]["ms"])
             TABLES["torch-matmul"].print(compared)
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -16,7 +16,6 @@ allocations with their source. The snapshot is written to out/results/torch/*.pi
 import argparse
 import functools
 import itertools
-import sys
 
 import torch
 
@@ -35,18 +34,16 @@ from benchmarks.torch.memory_events import (
 from benchmarks.torch.models import (
     PRECISIONS,
     SIZES,
-    batch_of,
     check_device,
     config_of,
     model_parser,
     release_memory,
     use_checkpoints,
 )
-from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
 
-BENCHMARK = "benchmarks.torch.memory"
 KINDS = FORWARD, STEP
 IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
@@ -105,9 +102,9 @@ def saved_row(implementation, size, context, precision, args):
 
 
 def our_peaks(implementation, size, context, precision, args):
-    from gpt2core.parallel.gpu_memory import training_memory
+    from gpt2core.memory.gpu import training_memory
 
-    passes = our_passes(size, context, precision, args)
+    passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
     found = {}
     for kind in KINDS:
         allocated_by_ours(passes, kind)  # compiles the kernels
@@ -121,20 +118,11 @@ def our_peaks(implementation, size, context, precision, args):
     return found | {"parameters": passes.trainer.parameters.nbytes}
 
 
-def our_passes(size, context, precision, args):
-    """The Passes of stage 2, without tuning, whose candidates would be counted."""
-    from benchmarks.harness.ours import Passes
-    from stage2_cuda.cuda_backend import CudaBackend
-
-    tokens = (ids.numpy() for ids in batch_of(args.batch, context, "cpu", 0))
-    return Passes(config_of(size, context), CudaBackend(precision, deterministic=True), *tokens)
-
-
 def timeline_row(implementation, size, context, precision, kind, args):
     """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
     release_memory()
     if implementation == OURS:
-        passes = our_passes(size, context, precision, args)
+        passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
         for _ in range(2):
             events, marks, before = allocated_by_ours(passes, kind)
     else:
@@ -142,7 +130,7 @@ def timeline_row(implementation, size, context, precision, kind, args):
         for _ in range(2):
             passes.run(kind)
         name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
-        path = rows_path(BENCHMARK, argparse.Namespace(save=False, save_as=name), ".pickle")  # not in git
+        path = rows_path(argparse.Namespace(**{**vars(args), "save": False, "save_as": name}), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
         events, marks, before = allocated_by_torch(passes, kind, path)
     after = [before + count for count in allocated_after(events)]
@@ -219,8 +207,9 @@ def cases(args):
 
 
 def main():
-    text = "bf16 is autocast over fp32 parameters (default: both)"
-    parser = model_parser(BENCHMARK, __doc__, text, "all sizes, contexts, precisions and implementations")
+    precisions = "bf16 is autocast over fp32 parameters (default: both)"
+    everything = "all sizes, contexts, precisions and implementations"
+    parser = model_parser("benchmarks.torch.memory", __doc__, precisions, everything)
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
@@ -229,10 +218,10 @@ def main():
     check_device(args)
     if min(args.blocks) < 1:
         parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
-    rows = run_rows(BENCHMARK, args, cases(args))
+    rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
-    draw(rows, rows_path(BENCHMARK, args, ".png"))
+    draw(rows, rows_path(args, ".png"))
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

@@ -76,8 +76,11 @@ class TorchPasses:
         return loss
 
 
-def our_passes(size, context, precision, device, batch):
-    """Passes of this project on the same tokens: stage 2 on a GPU, and for trials stage 0 on the CPU."""
+def our_passes(size, context, precision, device, batch, deterministic=False):
+    """Passes of this project on the same tokens: stage 2 on a GPU, and for trials stage 0 on the CPU.
+
+    deterministic: without tuning, whose candidates would be counted as memory.
+    """
     from benchmarks.harness.ours import Passes
 
     tokens = (ids.cpu().numpy() for ids in batch_of(batch, context, "cpu", 0))
@@ -87,7 +90,7 @@ def our_passes(size, context, precision, device, batch):
         return Passes(config_of(size, context), NumpyBackend(), *tokens)
     from stage2_cuda.cuda_backend import CudaBackend
 
-    return Passes(config_of(size, context), CudaBackend(precision, deterministic=False), *tokens)
+    return Passes(config_of(size, context), CudaBackend(precision, deterministic), *tokens)
 
 
 def make_passes(implementation, size, context, precision, device, batch):

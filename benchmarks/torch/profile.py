@@ -18,7 +18,6 @@ Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profile
 
 import functools
 import re
-import sys
 from collections import Counter
 
 import torch
@@ -41,7 +40,6 @@ from stage2_cuda.runtime import cupti
 
 # B batch, H heads, T time, D head size
 
-BENCHMARK = "benchmarks.torch.profile"
 CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
 KEPT = 5  # kernels of each pass in the results file
 
@@ -168,8 +166,9 @@ def selected(args):
 
 
 def main():
-    text = "fp32 is without TF32 (default bf16, two rows of fp32)"
-    parser = model_parser(BENCHMARK, __doc__, text, "all sizes and contexts, in bf16 or in --precisions")
+    precisions = "fp32 is without TF32 (default bf16, two rows of fp32)"
+    everything = "all sizes and contexts, in bf16 or in --precisions"
+    parser = model_parser("benchmarks.torch.profile", __doc__, precisions, everything)
     add = parser.add_argument
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
@@ -185,10 +184,10 @@ def main():
     if args.device == "cuda" and not args.dry_run:
         cupti.open_cupti()
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
-    rows = run_rows(BENCHMARK, args, cases)
+    rows = run_rows(args, cases)
     print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
     print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    run_main(main)

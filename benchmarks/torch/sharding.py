@@ -26,7 +26,6 @@ from torch_bridge.ddp import BucketedDDP
 from torch_bridge.fsdp import FSDP
 from torch_bridge.sharded_optimizer import ShardedOptimizer
 
-BENCHMARK = "benchmarks.torch.sharding"
 PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH = "plain", "sharded optimizer", "fsdp", "fully_shard"
 WAYS = [PLAIN, SHARDED, FSDP_OURS, FSDP_TORCH]
 BUCKET_MB = 25
@@ -133,14 +132,14 @@ def way_row(groups, way, ranks, args):
 
 def main():
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    args = group_parser(BENCHMARK, __doc__, BACKENDS, text, ranks=[2]).parse_args()
+    args = group_parser("benchmarks.torch.sharding", __doc__, BACKENDS, text, ranks=[2]).parse_args()
 
     cases = {}
     with Groups() as groups:
         for ranks in args.ranks:
             for way in WAYS:
                 cases[f"{settings_of(args, ranks)}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
-        print_tables(run_rows(BENCHMARK, args, cases), "sharding")
+        print_tables(run_rows(args, cases), "sharding")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.8, 0.95, 1e-3, 0.1
 
 
 def adamw_coefficients():
-    from gpt2core.optimizer import adamw_coefficients
+    from gpt2core.optimizer import AdamW
 
     for step in (1, 3):
         c1, c2 = 1 - BETA1**step, 1 - BETA2**step
@@ -33,21 +33,21 @@ def adamw_coefficients():
             ([LR / c1 * root, EPS * root, 1 - DECAY], "shrink lacks the learning rate: it is 1 - lr * weight_decay."),
         ]
         want = np.array([LR / c1 * root, EPS * root, shrink])
-        got = adamw_coefficients(step, LR, BETA1, BETA2, EPS, DECAY)
-        expect(f"adamw_coefficients(step={step})", got, want, FP64, wrong, "the body of adamw_coefficients")
+        got = AdamW(BETA1, BETA2, EPS, DECAY).coefficients(step, LR)
+        expect(f"AdamW.coefficients(step={step})", got, want, FP64, wrong, "the body of AdamW.coefficients")
 
 
 def adamw_run(steps, factor=1.0, decays=(1, 0)):
     """(p, m, v) of the student's adamw_step after some steps from p0, and the gradients; two arena blocks."""
     from stage0_serial.numpy_backend import NumpyBackend
 
-    coefficients = real("gpt2core/optimizer.py").adamw_coefficients
+    rule = real("gpt2core/optimizer.py").AdamW(BETA1, BETA2, EPS, DECAY)
     rng = random(4)
     p, m, v = rng.standard_normal(2048), np.zeros(2048), np.zeros(2048)
     start, gradients = p.copy(), [rng.standard_normal(2048) * 0.1 for _ in range(steps)]
     backend = NumpyBackend("fp64")
     for number, g in enumerate(gradients, 1):
-        numbers, flags = coefficients(number, LR, BETA1, BETA2, EPS, DECAY), np.array(decays, np.int32)
+        numbers, flags = rule.coefficients(number, LR), np.array(decays, np.int32)
         given = g.copy()
         backend.adamw_step(p, m, v, given, numbers, np.float64(factor), flags, (BETA1, BETA2))
         expect_unchanged("adamw_step", "its input g", given, g)

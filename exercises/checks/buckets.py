@@ -8,7 +8,7 @@ SIZES = {"a": 4, "b": 3, "c": 5, "d": 1, "e": 6}
 
 
 def planned(sizes, **limits):
-    from gpt2core.parallel.data_parallel import plan_buckets
+    from gpt2core.parallel.data.strategies import plan_buckets
 
     got = plan_buckets(dict(sizes), **limits)
     if not isinstance(got, list | tuple):

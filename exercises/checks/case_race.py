@@ -11,7 +11,7 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Handle
 from gpt2core.errors import counted
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided.arena import DividedArena
 
 NOW = 0.2  # seconds in which a thread that does not wait returns
 SECONDS = 2  # a thread that waits longer is taken to wait forever
@@ -35,7 +35,7 @@ class Gather:
     """An AsyncAllGather of the student, between `owners` ranks, whose broadcasts arrive when `gate` is set."""
 
     def __init__(self, owners, piece_mb):
-        from gpt2core.parallel.async_all_gather import AsyncAllGather
+        from gpt2core.parallel.divided.async_all_gather import AsyncAllGather
 
         self.gate, self.awaited, self.handles = threading.Event(), threading.Event(), []
         arena = DividedArena(parameter_shapes(CONFIG), owners)

@@ -18,7 +18,7 @@ class Recorded:
     """
 
     def __init__(self, eager):
-        from gpt2core.parallel.data_parallel import DataParallel
+        from gpt2core.parallel.data.strategies import DataParallel
 
         arena, self.events = Arena([(name, (10,)) for name in NAMES]), []
         self.data = DataParallel(arena, BUCKETS, self.start, eager)

@@ -4,7 +4,7 @@ from exercises.checks.common import BUCKET_MB, CONFIG, expect_same_training, rea
 from exercises.compare import expect_equal
 from gpt2core.architecture import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided.arena import DividedArena
 
 
 def parts_of_the_arena():
@@ -36,9 +36,9 @@ def parts_of_the_arena():
 
 
 def owned_pieces():
-    from gpt2core.parallel.async_all_gather import owned
+    from gpt2core.parallel.divided.async_all_gather import owned
 
-    arena = real("gpt2core/parallel/divided_arena.py").DividedArena(parameter_shapes(CONFIG), 4)
+    arena = real("gpt2core/parallel/divided/arena.py").DividedArena(parameter_shapes(CONFIG), 4)
     part = arena.size // 4
     pieces = {
         "inside one part": (slice(10, 20), [(slice(10, 20), 0)]),

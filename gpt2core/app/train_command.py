@@ -12,6 +12,7 @@ from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.inference.continuations import write_continuation, write_text
+from gpt2core.app.loop import LogLost, run
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
@@ -21,11 +22,10 @@ from gpt2core.app.settings.config_file import earlier_settings, text_of
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.training_setup import Training, make_training, open_run
 from gpt2core.architecture import parameter_shapes
-from gpt2core.engine.run import LogLost, run
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.parallel.launcher_env import tell_launcher
-from gpt2core.parallel.micro_batch_count import possible_ranks
+from gpt2core.parallel.micro_batches.count import possible_ranks
 from gpt2core.parallel.pipeline.measured import pictures
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 

@@ -11,18 +11,18 @@ from gpt2core.app.checkpoints.run_folders import lock_new_run
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.resume import Progress, restore
 from gpt2core.app.settings.final_values import data_parallel_ranks
 from gpt2core.app.settings.run_config import RunConfig
+from gpt2core.app.stage_checks import check_one_process, check_rank_flags
 from gpt2core.app.training_inputs import Inputs, read_inputs
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
+from gpt2core.parallel.data.local_windows import LocalWindows
 from gpt2core.parallel.launcher_env import started_again
-from gpt2core.parallel.local_windows import LocalWindows
-from gpt2core.parallel.micro_batch_count import plan_micro_batches
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.tracing.trace import Trace
 

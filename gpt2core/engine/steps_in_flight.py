@@ -1,4 +1,4 @@
-"""PendingStep, a training step that a FastTrainer has launched, and the batch of the step after it.
+"""PendingStep, a training step that a FastTrainer has launched.
 
 If the device replays a captured step (a CUDA graph), the host launches step n + 1 before it reads the loss of step n.
 Then the device does not wait for the host between two steps:
@@ -29,9 +29,3 @@ class PendingStep:
         request: a whole number that this rank sends with its losses: what the loop shall do after the step, or 0.
         """
         return self.trainer.finish_step(self, request)
-
-
-def read_ahead(trainer, windows, ahead=1):
-    """The batch of this rank for the step that is `ahead` steps after the next one, as training_loop.read_batch()."""
-    position, rows = trainer.position + ahead * trainer.batch_size, trainer.rows
-    return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))

@@ -1,13 +1,11 @@
-"""The units of a model with dropout (dropout.py): those of model.py, whose embedding and branches lose numbers.
+"""The units of a model with dropout (dropout.py): each has a unit without dropout, and drops numbers of what it adds.
 
 The bias of a branch is inside the dropped number, so zeros take its place in the Branch.
 """
 
 # B batch, T time, C channels
 
-from gpt2core import model
 from gpt2core.forward_arguments import FIRST_TOKENS
-from gpt2core.model import Block, Embedding
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
 
@@ -24,36 +22,50 @@ def dropout(x, mask, bias=None):
     return Tensor.from_op(y, (x,) if bias is None else (bias, x), backward)
 
 
-def make_unit(name, config, parameters, group):
-    """model.make_unit() with dropout."""
-    if name == "embedding":
-        return DropoutEmbedding(config, parameters, group)
-    if name.startswith("h."):
-        return DropoutBlock(config, parameters, group, int(name.removeprefix("h.")))
-    return model.make_unit(name, config, parameters, group)
+def with_dropout(unit):
+    """The unit with dropout of an embedding, a block or the head; the head drops nothing."""
+    if unit.name == "embedding":
+        return DropoutEmbedding(unit)
+    return unit if unit.name == "head" else DropoutBlock(unit)
 
 
-class DropoutEmbedding(Embedding):
-    """An embedding that drops numbers of its output, at place 0; a subclass may also be a SlicedEmbedding."""
+class DropoutEmbedding:
+    """An Embedding, or a SlicedEmbedding, that drops numbers of its output, at place 0."""
+
+    def __init__(self, embedding):
+        self.embedding, self.name = embedding, embedding.name
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
-        x, mask = super().__call__(ids, arguments), arguments.mask(0)
+        x, mask = self.embedding(ids, arguments), arguments.mask(0)
         return Stream(dropout(x.tensor(), mask)) if mask else x
 
 
-class DropoutBlock(Block):
-    """A block that drops numbers of its branches; a subclass may also be a SlicedBlock."""
+class DropoutBlock:
+    """A Block, or a SlicedBlock, that drops numbers of its two branches."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        _, bias = self.mlp_out
+    def __init__(self, block):
+        self.block, self.name = block, block.name
+        _, bias = block.mlp_out
         self.zeros = Tensor(bias.backend.zeros(bias.shape, bias.backend.compute_dtype), bias.backend)  # (C)
 
     def __call__(self, x, arguments=FIRST_TOKENS):
-        first = 2 * self.layer + 1
-        x = x + self.dropped(self.attention(self.ln_1(x), arguments), arguments.mask(first))
-        return x + self.dropped(self.mlp(self.ln_2(x)), arguments.mask(first + 1))
+        if arguments.dropout is None:
+            return self.block(x, arguments)
+        first = 2 * self.block.layer + 1
+        masks = arguments.mask(first), arguments.mask(first + 1)
+        return self.block(DropoutStream(x, masks, self.zeros), arguments).stream
 
-    def dropped(self, branch, mask):
-        """The Branch after dropout; without a mask the branch itself."""
-        return Branch(dropout(branch.output, mask, branch.bias), self.zeros) if mask else branch
+
+class DropoutStream:
+    """A Stream that drops numbers of each Branch that a block adds. masks: of the next branches; zeros (C)."""
+
+    def __init__(self, stream, masks, zeros):
+        self.stream, self.masks, self.zeros = stream, masks, zeros
+
+    def __add__(self, branch):
+        mask, *later = self.masks
+        dropped = Branch(dropout(branch.output, mask, branch.bias), self.zeros)
+        return DropoutStream(self.stream + dropped, later, self.zeros)
+
+    def layernorm(self, *parameters):
+        return self.stream.layernorm(*parameters)

@@ -71,7 +71,7 @@ class Mesh:
         if min(dp, tp, pp) < 1 or dp * tp * pp != world.size:
             given = f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp}"
             raise ConfigError(f"a mesh of {given} ranks does not fit a world of {world.size}: choose sizes that do")
-        sizes = Grid(pipeline=pp, data=dp, tensor=tp)
+        self.sizes = sizes = Grid(pipeline=pp, data=dp, tensor=tp)
         place, made = place_of(world.rank, sizes), {}
 
         def group(name):
@@ -114,6 +114,5 @@ class Mesh:
         rank has losses.
         """
         own = np.array([request, *losses], np.float64)
-        shape = self.pipeline.size, self.data.size, self.tensor.size, len(own)
-        gathered = self.world.all_gather(own).reshape(shape)
+        gathered = self.world.all_gather(own).reshape(*self.sizes, len(own))
         return tree_sum([float(loss) for loss in gathered[-1, :, 0, 1:].ravel()]), int(gathered[..., 0].max())

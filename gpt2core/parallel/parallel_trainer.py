@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
@@ -9,38 +10,40 @@ from gpt2core.dropout import Dropout, check_dropout
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel.accumulator import Workload
-from gpt2core.parallel.arena_layout import ArenaLayout
-from gpt2core.parallel.async_all_gather import PIECE_MB, AsyncAllGather
-from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import make_data_parallel
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.divided_optimizer import DividedOptimizer, check_rounding
+from gpt2core.parallel.data.bucket_size import measured_bucket
+from gpt2core.parallel.data.sparse_embedding import tokens_read
+from gpt2core.parallel.data.strategies import make_data_parallel
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.arena_layout import ArenaLayout
+from gpt2core.parallel.divided.async_all_gather import PIECE_MB, AsyncAllGather
+from gpt2core.parallel.divided.model_pages import ModelPages
+from gpt2core.parallel.divided.optimizer import DividedOptimizer, check_rounding
 from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.micro_batches import MicroBatches
-from gpt2core.parallel.model_pages import ModelPages
-from gpt2core.parallel.pipeline.pipeline_micro_batches import PipelineMicroBatches
+from gpt2core.parallel.micro_batches.accumulator import Workload
+from gpt2core.parallel.micro_batches.threaded import MicroBatches
+from gpt2core.parallel.pipeline.micro_batches import PipelineMicroBatches
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
-from gpt2core.parallel.sharded.sharded_micro_batches import ShardedMicroBatches
+from gpt2core.parallel.sharded.micro_batches import ShardedMicroBatches
 from gpt2core.parallel.sharded.unit_shards import UnitShards
-from gpt2core.parallel.sparse_embedding import tokens_read
-from gpt2core.parallel.tensor_parallel import check_slices, check_tensor_parallel, shard_shapes, whole_name
+from gpt2core.parallel.tensor.shards import check_tensor_parallel, shard_shapes, whole_name
 from gpt2core.parallel.whole_parameters import fill
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import Trainer
 from gpt2core.vocabulary import Vocabulary
+
+OPTIMIZER_OPTIONS = "clip", "rounding", "seed"  # of DividedOptimizer
 
 
 class ParallelTrainer(Trainer):
     """A Trainer whose model and optimizer are divided; the workers of its accumulator have the tensors.
 
     backends: a list, one for each worker thread of this rank (WorkerPool limits BLAS to one thread). batch_size,
-    seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS, and of `clip`, `rounding` and
-    `seed` of DividedOptimizer. world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial
-    parameters; None leaves them zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16).
-    guard: that of Backend.clip for the gradients. dropout: the probability with which a step drops a number
-    (dropout.py); dropout_seed: of its random bits. Raises ConfigError for sizes that do not fit.
+    seq_len, micro_batches: of the global batch. optimizer: a dict of AdamW.OPTIONS and OPTIMIZER_OPTIONS.
+    world: the Communicator of all ranks. parallel: ParallelConfig. seed: of the initial parameters; None leaves them
+    zero. dloss: the array of shape () with which backward begins, if it is not 1 (fp16). guard: that of Backend.clip
+    for the gradients. dropout: the probability with which a step drops a number (dropout.py); dropout_seed: of its
+    random bits. Raises ConfigError for sizes that do not fit.
 
     mesh: the groups of ranks. pool: the worker threads. rows: the slice of the global batch that this rank reads.
     placement: {name of a parameter: the pipeline rank that has it}, in model order; 0 without a pipeline.
@@ -64,8 +67,7 @@ class ParallelTrainer(Trainer):
         world, parallel, backend = self.world, self.parallel, self.backend
         self.mesh = mesh = Mesh(world, world.size // (parallel.tp * parallel.pp), parallel.tp, parallel.pp)
         check_tensor_parallel(config, mesh.tensor.size)
-        self.vocabulary = Vocabulary(config.vocab_size, mesh.tensor)  # the tokens whose embeddings this rank has
-        check_slices(config, parallel, backend)
+        check_tensor_parallel(config, parallel.canonical_tp, "`canonical_tp`", parallel.tp)
         backend.check_model(config)
         self.rows = own_rows(batch_size, micro_batches, mesh.data)
         count = micro_batches // mesh.data.size  # of this rank
@@ -86,9 +88,10 @@ class ParallelTrainer(Trainer):
             self.compute_parameters = copy = backend.zeros((layout.size,), backend.compute_dtype)
 
         self.bucket_mb, self.bucket_size = choose_bucket(parallel, mesh, self.gradients, backend)
-        optimizer = optimizer or {}
-        require_known("optimizer", optimizer, (*AdamW.OPTIONS, "clip", "rounding", "seed"))
-        check_rounding(optimizer.get("rounding", "nearest"), backend)
+        options = dict(optimizer or {})
+        require_known("optimizer", options, (*AdamW.OPTIONS, *OPTIMIZER_OPTIONS))
+        others = {name: options.pop(name) for name in OPTIMIZER_OPTIONS if name in options}
+        check_rounding(others.get("rounding", "nearest"), backend)
         self.dropouts = dropouts_of(check_dropout(dropout), self.rows, count, backend)
         work = Workload(
             config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
@@ -97,8 +100,8 @@ class ParallelTrainer(Trainer):
         )  # fmt: skip
         self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
-            layout, self.parameters, self.pool, compute_copy=copy, gathers=parallel.zero_gather == "end", guard=guard,
-            dropout_seed=dropout_seed if dropout else None, **optimizer,
+            layout, self.parameters, self.pool, AdamW(**options), compute_copy=copy, guard=guard,
+            gathers=parallel.zero_gather == "end", dropout_seed=dropout_seed if dropout else None, **others,
         )  # fmt: skip
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if world.is_root else None)
@@ -118,7 +121,8 @@ class ParallelTrainer(Trainer):
             return accumulator, accumulator.unit_gradients
         data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb,
-            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size), self.vocabulary.first,
+            tokens_read(self.batch_size, self.seq_len, mesh.gradients.size),
+            Vocabulary(self.config.vocab_size, mesh.tensor).first,
         )  # fmt: skip
         on_complete, all_gather = data_parallel.unit_completed, None
         if parallel.pp > 1:
@@ -132,8 +136,8 @@ class ParallelTrainer(Trainer):
         return super().step(batch, lr)
 
     def update(self, batch, coefficients):
-        for each in self.dropouts[:1]:
-            each.key[...] = coefficients.dropout  # of all: they have one array
+        if self.dropouts:
+            self.dropouts[0].key[...] = coefficients.dropout  # of all: they have one array
         return super().update(batch, coefficients)
 
     def compute_gradients(self, batch):
@@ -169,10 +173,10 @@ class ParallelTrainer(Trainer):
 
     def prepare(self, inputs, targets):
         """The argument `batch` of step(), from this rank's rows of the global batch: see Trainer.prepare."""
-        inputs, targets = self.checked(inputs, targets)
-        own, prepare = self.vocabulary, self.backend.prepare_tokens
+        inputs, targets = checks.batch((inputs, targets), self.batch_shape, self.config.vocab_size)
+        prepare, vocabulary = self.backend.prepare_tokens, self.config.vocab_size
         return [
-            [(prepare(x, own.count, own.first), prepare(y)) for x, y in worker_batch]
+            [(prepare(x, vocabulary), prepare(y)) for x, y in worker_batch]
             for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 

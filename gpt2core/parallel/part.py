@@ -8,7 +8,6 @@ array of the residual stream, and its gradient.
 import functools
 
 from gpt2core.forward_arguments import FIRST_TOKENS
-from gpt2core.model import Embedding
 from gpt2core.parallel.parameter import call, deliver
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
@@ -37,7 +36,7 @@ class Part:
         that enters. arguments: ForwardArguments.
         """
         graph = Graph(self)
-        if not isinstance(self.units[0], Embedding):
+        if self.units[0].name != "embedding":
             x = Stream(boundary(x, self.backend, graph.keep_gradient))
         for unit in self.units:
             self.before(unit.name)
@@ -120,7 +119,7 @@ def parts_of(units, backend, recompute="none", separate=False, **hooks):
     for unit in units:
         if unit.name in again:
             parts.append(RecomputedPart([unit], backend, **hooks))
-        elif separate or (recompute == "block" and isinstance(unit, Embedding)):
+        elif separate or (recompute == "block" and unit.name == "embedding"):
             parts.append(Part([unit], backend, **hooks))
         else:
             rest.append(unit)

@@ -12,7 +12,7 @@ import numpy as np
 from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import Diverged
 from gpt2core.model import GPT2
-from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.tensor import shards
 from gpt2core.tensor import Tensor
 
 
@@ -26,8 +26,8 @@ def fill(trainer, flat, arrays):
     for name, shape in parameter_shapes(trainer.config):
         array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
         array = trainer.world.broadcast(array, out=array)
-        for each, part in tensor_parallel.own_slices(name, tensor.rank, slices):
-            trainer.layout.put(flat, each, tensor_parallel.shard(name, array, part, tensor.size * slices))
+        for each, part in shards.own_slices(name, tensor.rank, slices):
+            trainer.layout.put(flat, each, shards.shard(name, array, part, tensor.size * slices))
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0):
@@ -63,10 +63,10 @@ def gathered(trainer, flat):
     place = mesh.tensor.rank, mesh.tensor.size, trainer.parallel.slices
     for name, shape in parameter_shapes(trainer.config):
         arrays = []
-        for each, own in tensor_parallel.shard_shapes([(name, shape)], *place).items():
+        for each, own in shards.shard_shapes([(name, shape)], *place).items():
             array = views[each] if each in views else trainer.backend.empty(own, flat.dtype)
             arrays.append(mesh.pipeline.broadcast(array, trainer.placement[name], out=array))
-        whole[name] = tensor_parallel.gather(name, arrays, shape, mesh.tensor)
+        whole[name] = shards.gather(name, arrays, shape, mesh.tensor)
     return whole
 
 

@@ -18,6 +18,10 @@ linear layer requires.
 
 CuPy's own matmul cannot be captured in a CUDA graph. This matmul can, because it neither allocates memory nor
 synchronizes: descriptors and the algorithm are prepared once per kind of product, in a MatmulPlan.
+
+nvmath-python 1.0 was tried in the place of ctypes (H200, products of GPT-2 124M): equal bits, also captured, and 2 to 4
+us less for a launch, but its import takes 0.37 s after CuPy's, and it would replace 95 lines of this file. Its class
+Matmul allocates `aux` at each call, so a GELU product takes 59 instead of 33 us of the host.
 """
 
 # N rows and K columns of the result; C terms of each sum; ld (leading dimension): elements from one row to the next

@@ -9,7 +9,7 @@ import importlib
 
 import numpy as np
 
-from gpt2core.parallel.gpu_sizes import MIN_FUSED_GELU, WORKSPACE
+from gpt2core.memory.gpu_sizes import MIN_FUSED_GELU, WORKSPACE
 from gpt2core.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
 from stage2_cuda.runtime.gluon_launch import gluon_kind

@@ -25,7 +25,7 @@ def adamw_step(p, m, v, compute_copy, g, coefficients, factor, decay_flags, beta
     """Update p, m, v (n) float32 with the gradient g (n) float32 * factor. If factor is NaN, do nothing.
 
     compute_copy (n): receives the new p, rounded to nearest in the dtype of compute_copy; None: no copy is written.
-    coefficients (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_coefficients() on the
+    coefficients (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.AdamW.coefficients() on the
     device, float32 or float64 (rounded to float32 here). factor (1) float32 on the device; None means 1.
     decay_flags (n / 1024) integers: nonzero for a block of 1024 elements with weight decay; None: all blocks have it.
     philox_key (1) int64: rounding_key() of gpt2core, on the device, for stochastic rounding of the copy, or None.

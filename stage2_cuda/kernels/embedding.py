@@ -3,7 +3,7 @@
     y[n] = wte[ids[n] - first] + wpe[position + n % T]
     dwte[v] = sum of dy[n] over all n with ids[n] - first = v;  dwpe[position + t] = sum of dy[b, t] over all b
 
-`first` is the lowest token id in wte: not 0 if the vocabulary is divided over ranks. `position` is the position of the
+`first` is the lowest token id in wte: not 0 if the vocabulary is divided into slices. `position` is the position of the
 first token of each sequence: not 0 if keys and values of earlier tokens are in a cache.
 
 The host sorts the row numbers of dy by token (sort_tokens). The numbers of one token's rows are then adjacent, and one
@@ -11,7 +11,7 @@ program per token adds these rows. A frequent token may have a tenth of all rows
 rows of a token in chunks of CHUNK rows; no program then has a long loop.
 """
 
-# B batch, T time, N = B*T rows, C channels, V tokens in wte: the vocabulary, or one rank's part of it
+# B batch, T time, N = B*T rows, C channels, V tokens in wte: the vocabulary, or one slice of it
 
 from collections import namedtuple
 
@@ -29,20 +29,19 @@ CHUNK = 64  # rows of one token that one program of chunks_kernel adds
 SortedTokens = namedtuple("SortedTokens", "order starts chunk_starts chunk_tokens")  # see sort_tokens()
 
 
-def sort_tokens(ids, count, first=0):
-    """The SortedTokens of the token ids (B, T), a NumPy array, for the `count` = V tokens from `first` on.
+def sort_tokens(ids, count):
+    """The SortedTokens of the token ids (B, T), a NumPy array, for the tokens below `count`, in all slices.
 
-    order (N): the row numbers, sorted by token. starts (V + 1): the rows of token first + v are
+    order (N): the row numbers, sorted by token. starts (count + 1): the rows of token v are
     order[starts[v] : starts[v + 1]]. A token with r rows has r // CHUNK chunks. The chunks of all tokens are numbered
-    in the order of the tokens: chunk_starts (V + 1) has the number of each token's first chunk. chunk_tokens
-    (N // CHUNK): element i is the v of chunk number i, or V if there are at most i chunks. All are int32. Their shapes
-    depend only on N and V, so one CUDA graph serves all batches.
+    in the order of the tokens: chunk_starts (count + 1) has the number of each token's first chunk. chunk_tokens
+    (N // CHUNK): element i is the token of chunk number i, or `count` if there are at most i chunks. All are int32.
+    Their shapes depend only on N and `count`, so one CUDA graph serves all batches.
     """
     ids = ids.reshape(-1)
     keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy sorts 16-bit integers faster (radix sort)
     order = np.argsort(keys, kind="stable")
-    ends = np.cumsum(np.bincount(ids, minlength=first + count))
-    starts = np.concatenate([[0], ends])[first : first + count + 1]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=count))])[: count + 1]
     chunk_starts = np.concatenate([[0], np.cumsum(np.diff(starts) // CHUNK)])
     chunk_tokens = np.searchsorted(chunk_starts, np.arange(ids.size // CHUNK), side="right") - 1
     return SortedTokens(*(array.astype(np.int32) for array in (order, starts, chunk_starts, chunk_tokens)))
@@ -65,8 +64,8 @@ def embedding_forward(y, ids, wte, wpe, position=0, first=0):
     launch(forward_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=4)
 
 
-def token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate=False):
-    """Compute dwte (V, C) float32 from dy (B, T, C) and the SortedTokens of the batch.
+def token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate=False, first=0):
+    """Compute dwte (V, C) float32 of the tokens from `first` on, from dy (B, T, C) and the SortedTokens of the batch.
 
     chunk_sums: float32 scratch of chunk_sums_shape(N, C). accumulate: add to the contents of dwte instead of
     overwriting them: in a tied model, dwte already holds the gradient of lm_head.
@@ -75,11 +74,11 @@ def token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate=False):
     options = dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, CHUNK=CHUNK, num_warps=4)
     if chunks:
         grid = (chunks, triton.cdiv(channels, BLOCK_COLS))
-        launch(chunks_kernel, grid, chunk_sums, *sorted_tokens, dy, count, channels, **options)
+        launch(chunks_kernel, grid, chunk_sums, *sorted_tokens, dy, first, count, channels, **options)
     width = min(TOKEN_COLS, triton.next_power_of_2(channels))
     grid = (count, triton.cdiv(channels, width))
     options = dict(BLOCK_ROWS=4 * TOKEN_COLS // width, BLOCK_COLS=width, CHUNK=CHUNK, num_warps=4)
-    arguments = dwte, chunk_sums, *sorted_tokens[:3], dy, channels
+    arguments = dwte, chunk_sums, *sorted_tokens[:3], dy, first, channels
     launch(tokens_kernel, grid, *arguments, ACCUMULATE=accumulate, **options)
 
 
@@ -122,16 +121,17 @@ def add_sorted_rows(acc, order_ptr, dy_ptr, begin, end, n_cols, cols, BLOCK_ROWS
 
 @triton.jit
 def chunks_kernel(
-    chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, chunk_tokens_ptr, dy_ptr, count, n_cols,
+    chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, chunk_tokens_ptr, dy_ptr, first, count, n_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """chunk_sums[chunk] float32 = the sum of the CHUNK rows of dy that this chunk contains.
 
-    Grid (N // CHUNK, C / BLOCK_COLS): each program adds BLOCK_COLS columns of one chunk, if there is such a chunk.
+    Grid (N // CHUNK, C / BLOCK_COLS): each program adds BLOCK_COLS columns of one chunk, if there is such a chunk, and
+    its token is one of the `count` tokens from `first` on.
     """
     chunk = tl.program_id(0)
     token = tl.load(chunk_tokens_ptr + chunk)
-    if token < count:
+    if (token >= first) & (token < first + count):
         begin = tl.load(starts_ptr + token) + (chunk - tl.load(chunk_starts_ptr + token)) * CHUNK
         cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -141,14 +141,14 @@ def chunks_kernel(
 
 @triton.jit
 def tokens_kernel(
-    dwte_ptr, chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, dy_ptr, n_cols,
+    dwte_ptr, chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, dy_ptr, first, n_cols,
     ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (V, C / BLOCK_COLS): each program computes BLOCK_COLS columns of dwte[token].
+    """Grid (V, C / BLOCK_COLS): each program computes BLOCK_COLS columns of dwte[token - first].
 
     It adds the token's chunk sums, and then the rows of dy after its last chunk.
     """
-    token = tl.program_id(0)
+    token = first + tl.program_id(0)
     begin, end = tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)
     if begin < end or not ACCUMULATE:  # with ACCUMULATE, dwte does not change for a token without rows
         cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -161,7 +161,7 @@ def tokens_kernel(
             acc += tl.load(chunk_sums_ptr + chunks[:, None] * n_cols + cols[None, :], mask, 0)
         after_chunks = begin + (chunk_end - chunk_begin) * CHUNK
         acc = add_sorted_rows(acc, order_ptr, dy_ptr, after_chunks, end, n_cols, cols, BLOCK_ROWS)
-        dwte_ptrs = dwte_ptr + token.to(tl.int64) * n_cols + cols
+        dwte_ptrs = dwte_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols
         dwte = tl.sum(acc, 0)
         if ACCUMULATE:
             dwte += tl.load(dwte_ptrs, col_mask, 0)

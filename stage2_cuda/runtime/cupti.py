@@ -2,6 +2,9 @@
 
 CUPTI records every kernel of the process, including those of CuPy, Triton, cublasLt and NCCL, and the kernels of a
 replayed CUDA graph. For a kernel of a graph it does not report the stream on which the kernel was captured.
+
+cupti-python 13.0 was tried (H200): it records the same kernels, and opens in 0.1 s, where torch.profiler is imported in
+1.8 s. It would replace 45 lines of this file, and PyTorch would not be needed to record kernels; this is not done.
 """
 
 import json

@@ -17,6 +17,7 @@ import functools
 import importlib
 import sys
 import threading
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.runtime import faster_interpreter, triton_start
 from stage2_cuda.runtime.compile_threads import CompileThreads
 
+COMPUTE_CAPABILITY = 75, 76  # CUDA's cudaDevAttrComputeCapabilityMajor and ...Minor, which CuPy does not name
 USE_INTERPRETER = (
     "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on the "
     "CPU, slowly"
@@ -61,6 +63,20 @@ def array_module():
     Raises ConfigError if Triton is missing or, without the interpreter, CuPy, the driver or a GPU that is new enough.
     """
     return launcher().xp
+
+
+def open_gpu(cupy, device):
+    """Make a GPU the current device of this thread, and open it. Raises ConfigError if another program fills it."""
+    try:
+        cupy.cuda.Device(device).use()
+        cupy.cuda.runtime.memGetInfo()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if "MemoryAllocation" not in str(error):
+            raise
+        raise ConfigError(
+            f"GPU {device} has no free memory ({first_line(error)}): end the programs that nvidia-smi lists, or select "
+            "another GPU with CUDA_VISIBLE_DEVICES"
+        ) from error
 
 
 def launch(kernel, grid, *arguments, **options):
@@ -158,6 +174,7 @@ class GpuLauncher:
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
         triton_start.identify_by_file_times()
+        load_c_modules_one_at_a_time()
         self.threads.pool.submit(start_driver)  # during the imports, as the next one
         utils = self.threads.pool.submit(triton_utils)
         try:
@@ -185,9 +202,9 @@ class GpuLauncher:
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
 
-    def capability(self, device=None):
-        """The compute capability (major, minor) of a device, by default of the current one."""
-        return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
+    def capability(self):
+        """The compute capability (major, minor) of the current device."""
+        return capability_of(self.xp, self.device())
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
@@ -286,8 +303,13 @@ class GpuLauncher:
 @functools.cache
 def model_of(cupy, device):
     """((major, minor), name) of a device."""
-    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-    return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return capability_of(cupy, device), cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+
+
+@functools.cache
+def capability_of(cupy, device):
+    """The compute capability (major, minor). CuPy's own property opens the device, which takes some of its memory."""
+    return tuple(cupy.cuda.runtime.deviceGetAttribute(number, device) for number in COMPUTE_CAPABILITY)
 
 
 @functools.cache
@@ -308,6 +330,27 @@ def start_driver():
     """Initialize NVIDIA's driver, which takes several tenths of a second. CuPy reports the error if this fails."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)  # ctypes releases Python's global lock
+
+
+@functools.cache
+def load_c_modules_one_at_a_time():
+    """Let the threads load one C module of Triton at a time, and take its functions before the next one is loaded.
+
+    Triton 3.6 compiles a C module for each signature of a kernel; its function launch() launches the kernel. All these
+    modules have the same name. When Python loads such a file again, it writes the functions of the file into the module
+    of this name that is in sys.modules, which may be that of another signature. If a thread took launch() from it at
+    this moment, its kernel would get the launch() of another kernel: an error, or wrong arguments.
+    """
+    from triton.runtime import build
+
+    load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
+
+    def load_functions(name, path):
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    if load:  # private to Triton; Triton 3.9 still has it, but no longer a C module for each signature
+        build._load_module_from_path = load_functions
 
 
 def triton_utils():
@@ -336,7 +379,7 @@ def cupy_driver(gpu, utils):
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
             self.get_current_stream = lambda device: gpu.xp.cuda.get_current_stream().ptr
-            self.get_device_capability = gpu.capability
+            self.get_device_capability = functools.partial(capability_of, gpu.xp)
 
     return CupyDriver()
 

@@ -63,7 +63,7 @@ SLOW = """
 import time
 from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
-from gpt2core.parallel.micro_batches import Worker
+from gpt2core.parallel.micro_batches.threaded import Worker
 from stage0_serial.numpy_backend import NumpyBackend
 
 def run(self, batch, scale, losses):

@@ -13,7 +13,7 @@ from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, NANO_WEIGHTS, PRESETS, WEIGHTS
 from gpt2core.app.settings.final_values import resolve_flags
-from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.sampler import generate
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer, byte_alphabet

@@ -30,8 +30,8 @@ from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.parallel.whole_parameters import fill
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
@@ -54,7 +54,7 @@ MODULES = gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_sharding, gpu_
 @pytest.mark.parametrize("module", MODULES)
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
-    assert args.save_as == module.BENCHMARK.rpartition(".")[2] and not args.save and args.commit is None
+    assert args.save_as == args.benchmark.rpartition(".")[2] and not args.save and args.commit is None
     saved = module.parser().parse_args(["--commit", "abc1234", "--save"])
     assert saved.commit == "abc1234" and saved.save and not module.parser().parse_args(["--no-save"]).save
 
@@ -434,6 +434,29 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     assert not judge(fast([dict(row, loss=5.1) for row in want]))[0]
     good, sentence = judge(lambda name: near if "mpi" in name else want)
     assert not good and sentence.startswith("5 of 6 deterministic runs")
+
+
+def test_the_runs_over_sockets_are_compared_with_the_usual_connections(monkeypatch):
+    args = gpu_parity.parser().parse_args(["--ranks", "2", "--sockets"])
+    log = [{"loss": 5.0, "grad_norm": 1.0, "seconds": 0.5, "parameters_sha256": "abc"}]
+    output, environments = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0", []
+
+    def train(name, package, environment=None, **options):
+        environments.append(environment)
+        return log, output
+
+    monkeypatch.setattr(gpu_parity, "train", train)
+    results = gpu_parity.compare(args, "fp32")
+    names = ["2 GPUs --dp bucket --deterministic", "2 GPUs --dp bucket"]
+    assert [result["name"] for result in results[1:]] == [
+        name + end for name in names for end in ("", ", NCCL over sockets")
+    ]
+    assert environments == [None, None, gpu_parity.SOCKETS, None, gpu_parity.SOCKETS]
+    met, sentence = gpu_parity.verdict(results)
+    assert met and sentence.startswith("2 of 2 deterministic runs")
+    output = "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
+    with pytest.raises(BenchmarkFailed, match="over sockets: NCCL does not report that it uses sockets; .*\n.*P2P"):
+        gpu_parity.compare(args, "fp32")
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

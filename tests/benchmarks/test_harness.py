@@ -83,15 +83,16 @@ def test_a_speedup_that_is_no_number_or_above_its_ideal_by_more_than_noise_is_di
     assert not found["other"].above and found["other"].cell("x").startswith("disturbed (x;") == above
 
 
-def save_arguments(*argv):
-    return report.benchmark_parser("benchmarks.cpu.decode", "A question.").parse_args(["--commit", "abc1234", *argv])
+def save_arguments(*argv, group="cpu"):
+    parser = report.benchmark_parser(f"benchmarks.{group}.decode", "A question.")
+    return parser.parse_args(["--commit", "abc1234", *argv])
 
 
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
     monkeypatch.setattr(report, "cpu_field", lambda name: "")
-    path = report.save("benchmarks.cpu.decode", {"seconds": [1.0, 3.0]}, save_arguments("--save"))
+    path = report.save({"seconds": [1.0, 3.0]}, save_arguments("--save"))
     assert path == tmp_path / "results" / "cpu" / "decode.json"
     saved = json.loads(path.read_text())
     assert list(saved) == ["date", "commit", "command", "hardware", "results"] and saved["commit"] == "abc1234"
@@ -117,7 +118,7 @@ def test_results_of_another_kind_of_cpu_have_a_file_of_their_own(tmp_path, monke
     monkeypatch.setattr(report, "processor", lambda: name)
     monkeypatch.setattr(report, "cpu_field", dict(zip(("cpu family", "flags"), fields, strict=True)).get)
     for group, end in (("cpu", suffix), ("ranks", suffix), ("gpu", "")):
-        path = report.save(f"benchmarks.{group}.decode", {"seconds": [1.0]}, save_arguments("--save"))
+        path = report.save({"seconds": [1.0]}, save_arguments("--save", group=group))
         assert path == tmp_path / "results" / group / f"decode{end}.json"
     assert json.loads(path.read_text())["hardware"]["cpu"] == name
 
@@ -132,7 +133,7 @@ def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, f
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
     monkeypatch.setattr(report, "cpu_field", lambda name: "")
-    path = report.save("benchmarks.cpu.decode", {"losses": [1.0]}, save_arguments(*flags), name="short")
+    path = report.save({"losses": [1.0]}, save_arguments(*flags), name="short")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
     assert path == tmp_path / "out" / "results" / "cpu" / "short.json"
     assert "out/results/cpu/short.json, commit abc1234; --save writes results/cpu/short.json" in capsys.readouterr().out

@@ -1,13 +1,20 @@
 """The parts of `make parity`: differences of arrays, and an examination that finds nothing in a correct run."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from benchmarks.harness import training_runs
 from benchmarks.parity import rungs
 from benchmarks.parity.checks import ORACLES, Difference, difference, place_of
 from benchmarks.parity.examine import race
 from benchmarks.parity.kernels import first_difference
 from benchmarks.parity.rungs import MODEL, examined, trainer_maker
+from gpt2core.app.cli import train_parser
+from gpt2core.app.output.output_files import FIELDS
 from gpt2core.communicator import Solo
 from gpt2core.parallel.thread_communicator import ThreadCommunicator
 from gpt2core.tracing.hooks import KERNELS, Hooks
@@ -92,6 +99,32 @@ def test_a_wrong_collective_is_named_with_the_parameters_that_it_sends(monkeypat
     found = str(examined(trainer_maker(NumpyBackend, dp="naive"), MODEL, 1, 2))
     assert "step 0, all_reduce of the data-parallel group, call 0, gradients of lm_head.weight" in found
     assert "element (7,)" in found
+
+
+@pytest.mark.parametrize("rung", [rungs.stage_1_curve, rungs.stage_2_curve, rungs.stage_3_curve])
+def test_a_rung_of_scripts_passes_with_equal_logs_and_fails_at_a_loss_that_differs(rung, monkeypatch, tmp_path):
+    if rung is not rungs.stage_1_curve:
+        pytest.importorskip("triton")
+    runs, wrong = [], []
+
+    def run_to_end(name, command, blas_threads, timeout, cwd, environment):
+        args = train_parser().parse_args(command[command.index("-m") + 2 :])
+        runs.append(args)
+        assert Path(cwd) == tmp_path  # a student's folder has the code that is compared
+        rows = [dict.fromkeys(FIELDS, 1.0) | {"step": step} for step in range(args.steps)]
+        rows[-1]["loss"] += 0.5 * (len(runs) - 1 in wrong)
+        Path(args.log).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return ""
+
+    monkeypatch.setattr(training_runs, "run_to_end", run_to_end)
+    monkeypatch.chdir(tmp_path)
+    for finder in ("examined", "gradients_of_stage_2"):
+        monkeypatch.setattr(rungs, finder, lambda *_: SimpleNamespace(found=None))
+    options = SimpleNamespace(full=False, timeout=60, steps=None)
+    assert rung(options).passed and len(runs) > 1 and all(args.steps == runs[0].steps for args in runs)
+    wrong.append(2 * len(runs) - 1)  # the last run of the next call
+    outcome = rung(options)
+    assert not outcome.passed and f"step {runs[0].steps - 1}" in outcome.measured, outcome
 
 
 def test_a_missing_package_is_the_reason_of_a_rung():

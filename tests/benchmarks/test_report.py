@@ -39,7 +39,7 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import buckets_of
+from gpt2core.parallel.data.strategies import buckets_of
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.thread_communicator import run_ranks

@@ -27,7 +27,7 @@ def run(monkeypatch, tmp_path):
             return lambda: measured.append(name) or function()
 
         args = parser.parse_args(["--commit", "abc1234", *flags])
-        found = rows.run_rows(NAME, args, {name: recorded(name, function) for name, function in cases.items()})
+        found = rows.run_rows(args, {name: recorded(name, function) for name, function in cases.items()})
         return found, measured
 
     return call

@@ -24,7 +24,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "hardware", lambda: {"cpu": "", "cores": 0, "blas": "", "blas_kernels": ""})
 
     def call(module, *flags):
-        name = module.BENCHMARK.split(".")[-1]
+        name = module.__name__.split(".")[-1]
         monkeypatch.setattr(sys, "argv", [name, "--commit", "abc1234", *flags])
         module.main()
         path = tmp_path / "out" / "results" / "torch" / f"{name}.json"

@@ -192,10 +192,10 @@ def backwards(backend, rng, M=None):
     targets, d_logits = rng.integers(0, V, (*lead, B * T)), normal(rng, backend, *lead, B, T, V)
 
     def linear_gelu(i):
-        return backend.linear_gelu_backward(d_wide[i], x[i], wide, backend.linear_gelu_forward(x[i], wide, wb)[1])
+        return backend.linear_gelu_backward(d_wide[i], x[i], wide, wb, backend.linear_gelu_forward(x[i], wide, wb)[1])
 
     def mlp(i):
-        return backend.mlp_backward(dy[i], x[i], wide, w2, backend.mlp_forward(x[i], wide, wb, w2)[1])
+        return backend.mlp_backward(dy[i], x[i], wide, wb, w2, backend.mlp_forward(x[i], wide, wb, w2)[1])
 
     def layernorm(i):
         return backend.layernorm_backward(dy[i], w, backend.layernorm_forward(x[i], w, b, 1e-5)[1])

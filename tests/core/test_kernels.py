@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core import ops, primitives
 from gpt2core.communicator import SOLO, address
 from gpt2core.errors import ConfigError
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
@@ -127,7 +127,7 @@ def test_linear_gelu(backend, rng, leading, C, K):
     want, gradients = oracle(lambda x, w, b: torch.nn.functional.gelu(x @ w + b, approximate="tanh"), (x, w, b), dy)
     y, aux = backend.linear_gelu_forward(x, w, b)
     check(backend, [y], want)
-    check(backend, repeatable(lambda *a: backend.linear_gelu_backward(*a, aux), dy, x, w), gradients)
+    check(backend, repeatable(lambda *a: backend.linear_gelu_backward(*a, aux), dy, x, w, b), gradients)
     with no_grad():  # where nothing is recorded, a kernel may keep less, but computes the same
         unrecorded = backend.linear_gelu_forward(x, w, b)[0]
     if leading == (1,):  # a product of one row may add in another order: see row_products.py
@@ -461,7 +461,7 @@ def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
     backwards = {
         "linear": (K, lambda dy: backend.linear_backward(dy, x, wide)),
         "gelu": (C, lambda dy: (backend.gelu_backward(dy, x),)),
-        "linear_gelu": (K, lambda dy: backend.linear_gelu_backward(dy, x, wide, aux_gelu)),
+        "linear_gelu": (K, lambda dy: backend.linear_gelu_backward(dy, x, wide, wb, aux_gelu)),
         "layernorm": (C, lambda dy: backend.layernorm_backward(dy, w, aux_norm)),
         "residual_layernorm": (C, lambda dy: backend.residual_layernorm_backward(dy, dy, w, aux_residual)),
         "attention": (C, lambda dy: (backend.attention_backward(dy, qkv, y_attention, aux_attention, H),)),
@@ -617,8 +617,8 @@ def test_the_fused_kernels_equal_the_composed_defaults(rng, precision):
         rows = targets, 0.1, maxima, sums, aux_loss, 5
         results.append([
             h, z, s, y, maxima, sums, picked, backend.residual_add_forward(x, a, a_bias), backend.bias_backward(ds),
-            *backend.linear_gelu_backward(d_wide, x, wide, aux_gelu),
-            *backend.mlp_backward(dy, x, wide, w2, aux_mlp),
+            *backend.linear_gelu_backward(d_wide, x, wide, wb, aux_gelu),
+            *backend.mlp_backward(dy, x, wide, wb, w2, aux_mlp),
             *backend.residual_layernorm_backward(ds, dy, w, aux_norm),
             *backend.unembed_cross_entropy_backward(one, x2, head, *rows),
         ])  # fmt: skip
@@ -643,7 +643,7 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        coefficients = adamw_coefficients(step, options["lr"], *options["betas"], options["eps"], weight_decay)
+        coefficients = AdamW(*options["betas"], options["eps"], weight_decay).coefficients(step, options["lr"])
         backend.adamw_step(p, m, v, g, coefficients, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
@@ -653,7 +653,7 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
     n, betas = 69 * 1024, (0.9, 0.999)
-    coefficients, decays = adamw_coefficients(3, 1e-3, *betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    coefficients, decays = AdamW(*betas, 1e-8, 0.1).coefficients(3, 1e-3), np.zeros(n // 1024, np.int32)
     decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]

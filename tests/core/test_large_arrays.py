@@ -14,8 +14,8 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from gpt2core.optimizer import adamw_coefficients
-from gpt2core.parallel.divided_optimizer import rounding_key  # noqa: E402
+from gpt2core.optimizer import AdamW
+from gpt2core.parallel.divided.optimizer import rounding_key  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402
 from stage2_cuda.decoding import cached_attention, gather  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
@@ -127,7 +127,7 @@ def test_adamw(rng, large, random):
     ends = [device(rng.random(k, np.float32)) for _ in "pmvg"]
     arrays, kind = [filled(large(n), end) for end in ends], "uint16" if random else "float16"
     copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding_key(1, 2))
-    coefficients = device(adamw_coefficients(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    coefficients = device(AdamW(0.9, 0.95, 1e-8, 0.1).coefficients(3, 1e-3))
     for (p, m, v, g), copy in zip((arrays, ends), copies, strict=True):
         place = (key, n - p.size) if random else ()
         adamw.adamw_step(p, m, v, copy, g, coefficients, None, None, 0.9, 0.95, *place)

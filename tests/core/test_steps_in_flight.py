@@ -12,14 +12,13 @@ from numpy.testing import assert_array_equal
 
 from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import ours
+from gpt2core.app import loop
+from gpt2core.app.loop import run
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine import fast_trainer, steps_in_flight
-from gpt2core.engine import run as engine_run
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
-from gpt2core.engine.run import run
-from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import Diverged
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import Schedule
@@ -147,7 +146,7 @@ def test_a_save_by_the_clock_of_the_root_is_after_the_same_step_on_all_ranks(rng
     seed = int(rng.integers(1 << 30))
 
     def saved(backend, **intervals):
-        monkeypatch.setattr(engine_run, "time", OwnClock())
+        monkeypatch.setattr(loop, "time", OwnClock())
         found = run_ranks(ranks, lambda comm: train(backend, seed, comm, **intervals))
         assert all(each[:2] == found[0][:2] for each in found) and found[0][1] == plain
         return [line[0] for line in found[0][0] if len(line) == 3]
@@ -160,7 +159,7 @@ def test_a_save_by_the_clock_of_the_root_is_after_the_same_step_on_all_ranks(rng
 
 
 def test_a_signal_and_a_save_that_is_due_are_sent_together(rng, monkeypatch):
-    monkeypatch.setattr(engine_run, "time", OwnClock())
+    monkeypatch.setattr(loop, "time", OwnClock())
     seen, _, _, received = train(NumpyBackend, 1, interrupt=5, save_seconds=1)
     assert received == signal.SIGINT and [line[0] for line in seen if len(line) == 3] == list(range(1, 8))
 
@@ -205,7 +204,7 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
 
         trainer.accumulator.compute_gradients = spoilt
         pending = trainer.begin(read_batch(trainer, windows), 0.5)
-        trainer.begin(read_ahead(trainer, windows), 0.25)
+        trainer.begin(read_batch(trainer, windows, ahead=1), 0.25)
         with pytest.raises(Diverged, match=r"step 3: .*(nan|inf).*`lr` \(now 0.5\).*those after 3 steps"):
             pending.result()
         assert spoil == [] and trainer.in_flight == []  # both were computed
@@ -242,7 +241,7 @@ def test_a_captured_step_changes_nothing_after_a_norm_that_is_not_finite():
     scale, trainer.scale = trainer.scale, np.inf
     first = trainer.begin(read_batch(trainer, windows), 1e-3)
     trainer.scale = scale
-    trainer.begin(read_ahead(trainer, windows), 1e-3)  # finite again, and in flight
+    trainer.begin(read_batch(trainer, windows, ahead=1), 1e-3)  # finite again, and in flight
     with pytest.raises(Diverged):
         first.result()
     assert_array_equal(trainer.parameters, before)
@@ -253,14 +252,14 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     windows, trainer = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend())
     first = trainer.begin(read_batch(trainer, windows), 2e-3)
     with pytest.raises(ValueError, match="1 step in flight, and this device can overlap none: read"):
-        trainer.begin(read_ahead(trainer, windows), 2e-3)
+        trainer.begin(read_batch(trainer, windows, ahead=1), 2e-3)
     assert first.result().step == 0
     with pytest.raises(ValueError, match="of each step once"):
         first.result()
     trainer.step(read_batch(trainer, windows), 2e-3)  # from the next call on one step may be ahead
-    pending = [trainer.begin(read_ahead(trainer, windows, ahead), 2e-3) for ahead in (0, 1)]
+    pending = [trainer.begin(read_batch(trainer, windows, ahead), 2e-3) for ahead in (0, 1)]
     with pytest.raises(ValueError, match="2 steps in flight, and this device can overlap two steps: read"):
-        trainer.begin(read_ahead(trainer, windows, 2), 2e-3)
+        trainer.begin(read_batch(trainer, windows, 2), 2e-3)
     with pytest.raises(ValueError, match="of the earlier step first"):
         pending[1].result()
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
@@ -291,7 +290,7 @@ def test_the_seconds_of_steps_are_the_elapsed_time_of_which_no_part_counts_twice
 
     def begin(at, ahead=0):
         now[0] = at
-        return trainer.begin(read_ahead(trainer, windows, ahead), 1e-3)
+        return trainer.begin(read_batch(trainer, windows, ahead), 1e-3)
 
     def result(pending, at):
         now[0] = at
@@ -330,7 +329,7 @@ def test_a_gpu_computes_the_same_bits(rng, cuda_backend, precision):
             if not trainer.in_flight:
                 trainer.begin(read_batch(trainer, windows), SCHEDULE(trainer.steps))
             if ahead and trainer.overlaps and trainer.steps < 11:
-                trainer.begin(read_ahead(trainer, windows), SCHEDULE(trainer.steps + 1))
+                trainer.begin(read_batch(trainer, windows, ahead=1), SCHEDULE(trainer.steps + 1))
             most = max(most, len(trainer.in_flight))
             step = trainer.in_flight[0].result()
             numbers.append((step.loss, step.grad_norm))

@@ -8,8 +8,8 @@ import pytest
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
-from gpt2core.parallel.bucket_size import WARM_UP, BucketSize, best_bucket, measured_bucket, time_all_reduce
 from gpt2core.parallel.config import BUCKET_MB, ParallelConfig
+from gpt2core.parallel.data.bucket_size import WARM_UP, BucketSize, best_bucket, measured_bucket, time_all_reduce
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as Trainer
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.codecs import CODECS, GROUP, Codec
-from gpt2core.parallel.compression import Compressed
+from gpt2core.parallel.data.compression import Compressed
 from gpt2core.parallel.thread_communicator import run_ranks
 from stage2_cuda.kernels.codecs import GROUPS_PER_PROGRAM, FusedCodec
 from stage2_cuda.runtime.triton_launch import array_module, interpreted

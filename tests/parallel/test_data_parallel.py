@@ -9,11 +9,11 @@ from gpt2core.codecs import CODECS, Codec
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
-from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.local_windows import LocalWindows
+from gpt2core.parallel.data.compression import Compressed
+from gpt2core.parallel.data.local_windows import LocalWindows
+from gpt2core.parallel.data.strategies import STRATEGIES, buckets_of, data_parallel
+from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import load, parameter_hash, verify
 from gpt2core.training_loop import read_batch

@@ -23,18 +23,17 @@ from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.optimizer import Optimizer, Schedule
-from gpt2core.parallel import merged_micro_batches
-from gpt2core.parallel import micro_batches as micro_batches_module
-from gpt2core.parallel.accumulator import Workload
-from gpt2core.parallel.arena_layout import ArenaLayout
+from gpt2core.optimizer import AdamW, Optimizer, Schedule
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import BUCKET_MB, make_data_parallel
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.divided_optimizer import DividedOptimizer
+from gpt2core.parallel.data.strategies import BUCKET_MB, make_data_parallel
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.arena_layout import ArenaLayout
+from gpt2core.parallel.divided.optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.micro_batch_count import plan_micro_batches, possible_ranks
-from gpt2core.parallel.micro_batches import MicroBatches, Worker
+from gpt2core.parallel.micro_batches import merged, threaded
+from gpt2core.parallel.micro_batches.accumulator import Workload
+from gpt2core.parallel.micro_batches.count import plan_micro_batches, possible_ranks
+from gpt2core.parallel.micro_batches.threaded import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -49,6 +48,7 @@ from gpt2core.parallel.whole_parameters import (
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.threads import WorkerPool
+from gpt2core.trainer import Trainer as SerialTrainer
 from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import additions, tree_reduce, tree_sum
 from stage0_serial import vocabulary
@@ -70,7 +70,7 @@ def one_blas_thread():
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Blocks that are smaller than some parameters of these models, so that the workers' sums are added in several."""
-    monkeypatch.setattr(micro_batches_module, "SUM_BLOCK", 1000)
+    monkeypatch.setattr(threaded, "SUM_BLOCK", 1000)
 
 
 def backends(n, precision="fp32"):
@@ -179,7 +179,7 @@ def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows
 def test_micro_batches_are_not_merged_if_they_differ_in_size_or_are_large(monkeypatch, independent_rows):
     assert micro_batches(CONFIG, 8, 1, shape=(12, 16))[0].merged == 1
     per_token = CONFIG.n_layer * (18 * CONFIG.n_embd + CONFIG.n_head * 16)
-    monkeypatch.setattr(merged_micro_batches, "ACTIVATIONS", 5 * 32 * 4 * per_token)  # five micro-batches of 32 tokens
+    monkeypatch.setattr(merged, "ACTIVATIONS", 5 * 32 * 4 * per_token)  # five micro-batches of 32 tokens
     assert micro_batches(CONFIG, 8, 1, shape=(16, 16))[0].merged == 4
     assert micro_batches(CONFIG, 8, 2, shape=(16, 16))[0].merged == 2
 
@@ -583,7 +583,7 @@ def steps_of(trainer, windows, count):
 def test_the_steps_after_a_pass_that_has_failed_are_right(rng, monkeypatch, threads, kernel, error):
     """In any call of a kernel by one of the workers. After Ctrl-C the workers continue, while step() has returned."""
     windows, call = Windows(rng.integers(0, 37, 500), 16), int(rng.integers(1, 4))
-    monkeypatch.setattr(merged_micro_batches, "ACTIVATIONS", 0)  # a call of the kernels for each micro-batch
+    monkeypatch.setattr(merged, "ACTIVATIONS", 0)  # a call of the kernels for each micro-batch
     sizes = dict(batch_size=8, seq_len=16, micro_batches=8)
     want = steps_of(PlainTrainer(CONFIG, backends(threads), **sizes), windows, 4)
     trainer = PlainTrainer(CONFIG, backends(threads), **sizes)
@@ -779,8 +779,8 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
     ]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     workers = WorkerPool(backends(threads, "fp64"))
-    options = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, clip=clip)
-    ours = DividedOptimizer(ArenaLayout(arena, workers.backends[0]), flat, workers, **options)
+    rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay)
+    ours = DividedOptimizer(ArenaLayout(arena, workers.backends[0]), flat, workers, rule, clip=clip)
     for step in range(5):
         lr = 1e-2 / (step + 1)
         for name, parameter in theirs.items():
@@ -815,7 +815,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
         flat = start.copy()
         workers = WorkerPool(backends(threads, precision))
         layout = ArenaLayout(arena, workers.backends[0])
-        optimizer = DividedOptimizer(layout, flat, workers, weight_decay=0.1, clip=1.0)
+        optimizer = DividedOptimizer(layout, flat, workers, AdamW(weight_decay=0.1), clip=1.0)
         norm, scale = optimizer.norm_and_factor(gradients)
         optimizer.update(gradients, scale, optimizer.coefficients(1, 1e-2))
         assert optimizer.norm(gradients) == norm
@@ -857,9 +857,9 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
         for flat, whole in ((p, start), (g, gradients)):
             for name, array in arena.views(whole).items():
                 layout.put(flat, name, array)
-        options = dict(rule_class=Momentum, momentum=0.5, clip=1.0)
-        optimizer = DividedOptimizer(layout, p, workers, **options)
-        plain = Optimizer(arena, start.copy(), backend, **options)
+        rule = Momentum(0.5)
+        optimizer = DividedOptimizer(layout, p, workers, rule, clip=1.0)
+        plain = Optimizer(arena, start.copy(), backend, rule, clip=1.0)
         for step in (1, 2):
             for each, gradient in ((optimizer, g), (plain, gradients)):
                 norm, factor = each.norm_and_factor(gradient)
@@ -878,12 +878,11 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
     [("beta1", 1.0), ("beta1", -0.1), ("beta2", math.nan), ("eps", -1), ("weight_decay", math.nan), ("clip", math.inf)],
 )
 def test_options_of_an_optimizer_outside_their_range_are_refused_by_name(option, value):
-    arena = DividedArena(parameter_shapes(CONFIG))
+    sizes = dict(batch_size=2, seq_len=8, micro_batches=1, optimizer={option: value})
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
-        Optimizer(arena, np.zeros(arena.size), NumpyBackend(), **{option: value})
+        SerialTrainer(CONFIG, NumpyBackend(), **sizes)
     with pytest.raises(ConfigError, match=f"`{option}={value}` must be"):
-        layout = ArenaLayout(arena, NumpyBackend())
-        DividedOptimizer(layout, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
+        PlainTrainer(CONFIG, backends(1), **sizes)
 
 
 @pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1)])

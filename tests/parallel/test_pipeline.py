@@ -12,8 +12,8 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.pipeline.measured import measured, pictures
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.pipeline.measured import measured, message_seconds, pictures
+from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import needs, simulate
@@ -273,6 +273,16 @@ def test_the_measured_actions_run_after_those_that_they_need(schedule):
         assert re.fullmatch(r"pipeline measured, the last step: [\d.]+ ms, bubble [\d.]+%", lines[0])
         assert [line[:8] for line in lines if "|" in line] == ["rank 0 |", "rank 1 |"] * 2
         assert all(len(line) <= 60 for line in lines if "|" in line)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("P", [2, 4])
+def test_the_time_of_a_message_is_found_in_the_times_of_the_actions(schedule, P):
+    actions = make_schedule(ParallelConfig(pp=P, pp_schedule=schedule), 2 * P, tied=False)
+    for message in (0.0, 0.25):
+        times = simulate(actions, lambda kind, chunk: dict(F=1.0, B=1.5, W=1.25)[kind], message).times
+        assert message_seconds(actions, times) == pytest.approx(message)
+    assert message_seconds(make_schedule(ParallelConfig(), 2, tied=False), {}) == 0
 
 
 # -- evaluation, checkpoints -------------------------------------------------------------------------------------------

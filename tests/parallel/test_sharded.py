@@ -19,9 +19,9 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.merged_micro_batches import rows_are_independent
+from gpt2core.parallel.micro_batches.merged import rows_are_independent
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory
 from gpt2core.parallel.sharded.unit_shards import UnitShards
@@ -88,7 +88,7 @@ def test_merged_micro_batches_give_the_serial_bits(monkeypatch):
     matrices = {shape for name, shape in shapes.items() if not name.endswith("wpe.weight")}
     if not all(rows_are_independent(NumpyBackend(), rows, 4, *shape) for shape in matrices):
         pytest.skip("with this BLAS, the bits of a row depend on the number of rows")
-    module = "gpt2core.parallel.sharded.sharded_micro_batches"
+    module = "gpt2core.parallel.sharded.micro_batches"
     for merged in (2, 4):
         monkeypatch.setattr(f"{module}.merged_micro_batches", lambda *arguments, merged=merged: merged)
         assert_serial_bits(2, True, dict(zero=3, recompute="block"), batch_size=32)
@@ -179,7 +179,7 @@ def test_with_tensor_and_pipeline_parallelism_zero_changes_no_bit(ranks, how, ti
 def test_page_sums_of_another_rank_of_the_replica_are_needed(monkeypatch):
     """A control: without them, the norm is another one."""
     want = without_zero(2, False, 0.1)
-    monkeypatch.setattr("gpt2core.parallel.model_pages.ModelPages.join", lambda self, sums: sums)
+    monkeypatch.setattr("gpt2core.parallel.divided.model_pages.ModelPages.join", lambda self, sums: sums)
     for reports, _ in run_ranks(4, on_ranks, dict(tp=2, zero=3), False, 0.1):
         assert reports[0][0] == want[0][0][0] and reports[0][1] != want[0][0][1]
 

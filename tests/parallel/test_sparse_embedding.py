@@ -9,9 +9,9 @@ from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.parallel import sparse_embedding
 from gpt2core.parallel.config import STRATEGIES, ParallelConfig
-from gpt2core.parallel.sparse_embedding import TABLE, SparseEmbedding
+from gpt2core.parallel.data import sparse_embedding
+from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch

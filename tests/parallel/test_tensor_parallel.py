@@ -18,7 +18,7 @@ from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import SOLO, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.parallel.tensor_parallel import (
+from gpt2core.parallel.tensor.shards import (
     check_tensor_parallel,
     gather,
     is_replicated,

@@ -10,10 +10,10 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.async_all_gather import AsyncAllGather
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.data_parallel import STRATEGIES
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.data.strategies import STRATEGIES
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.async_all_gather import AsyncAllGather
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (

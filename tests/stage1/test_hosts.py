@@ -1,4 +1,4 @@
-"""Training on two hosts gives the losses and parameters of one host, bit for bit.
+"""Training on two hosts gives the losses and parameters of one host, bit for bit, in stages 1 and 3.
 
 The hosts are two network namespaces of this machine, connected by a veth pair, each with its own name and address. The
 second runs sshd; the launcher on the first reaches it by ssh, as mpiexec reaches the hosts of a host file.
@@ -110,7 +110,8 @@ class Hosts:
         file = self.home / f"hosts{ranks_each}"
         file.write_text("# two hosts\n" + "".join(form.format(address, ranks_each) for address in self.addresses))
         hydra = f"-launcher ssh -launcher-exec {self.wrapper} -localhost {self.addresses[0]}"
-        flags = "-x PYTHONPATH -x OMP_NUM_THREADS -x OPENBLAS_NUM_THREADS" if open_mpi else hydra
+        variables = "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TRITON_INTERPRET"
+        flags = " ".join(f"-x {name}" for name in variables) if open_mpi else hydra
         launcher = ["-m", "stage1_mpi.launch", "-n", str(2 * ranks_each), "--hostfile", str(file), "--flags", flags]
         return self.on(0, sys.executable, *launcher, "--", *map(str, words))
 
@@ -133,19 +134,18 @@ def hosts(tmp_path_factory):
         hosts.down()
 
 
-def run(words, environment=ENVIRONMENT, timeout=120):
-    options = dict(cwd=STAGE, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def run(words, environment=ENVIRONMENT, timeout=120, cwd=STAGE):
+    options = dict(cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return subprocess.run(words, timeout=timeout, **options)
 
 
 WHO = """import socket
 import numpy as np
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-x = np.full(50_000, world.rank + 1.0)
-world.Allreduce(MPI.IN_PLACE, x)
-near = world.Split_type(MPI.COMM_TYPE_SHARED).size
-print(f"{world.rank} of {world.size} on {socket.gethostname()} with {near}: {x[-1]}\\n", end="", flush=True)
+from stage1_mpi.mpi_communicator import MpiCommunicator
+world = MpiCommunicator()
+x = world.all_reduce(np.full(50_000, world.rank + 1.0))
+place = f"{world.local_rank} of {world.local_size} on {socket.gethostname()}"
+print(f"{world.rank} of {world.size}, {place}: {x[-1]}\\n", end="", flush=True)
 """
 
 
@@ -153,14 +153,14 @@ def test_ranks_on_two_hosts_communicate_and_print_through_the_launcher(hosts):
     script = hosts.home / "who.py"
     script.write_text(WHO)
     done = run(hosts.launch(2, script), hosts.environment())
-    wanted = [f"{rank} of 4 on host{1 + rank // 2} with 2: 10.0" for rank in range(4)]
+    wanted = [f"{rank} of 4, {rank % 2} of 2 on host{1 + rank // 2}: 10.0" for rank in range(4)]
     assert (done.returncode, sorted(filter(None, done.stdout.splitlines()))) == (0, wanted), done.stderr
 
 
 def curve(path):
-    """(losses, SHA-256 of the final parameters) from a log."""
+    """(losses and gradient norms, SHA-256 of the final parameters) from a log."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["loss"] for line in lines], lines[-1]["parameters_sha256"]
+    return [(line["loss"], line["grad_norm"]) for line in lines], lines[-1]["parameters_sha256"]
 
 
 TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
@@ -176,6 +176,28 @@ def test_two_hosts_train_to_the_same_bits_as_one(hosts, tmp_path, ranks_each):
     assert two.returncode == 0, two.stderr
     assert len(curve(tmp_path / "one")[0]) == 3
     assert curve(tmp_path / "two") == curve(tmp_path / "one")
+
+
+STAGE_3 = (
+    "train_gpt2.py --preset nano --n-layer 1 --block-size 8 --batch-size 2 --micro-batches 2 --steps 2 --sample 0 "
+    "--no-save --deterministic --transport mpi --log"
+)
+
+
+def test_stage_3_on_two_hosts_has_the_bits_of_one_process_and_of_two_ranks(hosts, tmp_path):
+    pytest.importorskip("triton")
+    words = STAGE_3.split()
+    one_host = [sys.executable, "-m", "stage1_mpi.launch", "-n"]
+    lines = {
+        "one": [*one_host, "1", *words, tmp_path / "one"],
+        "two": [*one_host, "2", *words, tmp_path / "two"],
+        "hosts": hosts.launch(1, *words, tmp_path / "hosts"),
+    }
+    for line in lines.values():
+        done = run(list(map(str, line)), hosts.environment() | {"TRITON_INTERPRET": "1"}, cwd=ROOT / "stage3_mpi_cuda")
+        assert done.returncode == 0, done.stderr
+    one, *others = (curve(tmp_path / name) for name in lines)
+    assert len(one[0]) == 2 and others == [one, one]
 
 
 @pytest.mark.parametrize(

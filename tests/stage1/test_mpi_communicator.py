@@ -17,7 +17,7 @@ from gpt2core.parallel.mesh import Mesh
 from gpt2core.tree_sum import tree_sum
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.import_mpi import is_of_another_mpi
-from stage1_mpi.mpi_communicator import MpiCommunicator
+from stage1_mpi.mpi_communicator import CHOICES, MpiCommunicator
 from tests.support.collectives import (
     DTYPES,
     assert_same,
@@ -26,9 +26,6 @@ from tests.support.collectives import (
     rank_inputs,
 )
 from tests.support.mpi import ROOT, mpiexec, run_mpi
-
-CHOICES = ["mpi", *collectives.ALL_REDUCE]
-
 
 # -- checks on every rank; one job runs all of them --------------------------------------------------------------------
 

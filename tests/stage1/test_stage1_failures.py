@@ -140,7 +140,7 @@ def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
 
 def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
-        from gpt2core.parallel.gradient_sums import UnitSum
+        from gpt2core.parallel.micro_batches.gradient_sums import UnitSum
         original = UnitSum.complete
 
         def complete(sums):

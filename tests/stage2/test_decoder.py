@@ -20,7 +20,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.sampler import Decoder, Greedy, Sampling, generate, generate_batch
 from gpt2core.text.only_tokens import OnlyTokens
 from gpt2core.text.token_file import read_text
@@ -320,7 +320,8 @@ def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, prec
     assert others == [first, first] and first == list(generate(uncaptured, prompt, 40, rule(5)))
     assert rule not in LIMITED.values() or np.isin(first, EVEN).all()
     is_greedy = rule in (RULES["greedy"], LIMITED["greedy, limited"])
-    assert len(set(first)) > (1 if is_greedy else 3)  # greedy tokens may repeat in a short cycle
+    # greedy tokens may repeat in a short cycle; without learned positions, the same text may give the same token
+    assert len(set(first)) > (int(positions == "learned") if is_greedy else 3)
     shorter = prompt[: max(length - 30, 1)]  # replays the graph of the first prompt, or: run, capture, replay
     want = list(generate(uncaptured, shorter, 5, rule(6)))
     assert all(list(generate(captured, shorter, 5, rule(6), decoders)) == want for _ in range(3))

@@ -257,7 +257,7 @@ def mlp_operands(rng, backend, M, K, N):
 def run_mlp(backend, x, w, b, dy, w2, out=(None, None, None)):
     """[y, dx, dw, db, dw2] of an MLP; out: the Destinations of dw, db, dw2, or None."""
     y, aux = backend.mlp_forward(x, w, b, w2)
-    dx, *gradients = backend.mlp_backward(dy, x, w, w2, aux)
+    dx, *gradients = backend.mlp_backward(dy, x, w, b, w2, aux)
     gradients = [gradient(destination) for gradient, destination in zip(gradients, out, strict=True)]
     backend.runtime.join()
     return [y, *arrays(dx), *gradients]

@@ -24,16 +24,16 @@ from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import DeviceMemoryError
-from gpt2core.parallel import gpu_memory as memory
-from gpt2core.parallel import parallel_trainer as trainers
-from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.gpu_memory import (
+from gpt2core.memory import gpu as memory
+from gpt2core.memory.gpu import (
     MARGIN,
     MIN_FUSED_GELU,
     generation_memory,
     shares,
     training_memory,
 )
+from gpt2core.parallel import parallel_trainer as trainers
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
@@ -142,6 +142,8 @@ def pooled(monkeypatch, config, precision="fp16"):
         ("gpt2", 64, 8, "eager"),
         ("gpt2", 64, 8, "resumed"),
         ("gpt2", 1, 1, "captured"),
+        ("gpt2", 64, 1, "sliced"),
+        ("gpt2", 64, 8, "sliced"),
         pytest.param("gpt2", 64, 4, "recomputed", marks=pytest.mark.long),
         pytest.param("gpt2-medium", 32, 1, "recomputed", marks=pytest.mark.long),
         pytest.param("gpt2", 64, 4, "captured", marks=pytest.mark.long),
@@ -154,7 +156,8 @@ def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch,
     """Within 1 %: freed blocks are reused, because no small live array splits them."""
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
-    parallel = ParallelConfig(recompute="block" if how == "recomputed" else "none")
+    slices = 2 if how == "sliced" else 1
+    parallel = ParallelConfig(recompute="block" if how == "recomputed" else "none", canonical_tp=slices)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches, parallel=parallel)
     trainer, update = trainer_of(monkeypatch, backend, config, batch, capture=how != "eager", **sizes)
     if how == "resumed":
@@ -266,6 +269,11 @@ SHARED = [
     ("head", 1, ParallelConfig(recompute="block")),
     ("layers", 1, ParallelConfig(tp=2)),
     ("layers", 1, ParallelConfig(tp=4)),
+    ("layers", 1, ParallelConfig(canonical_tp=4)),
+    ("layers", 2, ParallelConfig(canonical_tp=2, recompute="block")),
+    ("head", 1, ParallelConfig(canonical_tp=4)),
+    ("head", 2, ParallelConfig(canonical_tp=2, zero=3)),
+    ("parameters", 2, ParallelConfig(tp=2, canonical_tp=4, zero=1)),
     ("head", 2, ParallelConfig(tp=2)),
     ("parameters", 4, ParallelConfig(zero=1)),
     ("parameters", 2, ParallelConfig(tp=2, zero=1)),
@@ -523,6 +531,7 @@ def test_out_of_memory_is_one_line(command, train, corpus, tmp_path):
 
 
 @gpu
+@pytest.mark.long  # it fills the GPU, so that other programs on this GPU fail meanwhile
 def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
     flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
     batch = 256  # 200 GiB of activations; with less than 20 GiB no batch fits

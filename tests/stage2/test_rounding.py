@@ -10,17 +10,17 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.architecture import GPT2Config  # noqa: E402
-from gpt2core.backend import ParameterCopy  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
-from gpt2core.optimizer import adamw_coefficients
+from gpt2core.optimizer import AdamW
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
-from gpt2core.parallel.divided_optimizer import DividedOptimizer, rounding_key  # noqa: E402
-from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
+from gpt2core.parallel.divided.optimizer import DividedOptimizer, rounding_key  # noqa: E402
+from gpt2core.parallel.tensor.shards import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
 from gpt2core.training_loop import read_batch
+from gpt2core.update_arguments import ParameterCopy  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, rounding  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_mean_of_many_numbers_is_kept_and_two_steps_are_independent(rng):
 
 def test_adamw_rounds_its_copy_stochastically_and_changes_nothing_else(rng):
     n, philox_key = 3 * adamw.BLOCK + 5, device(rounding_key(7, 3))
-    coefficients = device(adamw_coefficients(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    coefficients = device(AdamW(0.9, 0.999, 1e-8, 0.1).coefficients(3, 1e-3))
     g, start = rng.standard_normal(n).astype(np.float32), [rng.random(n).astype(np.float32) for _ in "pmv"]
 
     def step(part, *random):  # random: the key and the offset of `part` in the arena, or nothing
@@ -144,7 +144,7 @@ def test_the_backend_rounds_the_copy_of_a_step_with_its_key_and_repeats_it(rng):
     p, m, v, g = (device(rng.random(n).astype(np.float32)) for _ in "pmvg")
     copy, again = (device(np.full(n, 0x7FC0, np.uint16)) for _ in range(2))
     key, decays = rounding_key(3, 5), device(np.ones(2, np.int8))
-    coefficients = adamw_coefficients(5, 1e-3, 0.9, 0.999, 1e-8, 0.1)
+    coefficients = AdamW(0.9, 0.999, 1e-8, 0.1).coefficients(5, 1e-3)
     backend.adamw_step(p, m, v, g, coefficients, None, decays, (0.9, 0.999), ParameterCopy(copy, key, offset=0))
     assert_array_equal(host(copy), oracle(host(p), 3, 5))
     backend.cast(p, again, key)
@@ -247,7 +247,7 @@ def test_the_copy_of_new_parameters_is_rounded_to_nearest_and_later_ones_with_th
     backend.asarray = np.asarray
     layout = SimpleNamespace(own=slice(0), runs=lambda share: [(share, 0)], decays=lambda: [])
     options = dict(compute_copy=np.zeros(0), rounding="stochastic", seed=7)
-    optimizer = DividedOptimizer(layout, np.zeros(0), SimpleNamespace(backends=[backend]), **options)
+    optimizer = DividedOptimizer(layout, np.zeros(0), SimpleNamespace(backends=[backend]), AdamW(), **options)
     for steps in (0, 1, 5):
         optimizer.refresh_copy(steps)
     assert keys[0] is None and keys[1:] == [rounding_key(7, 1), rounding_key(7, 5)]

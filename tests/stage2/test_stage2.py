@@ -28,7 +28,7 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, load, parameter_hash
 from gpt2core.sampler import Greedy, generate
 from gpt2core.tensor import AutogradError, Tensor

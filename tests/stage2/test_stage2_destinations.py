@@ -199,9 +199,9 @@ def test_a_gradient_is_added_after_the_kernel_that_writes_the_first_one_has_ende
     backend, side, writes = CudaBackend("fp32"), Ordered(), []
     backend.runtime.side, token_gradient = side, embedding.token_gradient
 
-    def record(dwte, chunk_sums, tokens, dy, accumulate):
+    def record(dwte, chunk_sums, tokens, dy, accumulate, first):
         writes.append((*side.launch(), accumulate))
-        token_gradient(dwte, chunk_sums, tokens, dy, accumulate)
+        token_gradient(dwte, chunk_sums, tokens, dy, accumulate, first)
 
     monkeypatch.setattr(embedding, "token_gradient", record)
     leaves, later = Leaves(backend, True), []

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.start import breakdown
+from benchmarks.gpu.start import BREAKDOWN, breakdown
 from benchmarks.harness import start_trace
+from benchmarks.harness.table_format import Table
 from tests.support.interpreter import interpreter_works
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,8 @@ def test_the_breakdown_of_a_start_adds_the_calls_of_each_function():
     ]  # fmt: skip
     rows = breakdown(events)
     assert [row["what"] for row in rows] == ["start of Python", "load", "load", "end of the program"]
-    assert rows[1] == {
-        "what": "load", "thread": "other", "begins, s": "1.00", "seconds": "0.75", "longest, s": "0.50", "calls": 2
-    }  # fmt: skip
+    assert rows[1] == dict(what="load", thread="other", start=1.0, seconds=0.75, longest=0.5, calls=2)
+    assert Table("", BREAKDOWN).cells([{"results": rows}])[1]["begins, s"] == "1.00"
 
 
 def test_a_trace_records_imports_and_functions(tmp_path):

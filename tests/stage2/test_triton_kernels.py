@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core.arena import PAGE  # noqa: E402
 from gpt2core.dropout import Dropout, Mask, dropout_key  # noqa: E402
-from gpt2core.optimizer import adamw_coefficients  # noqa: E402
+from gpt2core.optimizer import AdamW  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
@@ -305,23 +305,23 @@ def test_embedding_backward_equals_float64(rng, oracle, dtype, batch, time, chan
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
     dy, dy64 = normal(rng, dtype, batch, time, channels)
     wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
-    sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab, first)))
+    sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab + 2 * first)))
     outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.chunk_sums_shape(ids.size, channels), FP32)
-    dwte, _ = run(embedding.token_gradient, outputs[::2], sorted_tokens, dy)
+    dwte, _ = run(embedding.token_gradient, outputs[::2], sorted_tokens, dy, False, first)
     (dwpe,) = run(embedding.position_gradient, outputs[1:2], dy, position)
     want_wte, want_wpe = arrays(*oracle.embedding_backward(dy64, ids, wte, wpe, position, first))
     near(dwte, want_wte)
     near(dwpe, want_wpe)
     assert_array_equal(dwte[~np.isin(np.arange(vocab) + first, ids)], 0)
     other, other64 = normal(rng, FP32, vocab, channels)
-    embedding.token_gradient(other, poisoned(*outputs[2]), sorted_tokens, dy, accumulate=True)
+    embedding.token_gradient(other, poisoned(*outputs[2]), sorted_tokens, dy, True, first)
     near(host(other), other64 + want_wte)
 
 
 def test_sort_tokens_lists_the_rows_and_the_chunks_of_each_token():
-    order, starts, chunk_starts, chunk_tokens = embedding.sort_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
+    order, starts, chunk_starts, chunk_tokens = embedding.sort_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 8)
     assert_array_equal(order, [5, 1, 3, 0, 4, 2])
-    assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # token 3: rows 1, 3; 4, 5, 6: none; 7: rows 0, 4
+    assert_array_equal(starts, [0, 1, 1, 1, 3, 3, 3, 3, 5])  # token 0: row 5; 3: rows 1, 3; 7: rows 0, 4
     assert_array_equal(chunk_starts, 0)
     assert chunk_tokens.shape == (0,)
     ids = np.array([[1] * 130 + [0] * 63 + [2] * 64])
@@ -449,9 +449,9 @@ def test_adamw_equals_stage_0(rng, oracle, dtype, n, factor):
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
-        coefficients = device(adamw_coefficients(step, lr, beta1, beta2, eps, decay))
+        coefficients = device(AdamW(beta1, beta2, eps, decay).coefficients(step, lr))
         adamw.adamw_step(p, m, v, copy, g, coefficients, scale, flags, beta1, beta2)
-        exact = adamw_coefficients(step, lr, beta1, beta2, eps, decay)
+        exact = AdamW(beta1, beta2, eps, decay).coefficients(step, lr)
         oracle.adamw_step(p64, m64, v64, g64, exact, factor or 1.0, decays, (beta1, beta2))
         near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
@@ -473,7 +473,7 @@ def test_adamw_equals_pytorch(rng):
         g, g64 = normal(rng, FP32, 700)
         reference.grad = torch.tensor(g64)
         optimizer.step()
-        coefficients = device(adamw_coefficients(step, options["lr"], *options["betas"], options["eps"], 0.3))
+        coefficients = device(AdamW(*options["betas"], options["eps"], 0.3).coefficients(step, options["lr"]))
         adamw.adamw_step(p, m, v, None, g, coefficients, None, None, *options["betas"])
     near(host(p) - start, reference.detach().numpy() - start)
 
@@ -482,7 +482,7 @@ def test_adamw_equals_pytorch(rng):
 def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
     n = 2 * PAGE + 3
     lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
-    exact = adamw_coefficients(step, lr, beta1, beta2, eps, decay)
+    exact = AdamW(beta1, beta2, eps, decay).coefficients(step, lr)
     start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
     results = []
     for coefficients in (exact.astype(np.float32), exact):
@@ -494,7 +494,7 @@ def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
-    n, coefficients = 5 * PAGE, device(adamw_coefficients(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    n, coefficients = 5 * PAGE, device(AdamW(0.9, 0.999, 1e-8, 0.1).coefficients(3, 1e-3))
     g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
     whole = [device(rng.random(n).astype(np.float32)) for _ in range(3)]
     parts = [array.copy() for array in whole]
@@ -553,7 +553,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
     scale, _ = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 1.0), [((1,), FP32)] * 2)
     assert np.isnan(scale).all()
     arrays = [device(rng.random(2000).astype(np.float32)) for _ in range(4)]
-    g, coefficients = normal(rng, FP32, 2000)[0], device(adamw_coefficients(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    g, coefficients = normal(rng, FP32, 2000)[0], device(AdamW(0.9, 0.999, 1e-8, 0.1).coefficients(1, 1e-3))
     g[3] = bad
     before = [array.copy() for array in arrays]
     adamw.adamw_step(*arrays, g, coefficients, device(scale), None, 0.9, 0.999)

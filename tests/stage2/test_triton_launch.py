@@ -4,8 +4,10 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from pathlib import Path
@@ -375,19 +377,92 @@ def test_a_triton_without_the_private_names_keeps_its_own_key(monkeypatch):
     assert cache.triton_key is other
 
 
+# -- C modules of Triton -------------------------------------------------------------------------------------
+
+
+C_MODULE = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}", "", -1, methods}};
+PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """triton.runtime.build, which loads C modules as a GpuLauncher lets it."""
+    from triton.runtime import build
+
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)  # restored after the test
+    return build
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="there is no C compiler")
+@pytest.mark.skipif(not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="Python has no header files")
+def test_a_c_module_keeps_its_functions_when_another_of_its_name_is_loaded_again(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    triton_launch.load_c_modules_one_at_a_time.__wrapped__()
+    name = "launcher_of_a_test"
+    modules = [build.compile_module_from_src(C_MODULE.format(number=i, name=name), name) for i in (1, 2, 1)]
+    assert [module.launch() for module in modules] == [1, 2, 1]
+
+
+def test_no_thread_changes_a_c_module_before_the_thread_that_loaded_it_has_its_functions(build):
+    module, threads = SimpleNamespace(), []  # Python uses one module for all files of one name
+
+    def load(name, path):
+        module.path = path
+        if not threads:
+            threads.append(threading.Thread(target=build._load_module_from_path, args=(name, "second")))
+            threads[0].start()
+            threads[0].join(0.1)  # without the lock, this thread changes the module now
+        return module
+
+    build._load_module_from_path = load
+    triton_launch.load_c_modules_one_at_a_time.__wrapped__()
+    assert build._load_module_from_path("launcher", "first").path == "first"
+    threads[0].join()
+    assert module.path == "second"
+
+
 # -- no GPU --------------------------------------------------------------------------------------------------
 
 
-def fake_cupy(count=1, capability="90"):
-    def device_count():
-        if isinstance(count, Exception):
-            raise count
-        return count
+class FakeCupy:
+    """CuPy with `count` GPUs, or an exception; GPU `full` has no free memory. opened: the numbers that use() saw."""
 
-    runtime = SimpleNamespace(getDeviceCount=device_count, getDevice=lambda: 0)
-    return SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime, Device=lambda device: SimpleNamespace(compute_capability=capability))
-    )
+    def __init__(self, count=1, capability=(9, 0), full=None):
+        class Device:
+            def __init__(device, number):
+                device.number = number
+
+            def use(device):
+                self.opened.append(device.number)
+                if device.number == full:
+                    raise OSError("cudaErrorMemoryAllocation: out of memory\nmore")
+
+        self.opened = []
+        runtime = SimpleNamespace(
+            getDevice=lambda: 0,
+            setDevice=self.opened.append,
+            getDeviceCount=lambda: raised(count) if isinstance(count, Exception) else count,
+            deviceGetAttribute=lambda number, device: capability[number - 75],
+            memGetInfo=lambda: (1, 1),
+            CUDARuntimeError=OSError,
+        )  # fmt: skip
+        self.cuda = SimpleNamespace(runtime=runtime, Device=Device)
+
+
+def test_triton_asks_the_launcher_for_the_capability_of_a_device():
+    cupy = FakeCupy(capability=(9, 0))
+    launcher = SimpleNamespace(xp=cupy, device=cupy.cuda.runtime.getDevice)
+    target = triton_launch.cupy_driver(launcher, SimpleNamespace()).get_current_target()
+    assert (target.backend, target.arch) == ("cuda", 90) and cupy.opened == []
+
+
+def raised(error):
+    raise error
 
 
 def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
@@ -406,12 +481,12 @@ def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
     [
         (None, "CuPy is needed but cannot be imported"),
         (None, "no GPU was found: this machine has no NVIDIA driver"),
-        (fake_cupy(0), "no GPU was found"),
+        (FakeCupy(0), "no GPU was found"),
         (
-            fake_cupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
+            FakeCupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
             "cudaErrorInsufficientDriver: too old)",
         ),
-        (fake_cupy(1, "75"), "this GPU has compute capability 7.5, the kernels need 8.0"),
+        (FakeCupy(1, (7, 5)), "this GPU has compute capability 7.5, the kernels need 8.0"),
     ],
     ids=["no CuPy", "no CuPy and no driver", "no GPU", "too old a driver", "too old a GPU"],
 )
@@ -426,6 +501,22 @@ def test_without_a_gpu_one_line_names_the_reason_and_the_interpreter(monkeypatch
     assert str(error.value).endswith(
         "set the environment variable TRITON_INTERPRET=1 and use a model of preset nano to run the same kernels on "
         "the CPU, slowly"
+    )
+
+
+def test_the_launcher_opens_no_gpu_and_a_full_one_is_named_in_one_line(monkeypatch):
+    """A rank of stage 3 starts its launcher before it selects its GPU, and must take no memory of the first one."""
+    cupy = FakeCupy(4, (7, 5), full=2)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(ConfigError, match="compute capability 7.5"):
+        GpuLauncher()
+    assert cupy.opened == []
+    triton_launch.open_gpu(cupy, 1)
+    with pytest.raises(ConfigError) as error:
+        triton_launch.open_gpu(cupy, 2)
+    assert cupy.opened == [1, 2] and str(error.value) == (
+        "GPU 2 has no free memory (cudaErrorMemoryAllocation: out of memory): end the programs that nvidia-smi lists, "
+        "or select another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 

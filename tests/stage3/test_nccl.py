@@ -220,15 +220,16 @@ STEPS, SHARDS = 5, 4  # the first is run, the second is captured, the others are
 
 def trained(
     world, precision, deterministic=True, micro_batches=SHARDS, capture=True, layers=2, tied=False, rounding="nearest",
-    **parallel,
+    dropout=0.0, vocab_size=None, **parallel,
 ):  # fmt: skip
     """[(loss, gradient norm) of each step], and the hash of the parameters."""
     tokens, _ = load_tokens(CORPUS, None)
     config = replace(PRESETS["tiny"], n_layer=layers, tied=tied)
+    config = replace(config, vocab_size=vocab_size or config.vocab_size)
     recipe = dict(clip=0.5, weight_decay=0.1, rounding=rounding)
     sizes = dict(batch_size=16, seq_len=config.block_size, micro_batches=micro_batches)
     backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
-    options = dict(optimizer=recipe, world=world, parallel=sharing, capture=capture)
+    options = dict(optimizer=recipe, world=world, parallel=sharing, capture=capture, dropout=dropout)
     trainer = Trainer(config, [backend], **sizes, **options)
     windows = Windows(tokens, config.block_size)
     steps = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(STEPS)]
@@ -325,6 +326,70 @@ def test_zero_2_and_3_have_stage_2_s_bits_captured_and_not(gpus, precision, roun
     ways = [dict(zero=zero, capture=capture) for zero in (2, 3) for capture in (True, False)]
     ways.append(dict(zero=3, recompute="block"))
     for results in run_mpi(2, runs, "nccl", [options | way for way in ways], timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport, ranks", [("nccl", 2), ("nccl", 4), ("mpi", 4)])
+def test_zero_2_and_3_change_no_bit_of_tensor_parallelism(gpus, transport, ranks, precision):
+    """The vocabulary is odd, so the last rank of each replica has fewer tokens."""
+    gpus(ranks if transport == "nccl" else 1)
+    how = dict(precision=precision, layers=4, tied=True, vocab_size=173, tp=2)
+    pipelines = [dict(pp=2), dict(pp=2, zero=3)] if ranks == 4 else []
+    ways = [dict(how, **way) for way in (dict(zero=0), dict(zero=2), dict(zero=3), dict(dp="bucket"), *pipelines)]
+    (want, *_), *_ = results = run_mpi(ranks, runs, transport, ways, timeout=LIMIT)
+    assert results == [[want] * len(ways)] * ranks
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_two_slices_on_one_gpu_have_the_bits_of_two_ranks(gpus, transport, precision, tied):
+    """The vocabulary is odd, so the last slice has fewer tokens."""
+    gpus({"nccl": 2, "mpi": 1}[transport])
+    how = dict(precision=precision, tied=tied, vocab_size=173)
+    want = trained(None, canonical_tp=2, **how)
+    assert want != trained(None, **how)
+    for way in (dict(capture=False), dict(recompute="block"), dict(zero=3), dict(dp="bucket")):
+        assert trained(None, canonical_tp=2, **how, **way) == want
+    for results in run_mpi(2, runs, transport, [dict(how, tp=2)], timeout=LIMIT):
+        assert results == [want]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport, ranks", [("nccl", 2), ("nccl", 4), ("mpi", 4)])
+def test_four_slices_have_the_same_bits_on_every_number_of_ranks(gpus, transport, ranks, precision):
+    """MPI rounds sums of 16 bits after each addition, so the bits of `tp=4` in bf16 are compared with NCCL only."""
+    gpus(ranks if transport == "nccl" else 1)
+    how = dict(precision=precision, layers=4, tied=True, vocab_size=173, canonical_tp=4)
+    want = trained(None, **how)
+    ways = [dict(tp=2), dict(tp=2, capture=False)] if ranks == 2 else [dict(tp=2, pp=2), dict(tp=2, zero=2)]
+    ways += [dict(pp=2), dict(zero=3)] if ranks == 2 else []
+    ways += [dict(tp=4)] if ranks == 4 and (transport, precision) != ("mpi", "bf16") else []
+    for results in run_mpi(ranks, runs, transport, [dict(how, **way) for way in ways], timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport, ranks", [("nccl", 4), ("mpi", 4)])
+def test_zero_2_and_3_in_a_pipeline_have_stage_2_s_bits(gpus, transport, ranks, precision):
+    gpus(ranks if transport == "nccl" else 1)
+    how = dict(precision=precision, layers=4, tied=True)
+    want = trained(None, **how)
+    ways = [dict(how, pp=2, zero=zero, pp_schedule=name) for zero in (2, 3) for name in ("1f1b", "zero-bubble")]
+    for results in run_mpi(ranks, runs, transport, ways, timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dropout_has_the_same_bits_in_every_layout_of_two_gpus(gpus, precision, tied):
+    gpus(2)
+    how = dict(precision=precision, layers=4, tied=tied, dropout=0.1)
+    want = trained(None, **how)
+    assert want != trained(None, **dict(how, dropout=0.0)) and want == trained(None, capture=False, **how)
+    ways = [dict(dp="flat"), dict(dp="bucket", zero=1), dict(zero=3), dict(pp=2), dict(pp=2, recompute="block")]
+    for results in run_mpi(2, runs, "nccl", [dict(how, **way) for way in ways], timeout=LIMIT):
         assert results == [want] * len(ways)
 
 
@@ -476,9 +541,10 @@ def test_more_ranks_than_gpus_share_them_and_print_a_note(gpus, tmp_path):
     flags, one = (*TINY, "--steps", 3), dict(CUDA_VISIBLE_DEVICES="0")
     done = script(2, *flags, **one)
     assert (done.code, done.left) == (0, ()), done.err
-    assert "note: 2 ranks have 1 GPU, so ranks share GPUs" in done.err and "--transport mpi" in done.out
+    assert "has 1 GPU for 2 ranks, so ranks share GPUs" in done.err and "--transport mpi" in done.out
     done = script(2, *flags, "--transport", "nccl", **one)
-    assert done.code == 2 and "--transport nccl: needs a GPU for each rank, but 2 ranks have 1 GPU" in done.err
+    words = "--transport nccl: needs a GPU for each rank, but "
+    assert done.code == 2 and words in done.err and "has 1 GPU for 2 ranks" in done.err
     assert done.err.count("error: ") == 1 and not done.left
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3 with the kernels of a GPU, in Triton's interpreter: the bits of one rank, in every precision."""
+"""ZeRO-2 and 3, and several slices of a layer, with the kernels of a GPU, in Triton's interpreter: the same bits."""
 
 import numpy as np
 import pytest
@@ -54,13 +54,16 @@ class Half(CudaBackend):
         super().__init__("fp16")
 
 
-def make_trainer(world, backend, micro_batches=2, tied=False, layers=1, optimizer=None, loss_scale=None, **parallel):
-    config = GPT2Config(vocab_size=24, block_size=8, n_layer=layers, n_head=2, n_embd=16, tied=tied)
+def make_trainer(
+    world, backend, micro_batches=2, tied=False, layers=1, optimizer=None, loss_scale=None, heads=2, vocab_size=24,
+    dropout=0.0, **parallel,
+):  # fmt: skip
+    config = GPT2Config(vocab_size, block_size=8, n_layer=layers, n_head=heads, n_embd=8 * heads, tied=tied)
     sizes = dict(batch_size=4, seq_len=8, micro_batches=micro_batches)
     optimizer = dict(clip=0.5, weight_decay=0.1, seed=5) | (optimizer or {})
     return Trainer(
         config, [backend()], **sizes, optimizer=optimizer, world=world, parallel=ParallelConfig(**parallel),
-        loss_scale=loss_scale,
+        loss_scale=loss_scale, dropout=dropout,
     )  # fmt: skip
 
 
@@ -109,13 +112,16 @@ def test_a_fake_nccl_and_stochastic_rounding_have_the_bits_of_one_rank():
     assert run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Rounded, zero=3, **options)) == [want] * 2
 
 
+def assert_predicted_bytes(trainer, place):
+    step, layout = trainer.step(read_batch(trainer, Windows(TOKENS, 8)), 1e-2), layout_of(trainer)
+    assert step.skipped == 0 and layout.compute_bytes == 2
+    assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), trainer.world.sent)
+
+
 def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four():
     def sent(world):
         trainer = make_trainer(world, Half, zero=3)
-        step = trainer.step(read_batch(trainer, Windows(TOKENS, 8)), 1e-2)
-        layout, place = layout_of(trainer), Grid(data=world.rank)
-        assert step.skipped == 0 and layout.compute_bytes == 2
-        assert step.bytes_sent == bytes_sent(layout, place, traffic(layout, place), world.sent)
+        assert_predicted_bytes(trainer, Grid(data=world.rank))
         units = {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
         return memory(trainer.accumulator.work, trainer.parallel.zero), units
 
@@ -123,3 +129,58 @@ def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four(
         largest = max(units.values())
         assert shards == (4 * 4 + 2) * sum(units.values()) / 2
         assert (parameters, gradients) == (2 * 2 * largest, 2 * 4 * largest)
+
+
+# -- several slices of a layer -----------------------------------------------------------------------------------------
+
+# slices of 7, 7, 7 and 6 tokens, or of 14 and 13
+SLICED = dict(heads=4, vocab_size=27)
+
+
+def on_fake_gpus(ranks, *arguments, **options):
+    return run_ranks(ranks, lambda threads: trained(OnFakeGpu(threads), *arguments, **options))
+
+
+@pytest.mark.parametrize(
+    "backend, tied",
+    [
+        (CudaBackend, True),
+        (Half, False),
+        *(pytest.param(*row, marks=pytest.mark.long) for row in [(CudaBackend, False), (Half, True), (Rounded, True)]),
+    ],
+)
+def test_two_slices_on_one_rank_have_the_bits_of_two_ranks(backend, tied):
+    want = on_fake_gpus(2, backend, tied=tied, tp=2, **SLICED)
+    assert [trained(None, backend, tied=tied, canonical_tp=2, **SLICED)] * 2 == want
+
+
+FOUR = [  # (ranks, layout), all with the bits of tp = 4
+    (1, {}), (2, dict(tp=2)), (2, dict(zero=3, recompute="block")), (4, dict(tp=2, pp=2)), (4, dict(tp=2, zero=2)),
+    (2, dict(pp=2, pp_schedule="zero-bubble")), (2, dict(tp=2, zero=3)), (2, dict(zero=1, dp="bucket")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied, backend, layouts", [
+    (True, Half, FOUR[:4]),
+    *(pytest.param(tied, each, FOUR, marks=pytest.mark.long) for tied in (False, True) for each in (Half, Rounded)),
+])  # fmt: skip
+def test_every_layout_of_four_slices_has_the_bits_of_four_ranks(tied, backend, layouts):
+    """In 16 bits too: as the all-reduce of four ranks, the sums of slices are rounded once."""
+    options = dict(tied=tied, layers=2, steps=1, **SLICED)
+    (want, *_) = on_fake_gpus(4, backend, tp=4, **options)
+    for ranks, layout in layouts:
+        assert on_fake_gpus(ranks, backend, canonical_tp=4, **layout, **options) == [want] * ranks
+
+
+@pytest.mark.long
+def test_slices_have_the_bits_of_ranks_with_dropout():
+    options = dict(tied=True, dropout=0.5, **SLICED)
+    want = on_fake_gpus(2, Half, tp=2, **options)
+    assert [trained(None, Half, canonical_tp=2, **options)] * 2 == want != on_fake_gpus(2, Half, tp=2, **SLICED)
+
+
+def test_the_sums_of_slices_are_sent_in_four_bytes():
+    def sent(world):
+        assert_predicted_bytes(make_trainer(world, Half, tp=2, canonical_tp=4, **SLICED), Grid(tensor=world.rank))
+
+    run_ranks(2, sent)

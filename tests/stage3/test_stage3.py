@@ -1,6 +1,7 @@
 """Stage 3 without GPUs: stage 2's bits under mpiexec in the interpreter, and its NCCL calls against a fake NCCL."""
 
 import json
+import platform
 import re
 import sys
 import threading
@@ -135,12 +136,12 @@ def test_unsupported_arguments_are_config_errors():
 
 # -- binding of ranks to GPUs, and the transport -----------------------------------------------------------------------
 
-H200, A100 = "NVIDIA H200", "NVIDIA A100"
+H200, A100, HOST = "NVIDIA H200", "NVIDIA A100", platform.node()
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine([(name, PCI bus id) or error of each rank's GPU], asked) -> [transport or error text of each rank].
+    """machine([(name, PCI bus id) of each rank's GPU], asked) -> [transport or error text of each rank].
 
     without_nccl: the ranks whose CuPy finds no NCCL.
     """
@@ -152,8 +153,6 @@ def machine(monkeypatch):
             fake.gpu, fake.nccl = gpus[self.rank], self.rank not in without_nccl
 
     def bind_gpu(local_rank):
-        if isinstance(fake.gpu, Exception):
-            raise fake.gpu
         return GpuBinding(None, local_rank, *fake.gpu)
 
     def import_nccl(cupy):
@@ -191,26 +190,116 @@ def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine
         assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and not notes.list
         assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
     (note,) = (str(each.message) for each in notes)
-    assert note.startswith("3 ranks have 2 GPUs, so ranks share GPUs") and note.endswith("using `transport=mpi`")
+    assert "has 2 GPUs for 3 ranks, so ranks share GPUs" in note and note.endswith("using `transport=mpi`")
 
 
 @pytest.mark.parametrize(
     "gpus, asked, without_nccl, words",
     [
-        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 has an {H200}; select"),
+        (
+            [(H200, "0"), (H200, "1"), (A100, "2")],
+            None,
+            (),
+            f"rank 2 has an {A100} on {HOST}, but rank 0 has an {H200} on {HOST}; select GPUs of one model",
+        ),
         (
             [(H200, "0"), (H200, "0")],
             "nccl",
             (),
-            "`transport=nccl`: needs a GPU for each rank, but 2 ranks have 1 GPU; start 1 rank, or",
+            f"`transport=nccl`: needs a GPU for each rank, but {HOST} has 1 GPU for 2 ranks; start one rank for each",
         ),
-        ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
         ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
     ],
 )
 def test_every_rank_raises_the_error_of_a_transport_that_names_the_rank(machine, gpus, asked, without_nccl, words):
     for rank, message in enumerate(machine(gpus, asked, without_nccl)):
         assert words in message or (words == f"rank {rank}: {message}")
+
+
+class Host:
+    """A stand-in for a host: what bind_gpu() asks CuPy there. gpus: their number; "interpreter": TRITON_INTERPRET=1."""
+
+    def __init__(self, name, gpus):
+        self.name, self.gpus, self.current = name, gpus, None
+
+    def array_module(self):
+        if self.gpus == 0:
+            raise ConfigError("no GPU was found: advice")
+        runtime = SimpleNamespace(
+            getDeviceCount=lambda: self.gpus, getDeviceProperties=lambda number: {"name": H200.encode()}
+        )
+        device = lambda number: SimpleNamespace(  # noqa: E731
+            pci_bus_id=f"0000:{number}", use=lambda: setattr(self, "current", number)
+        )
+        return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device, Stream=lambda non_blocking: None))
+
+
+@pytest.fixture
+def on_hosts(monkeypatch):
+    """on_hosts([(ranks, GPUs) of host0, host1, ...]) -> [(transport, GPU), or the text of the error, of each rank]."""
+    of_thread = threading.local()
+    launch = SimpleNamespace(
+        interpreted=lambda: of_thread.host.gpus == "interpreter", array_module=lambda: of_thread.host.array_module()
+    )
+    monkeypatch.setattr(nccl_communicator, "triton_launch", launch)
+    monkeypatch.setattr(nccl_communicator, "platform", SimpleNamespace(node=lambda: of_thread.host.name))
+    monkeypatch.setattr(nccl_communicator, "import_nccl", lambda cupy: None)
+    monkeypatch.setattr(nccl_communicator, "watch_gpus", lambda world: None)
+
+    def run(hosts):
+        places = [(f"host{i}", gpus, local) for i, (ranks, gpus) in enumerate(hosts) for local in range(ranks)]
+
+        def rank(threads):
+            name, gpus, threads.local_rank = places[threads.rank]
+            of_thread.host = Host(name, gpus)
+            world = NcclCommunicator(threads)
+            try:
+                transport = world.use_transport(None)
+            except UserError as error:
+                assert error.shared
+                return str(error)
+            assert world.gpu.device_id == of_thread.host.current
+            return transport, world.gpu.device_id
+
+        return run_ranks(len(places), rank)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "hosts, gpus", [([(2, 2), (2, 2)], [0, 1, 0, 1]), ([(3, 4), (1, 1)], [0, 1, 2, 0]), ([(1, 1)] * 3, [0, 0, 0])]
+)
+def test_a_rank_uses_the_gpu_of_its_number_on_its_host(on_hosts, hosts, gpus):
+    assert on_hosts(hosts) == [("nccl", gpu) for gpu in gpus]
+
+
+def test_a_host_with_fewer_gpus_than_ranks_is_named(on_hosts):
+    with pytest.warns(UserWarning, match="^host1 has 1 GPU for 2 ranks, so ranks share GPUs.* using `transport=mpi`$"):
+        assert on_hosts([(2, 2), (2, 1)]) == [("mpi", gpu) for gpu in (0, 1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "hosts, at_fault, words",
+    [
+        ([(2, 2), (2, 0)], 2, "host host1: no GPU was found: advice; or start no ranks on this host"),
+        ([(1, 0), (1, 1)], 0, "host host0: no GPU was found: advice; or start no ranks on this host"),
+        (
+            [(1, 1), (1, "interpreter")],
+            None,
+            "rank 1 uses Triton's interpreter (on host1), but rank 0 a GPU (on host0): set TRITON_INTERPRET for all "
+            "ranks or for none, with Open MPI by mpirun -x TRITON_INTERPRET",
+        ),
+        (
+            [(1, "interpreter"), (1, 1)],
+            None,
+            "rank 0 uses Triton's interpreter (on host0), but rank 1 a GPU (on host1): set TRITON_INTERPRET for all "
+            "ranks or for none, with Open MPI by mpirun -x TRITON_INTERPRET",
+        ),
+    ],
+)
+def test_every_rank_raises_one_error_that_names_the_host_without_gpu(on_hosts, hosts, at_fault, words):
+    for rank, message in enumerate(on_hosts(hosts)):
+        assert message == (words if at_fault in (None, rank) else f"rank {at_fault}: {words}")
 
 
 @pytest.mark.parametrize("version, wheel", [(12080, "nvidia-nccl-cu12"), (13000, "nvidia-nccl-cu13")])
@@ -434,7 +523,6 @@ MISTAKES = [
     ("--collectives x", "--collectives x: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 cannot be used in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
-    ("--canonical-tp 2", "--canonical-tp 2 and --tp 1: a GPU computes one slice: use --tp 2, or stage 1"),
     ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),
     ("--zero-gather forward", "--zero-gather forward needs --zero 1, and this is --zero 0"),
 ]

@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 from gpt2core.app.fingerprints import token_fingerprint
 from gpt2core.data import Windows
 from gpt2core.errors import DataError
-from gpt2core.parallel.local_windows import LocalWindows
+from gpt2core.parallel.data.local_windows import LocalWindows
 from gpt2core.text import token_file
 from gpt2core.text.token_file import split_validation, write_token_file
 from gpt2core.text.token_files import LLMC_MAGIC, data_files, first_tokens, load_tokens, token_paths

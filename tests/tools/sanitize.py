@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.dropout import Dropout, Mask  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.optimizer import adamw_coefficients  # noqa: E402
-from gpt2core.parallel.divided_optimizer import rounding_key  # noqa: E402
+from gpt2core.optimizer import AdamW  # noqa: E402
+from gpt2core.parallel.divided.optimizer import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402
@@ -137,10 +137,10 @@ def launch_embedding(a):
         ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
         embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
         host_ids = ids if a.xp is np else ids.get()
-        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V, 1)))
+        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V + 2)))
         chunk_sums, dwte = a.f(*embedding.chunk_sums_shape(ids.size, C)), a.f(V, C)
         for accumulate in (False, True):
-            embedding.token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate)
+            embedding.token_gradient(dwte, chunk_sums, sorted_tokens, dy, accumulate, 1)
         embedding.position_gradient(a.f(T + 3, C), dy, 3)
 
 
@@ -183,7 +183,7 @@ def launch_matmul(a):
 
 def launch_adamw(a):
     n = 3 * adamw.BLOCK + 7
-    coefficients = a.xp.asarray(adamw_coefficients(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    coefficients = a.xp.asarray(AdamW(0.9, 0.95, 1e-8, 0.1).coefficients(3, 1e-3))
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, coefficients, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, coefficients, a.f(1), a.i(4, high=2), 0.9, 0.95)

@@ -12,17 +12,17 @@ from gpt2core.app.checkpoints.run_folders import newest_run, shown
 from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
-from gpt2core.app.one_process import check_many_ranks, check_one_process, check_transport
 from gpt2core.app.presets import check_downloaded, shipped_weights
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.settings.definitions import GENERATION, InferenceSettings
 from gpt2core.app.settings.setting_fields import complete, flag, names_of
+from gpt2core.app.stage_checks import check_many_ranks, check_one_process, check_transport
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_inference_model
+from gpt2core.parallel.tensor.shards import check_tensor_parallel, load_inference_model
 from gpt2core.sampler import chooser
 from gpt2core.threads import limit_blas
 
@@ -61,7 +61,7 @@ def inference_command(stage, world, args, cores):
         if args.mode == "evaluate":
             # here: generation starts faster without them
             from gpt2core.app.inference.evaluation import evaluate_file
-            from gpt2core.parallel.tensor_parallel import load_model
+            from gpt2core.parallel.tensor.shards import load_model
 
             evaluate_file(world, load_model(config, arrays, backend, group), tokenizer, args.data, emit)
             return 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 from gpt2core.app.backend_setup import step_sizes, usable_cores
 from gpt2core.app.checkpoints.out_flag import names_inside
 from gpt2core.app.corpus import share_corpus
-from gpt2core.app.one_process import check_one_process, check_rank_flags
 from gpt2core.app.output.run_log import rows_of_older_run
 from gpt2core.app.output.run_summary import run_header
 from gpt2core.app.output.terminal import training_width, wrapped
@@ -17,6 +16,7 @@ from gpt2core.app.planning.traffic import by_collective, bytes_sent, traffic
 from gpt2core.app.planning.without_memory import planned
 from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.app.settings.setting_fields import names_of
+from gpt2core.app.stage_checks import check_one_process, check_rank_flags
 from gpt2core.app.training_inputs import read_inputs
 from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count

@@ -8,7 +8,7 @@ from gpt2core.data import even_slices
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.mesh import GROUPS, Grid, place_of, rank_in
 from gpt2core.parallel.part import recomputed_units
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 
 FP32 = 4  # bytes

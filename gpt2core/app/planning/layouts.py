@@ -10,12 +10,12 @@ from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.errors import ConfigError
+from gpt2core.memory.gpu import BYTES, MARGIN
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
-from gpt2core.parallel.gpu_memory import BYTES, MARGIN
-from gpt2core.parallel.merged_micro_batches import most_merged
 from gpt2core.parallel.mesh import Grid
+from gpt2core.parallel.micro_batches.merged import most_merged
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel
+from gpt2core.parallel.tensor.shards import check_tensor_parallel
 
 MOST_PASSES = 64  # micro-batches of a replica
 

@@ -1,10 +1,10 @@
-"""The memory of one rank by term: that of a GPU by gpu_memory.py, that of a process on the CPU by host_memory.py."""
+"""The memory of one rank by term: that of a GPU by memory/gpu.py, that of a process on the CPU by host_memory.py."""
 
 from gpt2core.app.host_memory import array_terms, largest_unit
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes
-from gpt2core.parallel.gpu_memory import memory_of_ranks
-from gpt2core.parallel.merged_micro_batches import kept_numbers
+from gpt2core.memory.gpu import memory_of_ranks
+from gpt2core.parallel.micro_batches.merged import kept_numbers
 from gpt2core.parallel.pipeline.simulator import simulate
 
 
@@ -44,6 +44,6 @@ def activations(layout, place):
 
 
 def device_terms(layout, precision, in_order):
-    """[{term: bytes} of each rank of a pipeline] that computes on GPUs: see gpu_memory.memory_of_ranks()."""
+    """[{term: bytes} of each rank of a pipeline] that computes on GPUs: see memory_of_ranks()."""
     sizes = layout.batch_size // layout.replicas, layout.seq_len, precision, layout.count, layout.replicas
     return memory_of_ranks(layout.config, *sizes, layout.parallel, in_order)

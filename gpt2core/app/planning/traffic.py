@@ -1,7 +1,7 @@
 """What a rank sends in a training step: every call of a collective and every message, with its exact size.
 
 The list follows the code that sends: ops.py and model.py (tensor parallelism), the schedules (pipeline),
-data_parallel.py and sharded/ (gradients and parameters), model_pages.py (the norm), mesh.py (the loss).
+data/ and sharded/ (gradients and parameters), divided/model_pages.py (the norm), mesh.py (the loss).
 """
 
 # B sequences and T tokens of a pass, N = B*T rows, C channels, V vocabulary
@@ -15,13 +15,13 @@ from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import PAGE
 from gpt2core.codecs import GROUP
-from gpt2core.parallel.async_all_gather import PIECE_MB, owned
-from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES, buckets_of
-from gpt2core.parallel.divided_arena import DividedArena
+from gpt2core.parallel.data.sparse_embedding import TABLE, tokens_read
+from gpt2core.parallel.data.strategies import BUCKET_MB, STRATEGIES, buckets_of
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.async_all_gather import PIECE_MB, owned
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters
 from gpt2core.parallel.sharded.units import shard_lengths, units_read
-from gpt2core.parallel.sparse_embedding import TABLE, tokens_read
-from gpt2core.parallel.tensor_parallel import shard_shapes, whole_name
+from gpt2core.parallel.tensor.shards import shard_shapes, whole_name
 
 LOSS = 8  # bytes of a loss, which is float64
 ROW_NUMBERS = "row numbers of the embedding"
@@ -89,7 +89,8 @@ def tensor_calls(layout, place):
     backward = 2 * blocks + has_head  # the gradients of the inputs of attention, MLP and logits
     for rows in layout.passes():
         tokens = rows * layout.seq_len
-        size = tokens * layout.config.n_embd, layout.compute_bytes
+        # the sums of several slices are sent in fp32: see sum_of_slices()
+        size = tokens * layout.config.n_embd, max(layout.compute_bytes, FP32 * (layout.parallel.slices > 1))
         yield Call("tensor", "activations", "all_reduce", *size, times=forward)
         yield Call("tensor", "gradients of activations", "all_reduce", *size, times=backward)
         # of each row: the maximum of its logits; the sum of their exponentials, and the logit of the target
@@ -122,7 +123,7 @@ def pipeline_calls(layout, place):
 
 
 def arena_calls(layout, place):
-    """What data_parallel.py, model_pages.py, arena_layout.py and async_all_gather.py send."""
+    """What data/strategies.py and the files of divided/ send."""
     parallel, p = layout.parallel, layout.replicas
     arena = arena_of(layout, place.pipeline, place.tensor)
     if parallel.zero and parallel.zero_gather == "forward":

@@ -372,7 +372,7 @@ class TrainSettings(Settings):
     canonical_tp: int = setting(
         RANKS,
         "S, a multiple of --tp: each layer is computed in S slices, which are added in a fixed order. The results are "
-        "those of --tp S for every --tp, bit for bit. On GPUs, S must be --tp (default: --tp)",
+        "those of --tp S for every --tp, bit for bit; on GPUs with --deterministic (default: --tp)",
         None,
         AGAIN,
         metavar="S",

@@ -95,9 +95,9 @@ def resolve_rank_flags(settings, world):
     world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp or
     --pp.
     """
-    # Messages of NCCL do not slow down the computation, as the formula in parallel/bucket_size.py assumes. With them,
-    # ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates only 1/p
-    # of the parameters.
+    # Messages of NCCL do not slow down the computation, as the formula in parallel/data/bucket_size.py assumes. With
+    # them, ZeRO-1 makes a step shorter: it sends no more bytes than an all-reduce, and each of the p ranks updates only
+    # 1/p of the parameters.
     overlaps = settings.transport == "nccl"
     several_replicas = data_parallel_ranks(world, settings.tp, settings.pp) > 1
     final = {}

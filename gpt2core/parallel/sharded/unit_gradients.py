@@ -1,6 +1,6 @@
 """The gradient of a unit is summed over the ranks when it is complete, and a rank keeps its shard (ZeRO-2, ZeRO-3)."""
 
-from gpt2core.parallel.gradient_sums import UnitSum, buffers_of_sum, only, separate_arrays
+from gpt2core.parallel.micro_batches.gradient_sums import UnitSum, buffers_of_sum, only, separate_arrays
 
 
 class UnitGradients:

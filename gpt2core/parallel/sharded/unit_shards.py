@@ -11,9 +11,9 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
 import numpy as np
 
 from gpt2core.arena import PAGE
-from gpt2core.parallel.divided_arena import gaps
-from gpt2core.parallel.flat_layout import FlatLayout
-from gpt2core.parallel.model_pages import ModelPages
+from gpt2core.parallel.divided.arena import gaps
+from gpt2core.parallel.divided.flat_layout import FlatLayout
+from gpt2core.parallel.divided.model_pages import ModelPages
 from gpt2core.parallel.sharded.units import shard_lengths
 
 

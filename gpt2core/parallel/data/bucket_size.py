@@ -1,4 +1,4 @@
-"""The best bucket size for the strategy bucket (data_parallel.py), from the measured time of all-reduces.
+"""The best bucket size for the strategy bucket (strategies.py), from the measured time of all-reduces.
 
 An all-reduce of s bytes takes alpha + beta s seconds: alpha per message, beta per byte. A gradient of n bytes has n / s
 buckets of s bytes. Each bucket delays the computation by alpha. The beta s seconds of the last bucket overlap with no

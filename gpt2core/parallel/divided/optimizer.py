@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.backend import ParameterCopy
 from gpt2core.dropout import dropout_key
 from gpt2core.errors import ConfigError, require_not_negative
-from gpt2core.optimizer import AdamW
+from gpt2core.update_arguments import ParameterCopy
 
 
 def rounding_key(seed, step):
@@ -43,25 +42,24 @@ class DividedOptimizer:
     they read these. rounding: how the copy is rounded, "nearest" or "stochastic"; the random numbers depend only on
     `seed`, the step and the index in the arena. gathers: whether update() ends with an all-gather of the array that
     kernels read; otherwise AsyncAllGather gathers it during the next forward pass, or gather() before it. guard: that
-    of Backend.clip. dropout_seed: of the key of each step's dropout; None: no dropout. clip, rule_class, options: those
-    of Optimizer.
+    of Backend.clip. dropout_seed: of the key of each step's dropout; None: no dropout. rule, clip: those of Optimizer.
 
     updating: whether an update has begun that the trainer has not counted; see end_update().
     """
 
     def __init__(
-        self, layout, parameters, pool, *, compute_copy=None, rounding="nearest", seed=0, gathers=True, guard=None,
-        dropout_seed=None, clip=0.0, rule_class=AdamW, **options,
+        self, layout, parameters, pool, rule, *, clip=0.0, compute_copy=None, rounding="nearest", seed=0, gathers=True,
+        guard=None, dropout_seed=None,
     ):  # fmt: skip
-        self.rule, self.clip, self.guard, self.gathers = rule_class(**options), clip, guard, gathers
         require_not_negative(clip=clip)
+        self.rule, self.clip, self.guard, self.gathers = rule, clip, guard, gathers
         self.layout, self.own, self.pool, self.backend = layout, layout.own, pool, pool.backends[0]
         self.parameters, self.compute_copy = parameters, compute_copy
         self.compute_parameters = parameters if compute_copy is None else compute_copy
         self.dropout_seed = dropout_seed
         self.seed = seed if rounding == "stochastic" else None
         zeros, shape = self.backend.zeros, parameters[self.own].shape
-        self.states = {name: zeros(shape, parameters.dtype) for name in rule_class.STATES}
+        self.states = {name: zeros(shape, parameters.dtype) for name in rule.STATES}
         self.decays = self.backend.asarray(layout.decays())  # of each page: whether its parameters decay
         self.updating = False
 
@@ -96,12 +94,12 @@ class DividedOptimizer:
     def update_share(self, backend, share, gradients, factor, coefficients):
         """Do the work of update() for a part of `own`."""
         for run, first in self.runs(share, coefficients.key):
-            p, g, decays, copy = self.parameters[run], gradients[run], self.decays[self.layout.pages(run)], ()
+            p, g, decays, copy = self.parameters[run], gradients[run], self.decays[self.layout.pages(run)], None
             if self.compute_copy is not None:
-                copy = (ParameterCopy(self.compute_copy[run], coefficients.key, first),)
+                copy = ParameterCopy(self.compute_copy[run], coefficients.key, first)
             own = slice(run.start - self.own.start, run.stop - self.own.start)
             states = {name: state[own] for name, state in self.states.items()}
-            self.rule.update(backend, p, g, states, coefficients.rule, factor, decays, *copy)
+            self.rule.update(backend, p, g, states, coefficients.rule, factor, decays, copy)
 
     def end_update(self):
         """The trainer counts the update, or will do so. An update that does not reach this line was interrupted."""

@@ -4,7 +4,6 @@ import math
 import time
 from dataclasses import KW_ONLY, dataclass
 
-from gpt2core.engine.steps_in_flight import read_ahead
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.whole_parameters import check_finite, verify
@@ -93,7 +92,7 @@ class Loop:
         if not trainer.in_flight:
             self.begin(self.batch or read_batch(trainer, self.windows))
         # while the device works:
-        self.batch = read_ahead(trainer, self.windows) if trainer.steps + 1 < self.steps else None
+        self.batch = read_batch(trainer, self.windows, ahead=1) if trainer.steps + 1 < self.steps else None
         if trainer.overlaps and not self.pauses_after_next():
             self.begin(self.batch)
         oldest = trainer.in_flight[0]

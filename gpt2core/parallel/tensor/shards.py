@@ -177,15 +177,3 @@ def check_tensor_parallel(config, parts, flag="`tp`", tp=1):
     if parts in divisors:
         problem = f"the vocabulary of {V} is too small for {flag} {parts}, which leaves a rank without a token"
     raise ConfigError(f"{problem}: use {flag} {choices}")
-
-
-def check_slices(config, parallel, backend):
-    """Raise ConfigError unless a ParallelConfig's `canonical_tp` divides n_head and the backend computes its slices."""
-    if parallel.slices == 1:
-        return
-    check_tensor_parallel(config, parallel.canonical_tp, "`canonical_tp`", parallel.tp)
-    if not backend.computes_slices:
-        raise ConfigError(
-            f"`canonical_tp={parallel.canonical_tp}` and `tp={parallel.tp}`: a GPU computes one slice: use "
-            f"`tp={parallel.canonical_tp}`, or stage 1"
-        )

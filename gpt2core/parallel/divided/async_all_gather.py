@@ -14,7 +14,7 @@ contain elements of several owners, so each owner broadcasts its share of the pi
 import contextlib
 import threading
 
-from gpt2core.parallel.data_parallel import buckets_of
+from gpt2core.parallel.data.strategies import buckets_of
 
 PIECE_MB = 5.0  # minimum size of a piece in 10^6 bytes; with a larger first piece, the forward pass would begin later
 

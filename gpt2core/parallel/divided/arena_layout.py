@@ -1,8 +1,8 @@
 """The layout of flat arrays with the whole arena. Ranks may divide its update: each owns an equal share (ZeRO-1)."""
 
 from gpt2core.communicator import Solo
-from gpt2core.parallel.flat_layout import FlatLayout
-from gpt2core.parallel.model_pages import ModelPages
+from gpt2core.parallel.divided.flat_layout import FlatLayout
+from gpt2core.parallel.divided.model_pages import ModelPages
 
 
 class ArenaLayout(FlatLayout):

@@ -1,15 +1,15 @@
 """One worker thread of a rank of a pipeline: its units, the sums of their gradients, and its Executor."""
 
-from gpt2core.parallel.gradient_sums import ArenaGradients
+from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 from gpt2core.parallel.pipeline.tied_table import TiedTable
 from gpt2core.parallel.sharded.unit_parameters import WholeParameters
 from gpt2core.parallel.sharded.units import divided_units
-from gpt2core.parallel.sliced_ops import Slice
-from gpt2core.parallel.sliced_units import make_units
-from gpt2core.parallel.tensor_parallel import own_slices
+from gpt2core.parallel.tensor.shards import own_slices
+from gpt2core.parallel.tensor.sliced_ops import Slice
+from gpt2core.parallel.tensor.sliced_units import make_units
 
 
 class PipelineWorker:

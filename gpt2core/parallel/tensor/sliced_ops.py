@@ -1,7 +1,7 @@
 """The differentiable operations of a rank that has several slices of each layer: see sliced_units.py.
 
-A slice is computed as if it was that of a rank. What collectives do between ranks, these operations do in a rank: the
-canonical tree (tree_sum.py) first adds the slices of a rank, and then the sums of the ranks.
+A slice is computed as if it was that of a rank. These operations add the slices of all ranks: the canonical tree
+(tree_sum.py) first adds the slices of a rank, and then the sums of the ranks.
 """
 
 # V vocabulary, C channels, N rows, S slices of all ranks
@@ -28,16 +28,25 @@ def own_parts(group, count):
     return [Slice(group.rank * count + i, group.size * count) for i in range(count)]
 
 
-def copies(x, count):
-    """`count` tensors with the array of x. Backward: their gradients, added in the canonical order."""
-    add = x.backend.add
-    return Tensor.from_op((x.data,) * count, (x,), lambda *dys: (tree_reduce(dys, add),))
+def copies(x, count, group):
+    """`count` tensors with the array of x. Backward: the gradients of those of all ranks, added: sum_of_slices()."""
+    backend = x.backend
+    return Tensor.from_op((x.data,) * count, (x,), lambda *dys: (sum_of_slices(dys, group, backend),))
 
 
-def total(parts):
-    """Forward: the sum of the slices' tensors, in the canonical order. Backward: the gradient, for each of them."""
-    y, count = tree_reduce([part.data for part in parts], parts[0].backend.add), len(parts)
+def total(parts, group):
+    """Forward: sum_of_slices() of the tensors of this rank's slices. Backward: the gradient, for each of them."""
+    y, count = sum_of_slices([part.data for part in parts], group, parts[0].backend), len(parts)
     return Tensor.from_op(y, parts, lambda dy: (dy,) * count)  # backward keeps no array of the parts
+
+
+def sum_of_slices(arrays, group, backend):
+    """The sum over the slices of all ranks of the group, in the canonical order; `arrays`: those of this rank's slices.
+
+    Arrays of 16 bits are added, and sent, in float32. The sum is rounded once, as in an all-reduce of S ranks.
+    """
+    own = tree_reduce(arrays, lambda a, b: backend.xp.add(a, b, dtype=backend.dtype))
+    return group.all_reduce(own).astype(arrays[0].dtype, copy=False)
 
 
 def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, dloss):
@@ -54,13 +63,13 @@ def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, dloss):
         checks.unembed_cross_entropy(x, w, targets, own)
         *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.first, scale, V, dloss)
         statistics.append(each)
-        slices.append((x.data, w.data, aux, own.first))
+        slices.append((x.data, w, aux, own.first))
     loss, maxima, sums = loss_of_slices(statistics, scale, group, backend)
 
     def backward(dy):
         gradients = []
         for x, w, aux, first in slices:
-            gradients += backend.unembed_cross_entropy_backward(dy, x, w, rows, scale, maxima, sums, aux, first)
+            gradients += backend.unembed_cross_entropy_backward(dy, x, w.data, rows, scale, maxima, sums, aux, first)
         return gradients
 
     return Tensor.from_op(loss, [tensor for pair in zip(xs, ws, strict=True) for tensor in pair], backward)

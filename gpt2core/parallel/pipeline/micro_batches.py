@@ -4,9 +4,9 @@ PipelineMicroBatches has the bits of MicroBatches: kernels see one micro-batch e
 of one, and each unit's gradients are added in the canonical order (tree_sum.py).
 """
 
-from gpt2core.parallel.micro_batches import ThreadedMicroBatches
-from gpt2core.parallel.pipeline.pipeline_worker import PipelineWorker
+from gpt2core.parallel.micro_batches.threaded import ThreadedMicroBatches
 from gpt2core.parallel.pipeline.schedules import SCHEDULES, with_tied_embedding
+from gpt2core.parallel.pipeline.worker import PipelineWorker
 
 
 class PipelineMicroBatches(ThreadedMicroBatches):

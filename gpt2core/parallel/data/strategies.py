@@ -9,9 +9,9 @@ same order. In every strategy the update waits for the last message, because it 
 """
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
-from gpt2core.parallel.sparse_embedding import SparseEmbedding
+from gpt2core.parallel.data.compression import Compressed
+from gpt2core.parallel.data.sparse_embedding import SparseEmbedding
 
 
 class DataParallel:

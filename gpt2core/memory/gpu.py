@@ -4,21 +4,22 @@ benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driv
 """
 
 # B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers. With tensor parallelism
-# over tp ranks, rank 0 has n_head / tp heads, ceil(V / tp) tokens, and 4C / tp channels of the MLP's hidden layer.
+# over tp ranks, a rank has n_head / tp heads and 4C / tp channels of the MLP's hidden layer. It computes S / tp slices,
+# one after another; slice 0 has n_head / S heads, ceil(V / S) tokens, and 4C / S channels of the hidden layer.
 
 import math
 from typing import NamedTuple
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena, round_up
+from gpt2core.memory.gpu_sizes import CHUNK_LOGITS, CONTEXT, LOGITS_ALIGNMENT, MIN_FUSED_GELU, WORKSPACE
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.divided_arena import DividedArena
-from gpt2core.parallel.gpu_sizes import CHUNK_LOGITS, CONTEXT, LOGITS_ALIGNMENT, MIN_FUSED_GELU, WORKSPACE
-from gpt2core.parallel.pipeline.pipeline_micro_batches import make_schedule
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import ranks_of_parameters, units_of_chunks
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.sharded.units import most_at_once, shard_lengths
-from gpt2core.parallel.tensor_parallel import shard_shapes
+from gpt2core.parallel.tensor.shards import shard_shapes
 
 FP32 = 4  # bytes per element
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # per activation, and per parameter that the kernels read
@@ -75,30 +76,30 @@ def memory_of_ranks(config, batch_size, seq_len, precision, micro_batches=1, ran
 
 def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches, ranks, parallel, in_order):
     """{term: maximum bytes} of a rank with this Share; the other arguments are those of memory_of_ranks()."""
-    tp, owners = parallel.tp, ranks if parallel.zero == 1 else 1
-    C, V, L = config.n_embd, round_up(math.ceil(config.vocab_size / tp), LOGITS_ALIGNMENT), share.layers
+    tp, S, slices, owners = parallel.tp, parallel.canonical_tp, parallel.slices, ranks if parallel.zero == 1 else 1
+    C, V, L = config.n_embd, round_up(math.ceil(config.vocab_size / S), LOGITS_ALIGNMENT), share.layers
     rows = -(-batch_size // micro_batches) * seq_len
     activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
     # the gradient of lm_head is computed in forward, in an array of its own; kernels write the others to the arena, or
     # add them: every second micro-batch needs a temporary array for each
     accumulates = micro_batches > 1
-    head_gradient = FP32 * V * C * share.has_head
-    layer_gradients = 4 * FP32 * C * C // tp * accumulates  # the gradient of one MLP weight
+    head_gradient = FP32 * slices * V * C * share.has_head
+    layer_gradients = 4 * FP32 * C * C // S * accumulates  # the gradient of one MLP weight
     splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
     # a copy of the head's matrix, with padding rows if V needs them, or in two fp16 arrays
-    pads = V != math.ceil(config.vocab_size / tp)
+    pads = V != math.ceil(config.vocab_size / S)
     head_copy = BYTES[precision] * V * C * (splits_operands | pads) * share.has_head
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V * share.has_head
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
-    fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
+    fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // S >= MIN_FUSED_GELU
     # with `recompute=block`, forward keeps the activations of the last layer and the input of every other layer;
     # backward holds the activations of one layer at a time; a rank of a pipeline without the head keeps only inputs
     last = int(share.has_head)
     kept, inputs = (L * share.live, 0) if parallel.recompute == "none" or L == last else (1, (L - last) * share.live)
     # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
     # gemm/gluon_gelu.py writes on a Hopper GPU
-    partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
-    arena = DividedArena(shard_shapes(share.shapes, 0, tp), owners)
+    partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // S
+    arena = DividedArena(shard_shapes(share.shapes, 0, tp, slices), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks
     sums = max(1, (micro_batches - 1).bit_length())  # the canonical sum needs one arena per level of its tree
@@ -136,24 +137,24 @@ def memory_of_share(config, share, batch_size, seq_len, precision, micro_batches
         # the larger of two peaks: in the loss, a chunk of logits, the copy of the matrix and the gradients of both
         # operands; or in the backward pass of an MLP, its gradients
         "temporary arrays": max(
-            activation
+            slices * activation
             + logits
             + head_gradient
             + head_copy
             + splits_operands * (logits + activation)
             + before_gradients,
-            (1 + (tp > 1)) * activation
-            + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
+            (1 + (S > 1)) * activation
+            + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // S
             + partial_sums
             + head_gradient,  # which the side stream has not yet added to the arena
         ),
         # with `recompute=block` backward frees the activations of only one layer, in pieces that are too small for an
         # array of the next layer's MLP, unless the memory of the logits is large enough
-        "free in pieces": 4 * activation // tp * (inputs > 0 and 4 * activation // tp > logits),
+        "free in pieces": 4 * activation // S * (inputs > 0 and 4 * activation // S > logits),
         # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the fp16 operands of the
         # product that computes the gradient of an MLP weight. The operands that SideStream keeps need less memory than
         # backward has freed by then
-        "side stream": splits_operands * (activation + 4 * activation // tp) + layer_gradients,
+        "side stream": splits_operands * (activation + 4 * activation // S) + layer_gradients,
         # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
         # the residuals (error feedback) of the gradients and of their sums, and the buffers for codes

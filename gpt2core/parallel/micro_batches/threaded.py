@@ -1,7 +1,7 @@
 """The gradient of a global batch: the sum over its micro-batches in the canonical order, for any number of workers.
 
 A worker is a thread that runs consecutive micro-batches one after another, or `merged` of them in one call of each
-kernel (merged_micro_batches.py). The canonical order adds numbers in a fixed binary tree (tree_sum.py), and a worker
+kernel (merged.py). The canonical order adds numbers in a fixed binary tree (tree_sum.py), and a worker
 adds one subtree. When backward has passed a unit (a block, for example), its gradients are added to the worker's
 partial sums. The worker that is last to complete a unit adds the sums of all workers, and calls on_complete(unit) to
 start the sum over the ranks. If the numbers of workers and ranks are powers of two, the bits of the sum do not depend
@@ -15,12 +15,12 @@ from dataclasses import replace
 from gpt2core.architecture import unit_names
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.accumulator import Accumulator, compute_passes
-from gpt2core.parallel.async_all_gather import NoGather
-from gpt2core.parallel.gradient_sums import ArenaGradients
-from gpt2core.parallel.merged_micro_batches import merged_micro_batches
+from gpt2core.parallel.divided.async_all_gather import NoGather
+from gpt2core.parallel.micro_batches.accumulator import Accumulator, compute_passes
+from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
+from gpt2core.parallel.micro_batches.merged import merged_micro_batches
 from gpt2core.parallel.part import forward_pass, parts_of
-from gpt2core.parallel.sliced_units import make_units
+from gpt2core.parallel.tensor.sliced_units import make_units
 from gpt2core.tensor import no_grad
 from gpt2core.tree_sum import tree_reduce
 

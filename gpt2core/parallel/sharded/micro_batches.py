@@ -8,11 +8,11 @@ after its forward pass and again after its backward pass; with ZeRO-2 they stay 
 from dataclasses import replace
 
 from gpt2core.architecture import unit_names
-from gpt2core.parallel.accumulator import Accumulator, compute_passes
-from gpt2core.parallel.merged_micro_batches import merged_micro_batches
+from gpt2core.parallel.micro_batches.accumulator import Accumulator, compute_passes
+from gpt2core.parallel.micro_batches.merged import merged_micro_batches
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.sharded.units import divided_units
-from gpt2core.parallel.sliced_units import make_units
+from gpt2core.parallel.tensor.sliced_units import make_units
 from gpt2core.tensor import no_grad
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from gpt2core.arena import SEGMENTS, round_up
 from gpt2core.communicator import Solo
-from gpt2core.parallel.tensor_parallel import is_replicated, whole_name
+from gpt2core.parallel.tensor.shards import is_replicated, whole_name
 
 
 class ModelPages:

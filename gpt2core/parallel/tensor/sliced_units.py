@@ -2,33 +2,28 @@
 
 A layer has S slices, and each of the tp ranks computes S / tp of them, one after another, with the shapes of tp = S. A
 slice is computed by the unit of model.py, which has a Slice in the place of its group; the slices are added here. With
-one slice on each rank, S = tp, the units are those of model.py themselves. With dropout, those of dropout_units.py take
-their place.
+one slice on each rank, S = tp, the units are those of model.py themselves.
 """
 
 # B batch, T time, C channels
 
-from gpt2core import model, ops
 from gpt2core.forward_arguments import FIRST_TOKENS
-from gpt2core.model import Block, Embedding, Head
-from gpt2core.parallel import dropout_units
-from gpt2core.parallel.dropout_units import DropoutBlock, DropoutEmbedding
-from gpt2core.parallel.sliced_ops import copies, own_parts, sliced_cross_entropy, total
-from gpt2core.parallel.tensor_parallel import whole_name
+from gpt2core.model import Block, Embedding, Head, make_unit
+from gpt2core.parallel.dropout_units import with_dropout
+from gpt2core.parallel.tensor.shards import whole_name
+from gpt2core.parallel.tensor.sliced_ops import copies, own_parts, sliced_cross_entropy, total
 from gpt2core.stream import Branch, Stream
 
 
 def make_units(names, work, parameters, group):
     """The units of a Workload with these names; parameters, group: see GPT2, with several slices see own_slices()."""
     if work.slices == 1:
-        make_unit = dropout_units.make_unit if work.dropouts else model.make_unit
-        return [make_unit(name, work.config, parameters, group) for name in names]
-    slices = [parameters_of_slice(parameters, i) for i in range(work.slices)]
-    embedding, block = SlicedEmbedding, SlicedBlock
-    if work.dropouts:
-        embedding, block = SlicedDropoutEmbedding, SlicedDropoutBlock
-    units = {"embedding": embedding, "head": SlicedHead}
-    return [units.get(name, block)(name, work.config, slices, group) for name in names]
+        units = [make_unit(name, work.config, parameters, group) for name in names]
+    else:
+        slices = [parameters_of_slice(parameters, i) for i in range(work.slices)]
+        classes = {"embedding": SlicedEmbedding, "head": SlicedHead}
+        units = [classes.get(name, SlicedBlock)(name, work.config, slices, group) for name in names]
+    return [with_dropout(unit) for unit in units] if work.dropouts else units
 
 
 def parameters_of_slice(parameters, number):
@@ -48,8 +43,7 @@ class SlicedEmbedding(Embedding):
             each.wpe = None  # otherwise its gradient would be added once for each slice
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
-        rows = total([each(ids, arguments).tensor() for each in self.slices])
-        return Stream(ops.reduce_from_group(rows, self.group))
+        return Stream(total([each(ids, arguments).tensor() for each in self.slices], self.group))
 
 
 class SlicedHead(Head):
@@ -61,7 +55,7 @@ class SlicedHead(Head):
 
     def __call__(self, x, arguments):
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
-        ys = copies(ops.copy_to_group(self.ln_f(x), self.group), len(self.ws))
+        ys = copies(self.ln_f(x), len(self.ws), self.group)
         return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, dloss)
 
 
@@ -85,15 +79,7 @@ class SlicedBlock(Block):
 
     def sum(self, y, branch_of):
         """The Branch of all slices of all ranks; y (B, T, C). branch_of(block, y): that of a slice."""
-        ys = copies(ops.copy_to_group(y, self.group), len(self.slices))
+        ys = copies(y, len(self.slices), self.group)
         branches = [branch_of(block, y) for block, y in zip(self.slices, ys, strict=True)]
-        output = total([branch.output for branch in branches])
-        return Branch(ops.reduce_from_group(output, self.group), branches[0].bias)  # each slice has the same bias
-
-
-class SlicedDropoutEmbedding(DropoutEmbedding, SlicedEmbedding):
-    """A SlicedEmbedding that drops numbers of the sum of its slices."""
-
-
-class SlicedDropoutBlock(DropoutBlock, SlicedBlock):
-    """A SlicedBlock that drops numbers of its branches, the sums of their slices."""
+        output = total([branch.output for branch in branches], self.group)
+        return Branch(output, branches[0].bias)  # each slice has the same bias

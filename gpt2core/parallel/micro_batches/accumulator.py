@@ -10,7 +10,7 @@ from gpt2core.backend import Backend
 from gpt2core.data import even_slices
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
-from gpt2core.parallel.tensor_parallel import whole_name
+from gpt2core.parallel.tensor.shards import whole_name
 from gpt2core.tensor import is_recording
 
 

@@ -1,4 +1,4 @@
-"""Sizes that stage 2 uses and that gpu_memory.py counts."""
+"""Sizes that stage 2 uses and that gpu.py counts."""
 
 CHUNK_LOGITS = 1 << 29  # the most logits that are computed at a time
 LOGITS_ALIGNMENT = 64  # the rows of the logits are padded to a multiple of this many columns, so that rows are aligned

@@ -1,4 +1,4 @@
-"""Refuse flags that a stage does not have, and a launcher of several processes if the stage is one process."""
+"""Checks of a stage: refuse flags that it does not have, and a launcher of several processes if it is one process."""
 
 from gpt2core.app.settings.definitions import RANKS, TrainSettings
 from gpt2core.app.settings.setting_fields import flag, names_of
