@@ -71,9 +71,10 @@ def op_chart(name, title, seconds_of):
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
     unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
-    rows = [Row(op, [(t * scale, f"{seconds(t)}, {percent(t / total)}", "c0", "")], True) for op, t in items]
+    texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]  # all in the unit of the axis
+    rows = [Row(op, [(t * scale, text, "c0", "")], True) for (op, t), text in zip(items, texts, strict=True)]
     alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
-    return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, unit, rows=rows)
+    return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, f"time ({unit})", rows=rows)
 
 
 def percent(share):
