@@ -37,7 +37,7 @@
 
   function duration(time, unit) {
     if (unit) return `${Number(time.toPrecision(3))} ${unit}${time === 1 ? "" : "s"}`;
-    const [value, name] = time >= 1e6 ? [time / 1e6, "s"] : time >= 1e3 ? [time / 1e3, "ms"] : [time, "us"];
+    const [value, name] = time >= 1e6 ? [time / 1e6, "s"] : time >= 1e3 ? [time / 1e3, "ms"] : [time, "µs"];
     return `${Number(value.toPrecision(3))} ${name}`;
   }
 
