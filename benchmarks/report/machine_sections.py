@@ -70,7 +70,7 @@ def op_chart(name, title, seconds_of):
     total, items = sum(seconds_of.values()), list(seconds_of.items())
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
-    unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
+    unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)
     texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]  # all in the unit of the axis
     rows = [Row(op, [(t * scale, text, "c0", "")], True) for (op, t), text in zip(items, texts, strict=True)]
     alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
