@@ -14,7 +14,7 @@ from benchmarks.report.theme import standalone, with_variables
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
-SIZES = {"wide": (9.0, 4.0), "narrow": (4.4, 3.7)}  # inches: as wide as the page, and as a phone
+SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
 ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
 LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
 
@@ -135,6 +135,12 @@ def tick_label(value, _=None):
     return f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M"
 
 
+def wrapped(label, limit):
+    """A label in lines of `limit` characters; a name that is longer is divided after an underscore."""
+    lines = wrap(label.replace("_", "_\0 "), limit)  # wrap() divides only at spaces
+    return "\n".join(lines).replace("\0 ", "").replace("\0", "")
+
+
 def draw_lines(axes, chart, colours, limit):
     """Draw `lines`. Returns ([(x, y, text)] of their points, their labels, which are in one column)."""
     points, labels = [], []
@@ -146,7 +152,7 @@ def draw_lines(axes, chart, colours, limit):
         pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if not math.isnan(y)]
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
         look = {"textcoords": "axes fraction", "va": "center", "color": colour, "arrowprops": thin}
-        labels.append(axes.annotate("\n".join(wrap(line.label, limit)), pairs[-1], (1.03, 0.5), **look))
+        labels.append(axes.annotate(wrapped(line.label, limit), pairs[-1], (1.03, 0.5), **look))
     if chart.whole_x:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
@@ -183,8 +189,9 @@ def draw_rows(axes, chart, colours, limit):
         axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **spot)
         for value, _, colour, marker in row.marks:
             hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
-            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2)
-    axes.set_yticks(range(len(chart.rows)), ["\n".join(wrap(row.label, limit)) for row in chart.rows])
+            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2,
+                      clip_on=False)  # fmt: skip
+    axes.set_yticks(range(len(chart.rows)), [wrapped(row.label, limit) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
