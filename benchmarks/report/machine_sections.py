@@ -71,7 +71,8 @@ def op_chart(name, title, seconds_of):
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
     unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)
-    texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]  # all in the unit of the axis
+    # in the unit of the axis, so that a reader can compare them
+    texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]
     rows = [Row(op, [(t * scale, text, "c0", "")], True) for (op, t), text in zip(items, texts, strict=True)]
     alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
     return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, f"time ({unit})", rows=rows)
@@ -88,10 +89,10 @@ def collectives(runs):
         step = runs.results(name)
         for row in collectives_of(step) if step else []:
             share = f"{100 * row['seconds'] / step['seconds']:.1f}"
-            sizes = row["calls"], number(row["bytes"] / 1e6), number(1e3 * row["seconds"]), share
+            sizes = row["calls"], number(row["bytes"] / 1e3), number(1e3 * row["seconds"]), share
             rows.append([trace_title(runs, name), row["name"], *sizes, number(1e3 * waiting(step))])
     caption = "Collectives of one traced step on this machine. One in progress may wait for a slower rank."
-    head = ["program", "collective", "calls", "arrays (MB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
+    head = ["program", "collective", "calls", "arrays (kB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
     return Table(caption, head, rows, (2, 3, 4, 5, 6)) if rows else None
 
 
