@@ -107,6 +107,7 @@ def draw(chart, size, theme, title=""):
         for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
             if log:
                 (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
+                axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
                 axis.set_major_formatter(tick_label)
                 axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
         points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
@@ -123,16 +124,16 @@ def draw(chart, size, theme, title=""):
 
 
 def is_short(axis):
-    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need labels."""
+    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need and have space for labels."""
     low, high = axis.get_view_interval()
-    return high < 30 * low
+    return high < low * (1000 if axis.axis_name == "y" else 30)
 
 
 def tick_label(value, _=None):
-    """The label of a tick of a logarithmic axis: those of 1, 2 and 5 times a power of 10."""
+    """The label of a tick of a logarithmic axis, for 1, 2 and 5 times a power of 10: 0.1, 200, 10 k, 1 M."""
     if f"{value:e}"[0] not in "125":
         return ""
-    return f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M"
+    return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} k" if value < 1e6 else f"{value / 1e6:g} M"
 
 
 def wrapped(label, limit):

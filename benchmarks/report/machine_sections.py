@@ -88,10 +88,13 @@ def collectives(runs):
     for name in TRACES:
         step = runs.results(name)
         for row in collectives_of(step) if step else []:
-            share = f"{100 * row['seconds'] / step['seconds']:.1f}"
+            share = number(100 * row["seconds"] / step["seconds"])
             sizes = row["calls"], number(row["bytes"] / 1e3), number(1e3 * row["seconds"]), share
             rows.append([trace_title(runs, name), row["name"], *sizes, number(1e3 * waiting(step))])
-    caption = "Collectives of one traced step on this machine. One in progress may wait for a slower rank."
+    caption = (
+        "Collectives of one traced step on this machine. One in progress may wait for a slower rank. The last column: "
+        "how long the workers of rank 0 wait for all collectives of the step."
+    )
     head = ["program", "collective", "calls", "arrays (kB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
     return Table(caption, head, rows, (2, 3, 4, 5, 6)) if rows else None
 
@@ -210,13 +213,14 @@ def mpi_name():
 def remarks(runs):
     """[sentence]: other programs that ran during a measurement, and the GPU kernels in Triton's interpreter."""
     found = []
-    if names := [name for name, record in runs.records.items() if runs.is_busy(name) and record.get("times", True)]:
+    timed = [name for name, record in runs.records.items() if record.get("times", True)]
+    if names := [name for name in timed if runs.is_busy(name)]:
         titles = "; ".join(runs.records[name].get("title", name) for name in names)
+        titles = f" The parts: {titles}." if len(names) < len(timed) else ""
         found.append(
-            f"Other programs ran on this machine: {len(names)} of {counted(len(runs.records), 'part')} were measured "
+            f"Other programs ran on this machine: {len(names)} of {counted(len(timed), 'part')} were measured "
             f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
-            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. The parts: "
-            f"{titles}."
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine.{titles}"
         )
     if results := runs.results("interpreter"):
         first, *_ = curves = results["losses"].values()

@@ -15,6 +15,7 @@ from gpt2core.errors import ConfigError
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
 FOLDER = Path(__file__).parent
 FLAG = re.compile(r"--[a-z][a-z-]*")
+NO_END = re.compile(r"(?<=\d) (?=(s|ms|µs|%|B|kB|MB|GB|GiB|ranks?)(?![\w/]))|(?<=Figure| stage) (?=\d)")
 
 
 def environment():
@@ -35,8 +36,8 @@ def environment():
 
 
 def with_units(text):
-    """A text in which no line ends between a number and its unit, or between "Figure" and its number."""
-    return re.sub(r"(?<=\d) (?=(?:s|ms|µs|%|B|kB|MB|GB|GiB)(?![\w/]))|(?<=Figure) (?=\d)", "\N{NO-BREAK SPACE}", text)
+    """A text in which no line ends between a number and its unit, or between a name and its number."""
+    return NO_END.sub("\N{NO-BREAK SPACE}", text)
 
 
 def write_report(folder, records, missing, preset, steps, titles):
