@@ -14,7 +14,7 @@ from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
 FOLDER = Path(__file__).parent
-FLAG = re.compile(r"--[a-z][a-z-]*")
+FLAG = re.compile(r"(make report ARGS=)?--[a-z][a-z-]*")
 NO_END = re.compile(r"(?<=\d) (?=(s|ms|µs|%|B|kB|MB|GB|GiB|ranks?)(?![\w/]))|(?<=Figure| stage) (?=\d)")
 
 
