@@ -280,7 +280,7 @@ def test_impossible_progress_without_hashes_is_refused(train, run, position, ste
 
 
 def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("gpt2core.app.training.resume.SHIPPED", {"weights": corpus})  # a short one
+    monkeypatch.setattr("gpt2core.app.resume.SHIPPED", {"weights": corpus})  # a short one
     moved, out = tmp_path / "old.txt", tmp_path / "run"
     shutil.copy(corpus, moved)
     assert train(*NANO, "--data", moved, "--val-fraction", 0.25, "--steps", 1, "--out", out).code == 0
@@ -296,7 +296,7 @@ def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, co
 def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus, monkeypatch):
     out, moved, shipped = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "shipped.txt"
     shipped.write_text("another short text\n" * 9)
-    monkeypatch.setattr("gpt2core.app.training.resume.SHIPPED", {"weights": shipped})
+    monkeypatch.setattr("gpt2core.app.resume.SHIPPED", {"weights": shipped})
     for tokenizer in ("word", "byte"):
         shutil.copy(corpus, moved)
         flags = (*NANO, "--data", moved, "--val-data", moved, "--tokenizer", tokenizer, "--steps", 1)

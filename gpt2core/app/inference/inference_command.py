@@ -13,10 +13,10 @@ from gpt2core.app.inference.continuations import write_batch, write_continuation
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
 from gpt2core.app.presets import check_downloaded, shipped_weights
+from gpt2core.app.resume import edited_notes
 from gpt2core.app.settings.definitions import GENERATION, InferenceSettings
 from gpt2core.app.settings.setting_fields import complete, flag, names_of
 from gpt2core.app.stage_checks import check_many_ranks, check_one_process, check_transport
-from gpt2core.app.training.resume import edited_notes
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError

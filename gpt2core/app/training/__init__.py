@@ -1,1 +1,1 @@
-"""The training commands: inputs, setup, the loop, continuing a run, and the process that writes checkpoints."""
+"""The training commands: inputs, setup, the loop, and the process that writes checkpoints."""

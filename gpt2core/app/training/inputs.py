@@ -11,6 +11,7 @@ from gpt2core.app.checkpoints.files import Checkpoint
 from gpt2core.app.checkpoints.out_flag import check_names, check_out_directory
 from gpt2core.app.corpus import Corpus, check_validation, read_texts, split_corpus
 from gpt2core.app.presets import check_downloaded
+from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress
 from gpt2core.app.settings.final_values import (
     default_tokenizer,
     model_config,
@@ -20,7 +21,6 @@ from gpt2core.app.settings.final_values import (
     schedule_notes,
 )
 from gpt2core.app.settings.run_config import RunConfig
-from gpt2core.app.training.resume import Progress, edited_notes, find_data, read_progress
 from gpt2core.text.token_files import TokenFiles, is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
 

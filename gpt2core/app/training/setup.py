@@ -11,11 +11,11 @@ from gpt2core.app.checkpoints.run_folders import lock_new_run
 from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.corpus import Corpus, naming_text, share_corpus, text_names
 from gpt2core.app.host_memory import check_host_memory
+from gpt2core.app.resume import Progress, restore
 from gpt2core.app.settings.final_values import data_parallel_ranks
 from gpt2core.app.settings.run_config import RunConfig
 from gpt2core.app.stage_checks import check_one_process, check_rank_flags
 from gpt2core.app.training.inputs import Inputs, read_inputs
-from gpt2core.app.training.resume import Progress, restore
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.optimizer import Schedule
