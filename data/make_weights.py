@@ -31,7 +31,7 @@ from gpt2core.app.inference.inference_command import inference_command
 from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.app.stage import Stage
-from gpt2core.app.train_command import train_command
+from gpt2core.app.training.command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.parallel.tensor.shards import load_inference_model
 from gpt2core.text.token_file import read_text

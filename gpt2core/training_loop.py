@@ -1,4 +1,4 @@
-"""The training loop in its simplest form. That of the command line, app/loop.py, also saves and obeys signals."""
+"""The training loop in its simplest form. That of the commands, app/training/loop.py, also saves and obeys signals."""
 
 
 def run(trainer, windows, schedule, steps, on_step=print):

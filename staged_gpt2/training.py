@@ -14,7 +14,7 @@ from gpt2core.app.settings.config_file import with_config_file
 from gpt2core.app.settings.definitions import InferenceSettings, TrainSettings
 from gpt2core.app.settings.setting_fields import complete
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.train_command import prepared_run, run_steps
+from gpt2core.app.training.command import prepared_run, run_steps
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.evaluation import mean_loss

@@ -22,9 +22,9 @@ IMPORTS = "numpy", "torch", "triton", "cupy", "tokenizers", "stage2_cuda.cuda_ba
 FUNCTIONS = {
     "gpt2core.app.inference.inference_command": "load_checkpoint make_inference_backend read_request load_model "
     "write_text",
-    "gpt2core.app.training_setup": "read_inputs make_trainer",
-    "gpt2core.app.train_command": "run_steps write_sample",
-    "gpt2core.app.background_writer": "save_checkpoint",
+    "gpt2core.app.training.setup": "read_inputs make_trainer",
+    "gpt2core.app.training.command": "run_steps write_sample",
+    "gpt2core.app.training.background_writer": "save_checkpoint",
     "stage2_cuda.runtime.triton_launch": "GpuLauncher.__init__ start_driver triton_utils cupy_driver "
     "GpuLauncher.compile_ahead GpuLauncher.new_variant GpuLauncher.load",
     "stage2_cuda.runtime.compile_threads": "CompileThreads.wait_for",

@@ -14,7 +14,7 @@ from benchmarks.report.theme import standalone, with_variables
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
-SIZES = {"wide": (9.0, 4.0), "narrow": (4.4, 3.7)}  # inches: as wide as the page, and as a phone
+SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
 ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
 LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
 
@@ -107,6 +107,7 @@ def draw(chart, size, theme, title=""):
         for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
             if log:
                 (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
+                axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
                 axis.set_major_formatter(tick_label)
                 axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
         points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
@@ -123,16 +124,22 @@ def draw(chart, size, theme, title=""):
 
 
 def is_short(axis):
-    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need labels."""
+    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need and have space for labels."""
     low, high = axis.get_view_interval()
-    return high < 30 * low
+    return high < low * (1000 if axis.axis_name == "y" else 30)
 
 
 def tick_label(value, _=None):
-    """The label of a tick of a logarithmic axis: those of 1, 2 and 5 times a power of 10."""
+    """The label of a tick of a logarithmic axis, for 1, 2 and 5 times a power of 10: 0.1, 200, 10 k, 1 M."""
     if f"{value:e}"[0] not in "125":
         return ""
-    return f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M"
+    return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} k" if value < 1e6 else f"{value / 1e6:g} M"
+
+
+def wrapped(label, limit):
+    """A label in lines of `limit` characters; a name that is longer is divided after an underscore."""
+    lines = wrap(label.replace("_", "_\0 "), limit)  # wrap() divides only at spaces
+    return "\n".join(lines).replace("\0 ", "").replace("\0", "")
 
 
 def draw_lines(axes, chart, colours, limit):
@@ -146,7 +153,7 @@ def draw_lines(axes, chart, colours, limit):
         pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if not math.isnan(y)]
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
         look = {"textcoords": "axes fraction", "va": "center", "color": colour, "arrowprops": thin}
-        labels.append(axes.annotate("\n".join(wrap(line.label, limit)), pairs[-1], (1.03, 0.5), **look))
+        labels.append(axes.annotate(wrapped(line.label, limit), pairs[-1], (1.03, 0.5), **look))
     if chart.whole_x:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
@@ -183,8 +190,9 @@ def draw_rows(axes, chart, colours, limit):
         axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **spot)
         for value, _, colour, marker in row.marks:
             hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
-            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2)
-    axes.set_yticks(range(len(chart.rows)), ["\n".join(wrap(row.label, limit)) for row in chart.rows])
+            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2,
+                      clip_on=False)  # fmt: skip
+    axes.set_yticks(range(len(chart.rows)), [wrapped(row.label, limit) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)

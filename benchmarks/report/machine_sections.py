@@ -70,10 +70,12 @@ def op_chart(name, title, seconds_of):
     total, items = sum(seconds_of.values()), list(seconds_of.items())
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
-    unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
-    rows = [Row(op, [(t * scale, f"{seconds(t)}, {percent(t / total)}", "c0", "")], True) for op, t in items]
+    unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)
+    # in the unit of the axis, so that a reader can compare them
+    texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]
+    rows = [Row(op, [(t * scale, text, "c0", "")], True) for (op, t), text in zip(items, texts, strict=True)]
     alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
-    return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, unit, rows=rows)
+    return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, f"time ({unit})", rows=rows)
 
 
 def percent(share):
@@ -86,11 +88,14 @@ def collectives(runs):
     for name in TRACES:
         step = runs.results(name)
         for row in collectives_of(step) if step else []:
-            share = f"{100 * row['seconds'] / step['seconds']:.1f}"
-            sizes = row["calls"], number(row["bytes"] / 1e6), number(1e3 * row["seconds"]), share
+            share = number(100 * row["seconds"] / step["seconds"])
+            sizes = row["calls"], number(row["bytes"] / 1e3), number(1e3 * row["seconds"]), share
             rows.append([trace_title(runs, name), row["name"], *sizes, number(1e3 * waiting(step))])
-    caption = "Collectives of one traced step on this machine. One in progress may wait for a slower rank."
-    head = ["program", "collective", "calls", "arrays (MB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
+    caption = (
+        "Collectives of one traced step on this machine. One in progress may wait for a slower rank. The last column: "
+        "how long the workers of rank 0 wait for all collectives of the step."
+    )
+    head = ["program", "collective", "calls", "arrays (kB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
     return Table(caption, head, rows, (2, 3, 4, 5, 6)) if rows else None
 
 
@@ -208,13 +213,14 @@ def mpi_name():
 def remarks(runs):
     """[sentence]: other programs that ran during a measurement, and the GPU kernels in Triton's interpreter."""
     found = []
-    if names := [name for name, record in runs.records.items() if runs.is_busy(name) and record.get("times", True)]:
+    timed = [name for name, record in runs.records.items() if record.get("times", True)]
+    if names := [name for name in timed if runs.is_busy(name)]:
         titles = "; ".join(runs.records[name].get("title", name) for name in names)
+        titles = f" The parts: {titles}." if len(names) < len(timed) else ""
         found.append(
-            f"Other programs ran on this machine: {len(names)} of {counted(len(runs.records), 'part')} were measured "
+            f"Other programs ran on this machine: {len(names)} of {counted(len(timed), 'part')} were measured "
             f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
-            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. The parts: "
-            f"{titles}."
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine.{titles}"
         )
     if results := runs.results("interpreter"):
         first, *_ = curves = results["losses"].values()

@@ -1,6 +1,7 @@
 """Write the report: one HTML page without outside requests, and its charts as PNG and SVG files."""
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
 FOLDER = Path(__file__).parent
+FLAG = re.compile(r"(make report ARGS=)?--[a-z][a-z-]*")
+NO_END = re.compile(r"(?<=\d) (?=(s|ms|µs|%|B|kB|MB|GB|GiB|ranks?)(?![\w/]))|(?<=Figure| stage) (?=\d)")
 
 
 def environment():
@@ -20,13 +23,21 @@ def environment():
     try:
         import jinja2
         from latex2mathml.converter import convert
+        from markupsafe import Markup, escape  # of jinja2
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed; pip install jinja2 latex2mathml") from None
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    options["finalize"] = lambda value: with_units(value) if type(value) is str else value  # not data, which is Markup
     found = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), **options)
     found.filters["math"] = lambda text: convert(str(text))
+    found.filters["flags"] = lambda text: Markup(FLAG.sub(r"<code>\g<0></code>", with_units(str(escape(text)))))
     found.filters["data"] = lambda value: json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
     return found
+
+
+def with_units(text):
+    """A text in which no line ends between a number and its unit, or between a name and its number."""
+    return NO_END.sub("\N{NO-BREAK SPACE}", text)
 
 
 def write_report(folder, records, missing, preset, steps, titles):

@@ -72,7 +72,7 @@ def headline(runs):
         if run := runs.run("training", stage):
             theirs = paper.SECONDS[PAPER_NAMES[stage]][0]
             compared = f" The paper's {PAPER_NAMES[stage]} program: {theirs:,.0f} s." if runs.is_paper else ""
-            text = f"train {runs.steps} steps of preset {runs.preset} with stage {stage}, {where}.{compared}"
+            text = f"for {runs.steps} training steps of preset {runs.preset} with stage {stage}, {where}.{compared}"
             found.append((*seconds(run.value).split(), text, run.note))
     if run := runs.run("inference", 0):
         theirs = paper.SECONDS["serial"][1]
@@ -106,7 +106,7 @@ def loss_chart(runs):
             groups.append(([label], run.value))
     for (labels, losses), colour in zip(groups, ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
         alone = len(groups) == 1 < len(labels)
-        label = f"all {len(labels)} curves of ours" if alone else f"ours, {', '.join(labels)}"
+        label = f"our {len(labels)} curves" if alone else f"ours, {', '.join(labels)}"
         lines.append(Line(label, steps(losses), losses, colour, width=2.8))
     return Chart(
         "loss", f"Loss of {runs.steps} steps, preset {runs.preset}",

@@ -36,8 +36,9 @@
   }
 
   function duration(time, unit) {
+    if (!time) return "0";
     if (unit) return `${Number(time.toPrecision(3))} ${unit}${time === 1 ? "" : "s"}`;
-    const [value, name] = time >= 1e6 ? [time / 1e6, "s"] : time >= 1e3 ? [time / 1e3, "ms"] : [time, "us"];
+    const [value, name] = time >= 1e6 ? [time / 1e6, "s"] : time >= 1e3 ? [time / 1e3, "ms"] : [time, "µs"];
     return `${Number(value.toPrecision(3))} ${name}`;
   }
 
@@ -236,6 +237,7 @@
   function openSlices(recording) {
     about.textContent = recording.text;
     const states = recording.frames.flatMap((each) => each.ranks), most = Math.max(...states.map(held));
+    const listed = recording.frames.some(({ messages, ranks }) => messages.length && messages.length <= ranks.length);
     const names = Object.keys(states[0].cells).concat(states.some((state) => state.bytes[BUFFERS]) ? BUFFERS : []);
     return (number, moves) => {
       const { phase, messages, ranks } = recording.frames[number];
@@ -248,7 +250,7 @@
       if (moves) messages.forEach((message, k) => move(ways[k][1], cards[message.from].cells.find(isIn(message))));
       const list = many ? [] : messages.map((message) => make("li", {}, told(message)));
       const count = messages.length ? `${messages.length} messages` : "no messages";
-      now.replaceChildren(make("p", {}, make("b", {}, `${phase}: `), count), make("ul", {}, ...list));
+      now.replaceChildren(make("p", {}, make("b", {}, `${phase}: `), count), ...(listed ? [make("ul", {}, ...list)] : []));
       return `frame ${number + 1} of ${recording.frames.length}`;
     };
   }

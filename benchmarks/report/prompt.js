@@ -93,7 +93,7 @@
     part("stream").innerHTML = lengths.map((length, index) => {
       const name = !index ? "embed" : `${index % 2 ? "attn" : "MLP"} ${Math.ceil(index / 2)}`;
       return `<div data-tip="after ${name}: ${length.toFixed(1)}">` +
-        `<span style="height: ${(70 * length) / most}px"></span>${name}</div>`;
+        `<b>${length.toFixed(1)}</b><span style="height: ${(70 * length) / most}px"></span>${name}</div>`;
     }).join("");
     let rows = "";
     for (let layer = 0; layer <= layers; layer++) {

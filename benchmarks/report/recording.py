@@ -168,13 +168,13 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
     "ring": (
         "ring all-reduce",
         ring_all_reduce,
-        "In every round each rank sends one slice to its right neighbour. In the first p - 1 rounds the receiver adds "
-        "its own slice; in the last p - 1 rounds the finished slices are copied.",
+        "In every round each rank sends one slice to its right neighbour. In the first p − 1 rounds the receiver adds "
+        "its own slice; in the last p − 1 rounds the finished slices are copied.",
     ),
     "reduce-scatter": (
         "reduce-scatter",
         ring_reduce_scatter,
-        "The first phase of the ring. After p - 1 rounds, rank r has slice r of the sum. " + FOUR_BUFFERS,
+        "The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. " + FOUR_BUFFERS,
     ),
     "zero-1": (
         "ZeRO-1",

@@ -29,8 +29,8 @@ def number(value):
 
 
 def seconds(value):
-    """A time as text: 95.2 s, 1.87 s, 16.7 ms, 5.00 us."""
-    unit, size = ("s", 1) if value >= 0.1 else ("ms", 1e-3) if value >= 1e-4 else ("us", 1e-6)
+    """A time as text: 95.2 s, 1.87 s, 16.7 ms, 5.00 µs."""
+    unit, size = ("s", 1) if value >= 0.1 else ("ms", 1e-3) if value >= 1e-4 else ("µs", 1e-6)
     return f"{number(value / size)} {unit}"
 
 

@@ -48,7 +48,7 @@ def train(stage, backend, world, argv=None):
     """
     # here, because inference.py starts faster without them
     from gpt2core.app.planning.dry_run import dry_run
-    from gpt2core.app.train_command import train_command
+    from gpt2core.app.training.command import train_command
 
     stage = Stage(stage, backend, world)
 

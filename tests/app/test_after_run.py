@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2core.app import train_command
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.inference import continuations
 from gpt2core.app.output import run_log
 from gpt2core.app.output.run_log import RunLog
+from gpt2core.app.training import command as train_command
 from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.runtime import Runtime
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.directory import HIDDEN, load_checkpoint
+from gpt2core.app.training.background_writer import BackgroundWriter
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.runtime import HostCopy, Runtime
 from gpt2core.text.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def test_a_full_disk_and_a_killed_writer_are_one_message_each_and_the_next_check
 
 KILLED = """
 import os, pathlib, signal, sys
-from gpt2core.app.background_writer import BackgroundWriter
+from gpt2core.app.training.background_writer import BackgroundWriter
 from gpt2core.architecture import GPT2Config
 from gpt2core.runtime import Runtime
 from test_async_checkpoints import save

@@ -20,7 +20,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import gpt2core
-from gpt2core.app import cli, train_command
+from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.inference import inference_command, prompts
 from gpt2core.app.output.run_log import RunLog
@@ -28,6 +28,7 @@ from gpt2core.app.output.run_summary import time_left
 from gpt2core.app.settings.final_values import resolve_flags
 from gpt2core.app.stage import Stage
 from gpt2core.app.stop_signals import STOPPING
+from gpt2core.app.training import command as train_command
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text import input_file

@@ -31,7 +31,7 @@ from gpt2core.app.output.run_log import RunLog, rarely_changing_lines, read_log,
 from gpt2core.app.output.run_summary import duration
 from gpt2core.app.output.terminal import WordWrap
 from gpt2core.app.stage import Stage
-from gpt2core.app.train_command import train_command
+from gpt2core.app.training.command import train_command
 from gpt2core.engine.fast_trainer import FastStep as Step
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks

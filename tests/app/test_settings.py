@@ -22,8 +22,8 @@ OTHER_NAMES = {
     ("data", "app/presets.py"),  # a directory of the repository
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
-    ("save", "app/loop.py"),  # a pause between two steps
-    ("sample", "app/loop.py"),  # another one
+    ("save", "app/training/loop.py"),  # a pause between two steps
+    ("sample", "app/training/loop.py"),  # another one
 }
 # It computes with the options of ParallelConfig, and its command has flags of its own with the same names.
 PLANNER = ("app/plan.py", "app/planning/")

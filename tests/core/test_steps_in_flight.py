@@ -12,9 +12,9 @@ from numpy.testing import assert_array_equal
 
 from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import ours
-from gpt2core.app import loop
-from gpt2core.app.loop import run
 from gpt2core.app.stop_signals import StopSignals
+from gpt2core.app.training import loop
+from gpt2core.app.training.loop import run
 from gpt2core.architecture import GPT2Config
 from gpt2core.data import Windows
 from gpt2core.engine import fast_trainer, steps_in_flight

@@ -429,7 +429,7 @@ TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
 
 KILLS_ITSELF = """
 import os, signal
-from gpt2core.app.loop import Loop
+from gpt2core.app.training.loop import Loop
 from gpt2core.parallel.launcher_env import STARTED_AGAIN, read_launcher_env
 from stage1_mpi.train_gpt2 import main
 

@@ -31,7 +31,7 @@ TINY = "--preset nano --n-layer 1 --n-head 1 --n-embd 16 --batch-size 1 --seq-le
 
 def imported(stage, script, arguments, **environment):
     """The packages of NOT_NEEDED that a command has imported when it ends; it runs in a new process."""
-    names = {*NOT_NEEDED, "gpt2core.app.train_command", "tqdm"}
+    names = {*NOT_NEEDED, "gpt2core.app.training.command", "tqdm"}
     code = CODE.format(stage=stage, script=script, arguments=arguments.split(), names=names)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -52,7 +52,7 @@ WITH_INTERPRETER = pytest.param(
 )
 def test_training_and_generation_import_no_package_that_they_do_not_need(tmp_path, stage, environment):
     found = imported(stage, "train_gpt2", f"{TINY} --out {tmp_path}", **environment)
-    assert found == {"gpt2core.app.train_command", "tqdm"}
+    assert found == {"gpt2core.app.training.command", "tqdm"}
     assert not imported(stage, "inference", f"--weights {tmp_path} --prompt the --max-new-tokens 2", **environment)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 60  # seconds after which the kernel ends a process with SIGALRM: a process that hangs is a failure, not a wait
 MODULES = (  # loaded before the first fork
-    "gpt2core.app.cli", "gpt2core.app.train_command", "gpt2core.app.planning.dry_run", "stage0_serial.numpy_backend",
+    "gpt2core.app.cli", "gpt2core.app.training.command", "gpt2core.app.planning.dry_run", "stage0_serial.numpy_backend",
     "numpy.random", "tokenizers",
 )  # fmt: skip
 

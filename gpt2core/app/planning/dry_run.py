@@ -17,8 +17,8 @@ from gpt2core.app.planning.without_memory import planned
 from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.app.settings.setting_fields import names_of
 from gpt2core.app.stage_checks import check_one_process, check_rank_flags
-from gpt2core.app.training_inputs import read_inputs
-from gpt2core.app.training_setup import make_data_and_schedule, make_trainer
+from gpt2core.app.training.inputs import read_inputs
+from gpt2core.app.training.setup import make_data_and_schedule, make_trainer
 from gpt2core.architecture import parameter_count
 from gpt2core.errors import counted
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root

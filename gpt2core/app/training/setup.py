@@ -15,7 +15,7 @@ from gpt2core.app.resume import Progress, restore
 from gpt2core.app.settings.final_values import data_parallel_ranks
 from gpt2core.app.settings.run_config import RunConfig
 from gpt2core.app.stage_checks import check_one_process, check_rank_flags
-from gpt2core.app.training_inputs import Inputs, read_inputs
+from gpt2core.app.training.inputs import Inputs, read_inputs
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.optimizer import Schedule

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt2core.app.backend_setup import memory_errors, step_sizes
-from gpt2core.app.background_writer import BackgroundWriter
 from gpt2core.app.checkpoints.out_flag import continue_flags, resume_command
 from gpt2core.app.inference.continuations import write_continuation, write_text
-from gpt2core.app.loop import LogLost, run
 from gpt2core.app.output.failed_output import noted
 from gpt2core.app.output.run_log import RunLog, SilentLog, open_run_log
 from gpt2core.app.output.run_summary import report_end, run_header, time_left, unused_threads
@@ -20,7 +18,9 @@ from gpt2core.app.output.terminal import training_width, wrapped
 from gpt2core.app.resume import run_state
 from gpt2core.app.settings.config_file import earlier_settings, text_of
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.training_setup import Training, make_training, open_run
+from gpt2core.app.training.background_writer import BackgroundWriter
+from gpt2core.app.training.loop import LogLost, run
+from gpt2core.app.training.setup import Training, make_training, open_run
 from gpt2core.architecture import parameter_shapes
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
