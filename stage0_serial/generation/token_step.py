@@ -13,6 +13,7 @@ lengths. A full window is a prompt. Worker threads divide the products and the a
 
 import contextlib
 import functools
+import itertools
 import threading
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.plain_backend import rotate, rotation
-from stage0_serial.generation.workers import OnlyWorker, Worker, worker_count
+from stage0_serial.generation.workers import ALL, OnlyWorker, Worker, worker_count
 
 
 def token_step(model):
@@ -29,25 +30,29 @@ def token_step(model):
 
 
 class NewPositions:
-    """The rows of one call, and the arrays that its workers share.
+    """The rows of a call, and what its workers share: qkv (N, 3C), attended (N, C), branch (N, C), hidden (N, K).
 
-    lengths (n): the number of new positions of each sequence, which are consecutive rows; positions (N): of the rows.
+    A later call with as many rows may write to the same arrays.
     """
 
-    def __init__(self, step, lengths, positions, caches, batch_cache):
-        ends, empty, (C, K) = list(accumulate(lengths)), step.backend.empty, step.layers[0][-1].linear_in[0].shape
-        self.rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]  # of each sequence
-        self.last, self.caches, self.places = np.array(ends) - 1, caches, [cache.place for cache in caches]
-        self.turn = None  # cosines and sines of rotary positions
-        if step.wpe is None:
-            self.turn = rotation(positions, C // step.n_head, step.wte.dtype)
-        self.batch_cache = batch_cache if batch_cache and similar_lengths(positions[self.last] + 1) else None
-        if self.batch_cache:
-            self.numbers, self.places = np.arange(len(caches)), np.array(self.places)
-            self.later = np.arange(self.places.max() + 1) > self.places[:, None, None, None]  # (n, 1, 1, T)
-        N, dtype = len(positions), step.backend.dtype
+    def __init__(self, step, N):
+        empty, dtype, (C, K) = step.backend.empty, step.backend.dtype, step.layers[0][-1].linear_in[0].shape
         self.qkv, self.attended, self.branch, self.hidden = (empty((N, width), dtype) for width in (3 * C, C, C, K))
-        self.logits = np.empty((len(lengths), len(step.wte)), dtype)
+
+    def begin(self, step, ends, positions, caches, batch_cache):
+        """ends (n): the row after the last one of each sequence; positions (N): of the rows."""
+        self.ends, self.caches, self.places = ends, caches, [cache.place for cache in caches]
+        self.turn = self.batch_cache = None
+        if step.wpe is None:  # cosines and sines of rotary positions
+            self.turn = rotation(positions, self.attended.shape[1] // step.n_head, step.wte.dtype)
+        if batch_cache and len(positions) == len(caches) and similar_lengths(positions + 1):
+            self.batch_cache, self.numbers, self.places = batch_cache, np.arange(len(caches)), np.array(self.places)
+            self.later = np.arange(self.places.max() + 1) > self.places[:, None, None, None]  # (n, 1, 1, T)
+        self.logits = np.empty((len(caches), len(step.wte)), self.qkv.dtype)
+
+    def rows(self):
+        """The slice of the rows of each sequence."""
+        return [slice(*edges) for edges in itertools.pairwise([0, *self.ends])]
 
 
 class TokenStep:
@@ -67,6 +72,7 @@ class TokenStep:
         self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
         self.largest = max(each.linear_in[0].size for layer in self.layers for each in layer)  # elements of a weight
         self.pool, self.steps = None, [self]  # the WorkerPool, and a TokenStep for each of its backends
+        self.one_each = None  # the NewPositions of a call with one new position of each sequence
 
     def __call__(self, ids, cache):
         return self.next_positions([ids], [cache])[0]
@@ -76,25 +82,27 @@ class TokenStep:
 
         batch_cache: a KVCache whose sequence i is caches[i], or None.
         """
-        lengths, ids = [len(each) for each in uncached], np.array([token for each in uncached for token in each])
-        starts = zip(lengths, caches, strict=True)
-        positions = np.array([cache.length + i for length, cache in starts for i in range(length)])
-        if len(ids) > len(caches):
-            self.backend.check_tokens("embedding", ids, len(self.wte))
+        ids, starts = [token for each in uncached for token in each], zip(uncached, caches, strict=True)
+        positions = np.array([cache.length + i for each, cache in starts for i in range(len(each))])
         if self.wpe is None:
             for cache in caches:
                 for layer in range(len(self.layers)):
                     cache.drop_oldest(layer)
-        new, x, first = NewPositions(self, lengths, positions, caches, batch_cache), self.wte[ids], 0
+        x, first = self.wte[ids], 0
         if self.wpe is not None:
             x += self.wpe[positions]
         if len(ids) > len(caches):  # in the last layer only keys and values; the rest for the last positions only
-            x = self.divide(TokenStep.store_prompts, new, x)[new.last]
-            for length, cache in zip(lengths, caches, strict=True):
-                cache.length += length - 1
-            lengths, first = [1] * len(caches), len(self.layers) - 1
-            new = NewPositions(self, lengths, positions[new.last], caches, batch_cache)
-        logits = self.divide(TokenStep.logits, new, x, first)
+            self.backend.check_tokens("embedding", np.array(ids), len(self.wte))
+            ends, new = list(accumulate(map(len, uncached))), NewPositions(self, len(ids))
+            new.begin(self, ends, positions, caches, batch_cache)
+            last, first = np.array(ends) - 1, len(self.layers) - 1
+            x, positions = self.divide(TokenStep.store_prompts, new, x)[last], positions[last]
+            for each, cache in zip(uncached, caches, strict=True):
+                cache.length += len(each) - 1
+        if self.one_each is None or len(self.one_each.qkv) != len(x):
+            self.one_each = NewPositions(self, len(x))
+        self.one_each.begin(self, range(1, len(x) + 1), positions, caches, batch_cache)
+        logits = self.divide(TokenStep.logits, self.one_each, x, first)
         for cache in caches:
             cache.length += 1
         return logits
@@ -168,20 +176,21 @@ class TokenStep:
         """Write x w + b, or gelu(x w + b), to `out`, and wait for the columns of the other workers; linear: (w, b)."""
         w, b = linear
         y, columns = self.product(x, w, out, worker)
+        b = b if columns is ALL else b[columns]
         if gelu and y.size:
-            self.backend.gelu(y, b[columns], y, None)
+            self.backend.gelu(y, b, y, None)
         elif y.size:
-            np.add(y, b[columns], y)
+            np.add(y, b, y)
         worker.wait()
         return out
 
     def product(self, x, w, out, worker):
         """Write this worker's columns of x (N, C) @ w (C, K) to `out` (N, K); return them and their slice."""
         columns = worker.columns(len(x), w)
-        y = out[:, columns]
+        y, w = (out, w) if columns is ALL else (out[:, columns], w[:, columns])
         if y.size:
             multiply = self.backend.one_row if len(x) == 1 else self.backend.matmul
-            multiply(x, w[:, columns], y)
+            multiply(x, w, y)
         return y, columns
 
     # -- attention: it reads new.qkv, of which a worker has some sequences or heads, and writes new.attended -----------
@@ -190,7 +199,7 @@ class TokenStep:
         """Yield qkv (1, t, 3hD), keys, values, the place of the first key and `out` (t, h, D) of each sequence."""
         sequences, heads = worker.part(len(new.caches), self.n_head)
         count = heads.stop - heads.start
-        for rows, cache in list(zip(new.rows, new.caches, strict=True))[sequences] if count else ():
+        for rows, cache in list(zip(new.rows(), new.caches, strict=True))[sequences] if count else ():
             length = rows.stop - rows.start
             qkv = new.qkv[rows].reshape(length, 3, self.n_head, -1)[:, :, heads].reshape(1, length, -1)
             if new.turn:

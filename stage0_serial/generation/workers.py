@@ -20,6 +20,7 @@ from gpt2core.data import even_slices
 # Multiplications of a worker in a product. With a million or fewer, OpenBLAS uses another kernel, whose long sums have
 # another order.
 MIN_PART = 1 << 20
+ALL = slice(None)  # the columns of the only worker
 COLUMNS = 16  # a worker has a multiple of so many columns: BLAS computes the columns after the last multiple otherwise
 
 
@@ -69,7 +70,10 @@ class OnlyWorker(Worker):
         """Return at once."""
 
     def columns(self, rows, w):
-        return slice(0, w.shape[1])
+        return ALL
+
+    def part(self, sequences, heads):
+        return slice(0, sequences), slice(0, heads)
 
 
 def worker_count(rows, size, threads):
