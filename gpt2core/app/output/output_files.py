@@ -146,9 +146,7 @@ def check_output_files(log, plot, trace=None):
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"--plot {plot}: matplotlib is not installed: install it, or omit the flag")
     given = {flag: path for flag, path in (("--log", log), ("--plot", plot), ("--trace", trace)) if path}
-    created = [path for path in given.values() if not os.path.lexists(path)]
-    folders = {folder for path in created for folder in path.parents if not os.path.lexists(folder)}
-    try:
+    with removed_after_error(given.values()):
         for flag, path in given.items():
             check_writable(flag, path)
         for (flag, path), (other_flag, other) in itertools.combinations(given.items(), 2):
@@ -159,12 +157,21 @@ def check_output_files(log, plot, trace=None):
             raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
         if trace:
             check_trace_file(trace)
+
+
+@contextlib.contextmanager
+def removed_after_error(paths):
+    """A context in which files at `paths`, with their folders, may be created; a ConfigError removes the new ones."""
+    created = [path for path in paths if not os.path.lexists(path)]
+    folders = {folder for path in created for folder in path.parents if not os.path.lexists(folder)}
+    try:
+        yield
     except ConfigError:
         for path in created:
-            with contextlib.suppress(OSError):
-                path.unlink()  # check_writable() has created it
+            with contextlib.suppress(OSError):  # it was not created
+                path.unlink()
         for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
-            with contextlib.suppress(OSError):  # the folder of a later file, which was not created
+            with contextlib.suppress(OSError):  # it was not created
                 folder.rmdir()
         raise
 
