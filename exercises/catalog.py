@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = Path(__file__).resolve().parent / "pages"
 
-# The packages that a stage consists of. The working folder has a copy of each, and the default corpus.
+# The packages that a stage consists of. The working folder has a copy of each, the default corpus and weights.
 PACKAGES = {
     0: ("gpt2core", "stage0_serial"),
     1: ("gpt2core", "stage0_serial", "stage1_mpi"),

@@ -15,7 +15,7 @@ from exercises.start import copy_packages, new_folder
 
 
 def fill_folder(case, folder):
-    """Write the packages with the fault, the corpus, the page and the marker of a case to a new folder."""
+    """Write the packages with the fault, the data, the page and the marker of a case to a new folder."""
     copy_packages(case.stage, folder)
     for file in case.files:
         (folder / file).write_text(planted(case, file), encoding="utf-8")

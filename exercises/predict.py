@@ -50,9 +50,10 @@ def shown(value, kind):
     return f"{value:,.0f}{unit}"
 
 
-def error_of(value, measured):
-    """The difference of `value` to the measurement in percent, as text."""
-    return f"{100 * (value - measured) / measured:+.1f} %" if measured else "-"
+def error_of(value, other, name):
+    """The difference of `value` to the `other` number, of this name, in percent, as text."""
+    percent = round(100 * (value - other) / other, 1) + 0.0  # -0.0 + 0.0 is 0.0
+    return f"{percent:+.1f} % to the {name}"
 
 
 def lines_of(text):
@@ -103,17 +104,15 @@ def report(question, number, answer):
     measured = question.measure()
     yield lines_of(f"{number}. {question.text}")
     rows = [
-        ("predicted", answer, f"{error_of(answer, value)} to the formula"),
-        ("formula", value, text),
-        ("measured", measured, ""),
+        ("predicted", answer, [f"{error_of(answer, measured, 'measurement')}, {error_of(answer, value, 'formula')}"]),
+        ("formula", value, [text, error_of(value, measured, "measurement")]),
+        ("measured", measured, []),
     ]
     for name, each, words in rows:
-        error = "" if name == "measured" else error_of(each, measured)
-        yield f"   {name:10} {shown(each, question.unit):>24} {error:>10}".rstrip()
-        if words:
-            yield lines_of(f"     {words}")
+        yield f"   {name:10} {shown(each, question.unit):>24}"
+        yield from (lines_of(f"     {line}") for line in words)
     if question.note:
-        yield lines_of(f"   The formula differs from the measurement: {question.note}.")
+        yield lines_of(f"   {question.note}.")
 
 
 def command(arguments):
@@ -136,6 +135,8 @@ def command(arguments):
     elif sys.stdin is not None and sys.stdin.isatty():
         answers = [asked(question, number) for number, question in enumerate(questions, 1)]
     else:
+        for question in questions:
+            print(f"{question.key}: {question.text}")
         keys = ", ".join(question.key for question in questions)
         raise ConfigError(f"standard input is not a terminal: give the predictions with --answers FILE, keys: {keys}")
     print()

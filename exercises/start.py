@@ -13,7 +13,7 @@ from pathlib import Path
 from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage, removed_functions
 from exercises.commands import DIR, HERE, MARKER, base_parser, main_of, work_of
 from exercises.source import read_source, stripped
-from gpt2core.app.presets import CORPUS, INSTALLED
+from gpt2core.app.presets import CORPUS, INSTALLED, WEIGHTS
 from gpt2core.errors import ConfigError
 
 # The READMEs and Makefiles of the stages are for commands in the repository, not in a copy.
@@ -43,7 +43,7 @@ def new_folder(folder, fill):
 
 
 def fill_folder(stage, folder):
-    """Write the packages, the corpus, the pages and the marker of a stage to a new folder."""
+    """Write the packages, the data, the pages and the marker of a stage to a new folder."""
     copy_packages(stage, folder)
     messages = {file: messages_of(stage, file) for file in graded_files(stage)}
     for file, texts in (messages | removed_functions(of_stage(stage))).items():
@@ -54,11 +54,12 @@ def fill_folder(stage, folder):
 
 
 def copy_packages(stage, folder):
-    """Copy the packages of a stage and the corpus to a new folder."""
+    """Copy the packages of a stage and the corpus to a new folder, and link the weights that the lessons read."""
     for package in PACKAGES[stage]:
         shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
     (folder / "data").mkdir()
     shutil.copy(CORPUS, folder / "data")
+    (folder / "data" / WEIGHTS.name).symlink_to(WEIGHTS)
 
 
 def messages_of(stage, file):

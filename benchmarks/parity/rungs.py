@@ -310,7 +310,7 @@ def near(losses, wanted, tolerance):
 
 
 def unlocated(text):
-    return f"{text}; each kernel, collective and gradient of the examined steps is right"
+    return f"{text}; each kernel, collective and gradient of the examined steps is right up to rounding"
 
 
 def nccl_on_threads(options):

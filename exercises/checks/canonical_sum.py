@@ -5,6 +5,7 @@ import numpy as np
 from exercises.checks.common import random
 from exercises.checks.guarded import guarded, loads_only
 from exercises.compare import Mismatch, expect
+from gpt2core.errors import counted
 from gpt2core.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda.tree_sum import tree_sum
 
@@ -77,7 +78,7 @@ def tree_values():
             (without_stride(rows), "The pointer moves by HALF elements, not by HALF rows: rows_ptr + HALF * stride."),
             (p * rows[0], "The first row is added in place of each other row: move rows_ptr by HALF * stride."),
         ]
-        expect(f"the sum of {p} rows", summed(rows), want, FP32, wrong, ORDER)
+        expect(f"the sum of {counted(p, 'row')}", summed(rows), want, FP32, wrong, ORDER)
 
 
 def tree_order():

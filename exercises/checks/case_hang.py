@@ -4,6 +4,7 @@ import numpy as np
 
 from exercises.checks.common import WatchedSends, random
 from exercises.compare import expect, expect_equal
+from gpt2core.errors import counted
 from gpt2core.parallel.thread_communicator import run_ranks
 
 SECONDS = 2  # a rank that waits longer is taken to wait forever
@@ -41,7 +42,7 @@ def inputs(p, n):
 def expect_sums(cases):
     for p, n, algorithm in cases:
         for rank, (got, *_) in enumerate(results(p, n, algorithm)):
-            name = f"{algorithm}, {n} elements on {p} ranks: the sum of rank {rank}"
+            name = f"{algorithm}, {counted(n, 'element')} on {p} ranks: the sum of rank {rank}"
             expect(name, got, np.sum(inputs(p, n), axis=0), 0)
 
 
@@ -67,6 +68,6 @@ def bytes_and_messages_are_those_of_the_repository():
     for p, n, algorithm in [(2, 64, "canonical"), (4, 64, "canonical"), (4, 64, "ring"), (3, 7, "canonical")]:
         rounds = 2 * (p - 1) if p & (p - 1) or algorithm == "ring" else 2 * (p.bit_length() - 1)
         for rank, (_, sent, messages, _) in enumerate(results(p, n, algorithm)):
-            name = f"{algorithm}, {n} elements on {p} ranks: of rank {rank}"
+            name = f"{algorithm}, {counted(n, 'element')} on {p} ranks: of rank {rank}"
             expect_equal(f"{name} the bytes that it sends", sent, 8 * all_reduce_elements(algorithm, n, p, rank))
             expect_equal(f"{name} the messages that it sends", messages, rounds)

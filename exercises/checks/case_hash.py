@@ -5,6 +5,7 @@ import numpy as np
 from exercises.checks.common import expect_same_bits, random
 from exercises.compare import expect
 from gpt2core.data import even_slices
+from gpt2core.errors import counted
 from gpt2core.tree_sum import tree_sum
 
 ROWS = 12  # of a micro-batch
@@ -37,7 +38,8 @@ def expect_bits(cases):
     for micro_batches, ranks in cases:
         for seed in range(3):
             got, want = summed(micro_batches, ranks, seed)
-            expect(f"the sum over {micro_batches} micro-batches on {ranks} ranks, in the last bits", got, want, 0)
+            where = f"{counted(micro_batches, 'micro-batch')} on {counted(ranks, 'rank')}"
+            expect(f"the sum over {where}, in the last bits", got, want, 0)
 
 
 def two_ranks_have_the_bits_of_one():

@@ -7,10 +7,15 @@ from exercises.checks.common import CURVE, random, real, trained
 from exercises.compare import Mismatch, expect
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
+from gpt2core.errors import counted
 
 FP64 = 1e-11  # relative norm: a few roundings of 1e-16 in each of some hundred terms
 LONG = GPT2Config(vocab_size=36, block_size=128, n_layer=2, n_head=2, n_embd=16, tied=False)
 CASES = [(T, H) for T in (1, 63, 64, 65, 127, 128, 200) for H in (1, 3)]  # lengths and numbers of heads
+
+
+def sizes(T, H):
+    return f"{counted(T, 'position')}, {counted(H, 'head')}"
 
 
 def backend():
@@ -37,10 +42,10 @@ def no_position_depends_on_a_later_one():
             changed = qkv.copy()
             changed[:, position:] += 1
             after = own.attention_forward(changed, H)[0]
-            name = f"{T} positions, {H} heads: y before position {position}, after a change of it and the later ones"
+            name = f"{sizes(T, H)}: y before position {position}, after a change of it and the later ones"
             expect(name, after[:, :position], before[:, :position], FP64)
             if np.array_equal(after[:, position:], before[:, position:]):
-                raise Mismatch(f"{T} positions: y does not depend on the positions from {position} on")
+                raise Mismatch(f"{counted(T, 'position')}: y does not depend on the positions from {position} on")
 
 
 def length_does_not_change_the_formula():
@@ -54,6 +59,6 @@ def length_does_not_change_the_formula():
         dp = g @ v.swapaxes(-1, -2)
         ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
         gradients = ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ g
-        expect(f"{T} positions, {H} heads: y", y, joined(p @ v), FP64)
+        expect(f"{sizes(T, H)}: y", y, joined(p @ v), FP64)
         dqkv = own.attention_backward(dy, qkv, y, aux, H)
-        expect(f"{T} positions, {H} heads: dqkv", dqkv, np.concatenate([joined(each) for each in gradients], 2), FP64)
+        expect(f"{sizes(T, H)}: dqkv", dqkv, np.concatenate([joined(each) for each in gradients], 2), FP64)

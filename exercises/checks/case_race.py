@@ -66,7 +66,7 @@ def started(function, *arguments):
 def expect_all_wait(threads, owners, piece_mb):
     """Several threads read one unit: all must wait until its parameters have arrived, and then go on."""
     made = Gather(owners, piece_mb)
-    name = f"{threads} threads, {owners} ranks"
+    name = f"{counted(threads, 'thread')}, {owners} ranks"
     with made.gather:
         for unit in made.units:
             made.gate.clear()
@@ -89,7 +89,7 @@ def expect_all_wait(threads, owners, piece_mb):
                 text = f"{counted(here, 'thread')} went on before the parameters of {unit} had arrived"
                 raise Mismatch(f"{name}: {text}")
     if missing := sum(not handle.arrived for handle in made.handles):
-        raise Mismatch(f"{name}: after the step, {missing} of {len(made.handles)} broadcasts were not waited for")
+        raise Mismatch(f"{name}: after the step, {missing} of {counted(len(made.handles), 'broadcast')} not waited for")
 
 
 def no_thread_reads_before_the_data_is_there():
@@ -108,7 +108,7 @@ def nothing_stays_pending():
         with made.gather:
             made.gather.wait_for_unit(made.units[0])
         if missing := sum(not handle.arrived for handle in made.handles):
-            raise Mismatch(f"step {step}: {missing} of {len(made.handles)} broadcasts were not waited for")
+            raise Mismatch(f"step {step}: {missing} of {counted(len(made.handles), 'broadcast')} not waited for")
     if len(made.handles) % 2:
         raise Mismatch("the second step starts another number of broadcasts than the first")
 

@@ -7,6 +7,7 @@ import numpy as np
 from exercises.checks.common import random
 from exercises.compare import expect_equal
 from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.errors import counted
 from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.sampler import generate_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -41,7 +42,7 @@ def expected(model, prompt, count):
 def expect_text(model, prompts, count):
     for prompt, got in zip(prompts, text_of(model, prompts, count), strict=True):
         block = model.config.block_size
-        name = f"a prompt of {len(prompt)} tokens, a window of {block}: the {count} tokens after it"
+        name = f"a prompt of {counted(len(prompt), 'token')}, a window of {block}: the {count} tokens after it"
         expect_equal(name, got, expected(model, prompt, count))
 
 
@@ -64,10 +65,10 @@ def a_token_is_still_one_position():
     model, lengths = model_of(), []
     step = TokenStep.__call__
 
-    def counted(self, ids, cache):
+    def recorded(self, ids, cache):
         lengths.append(len(ids))
         return step(self, ids, cache)
 
-    with mock.patch.object(TokenStep, "__call__", counted):
+    with mock.patch.object(TokenStep, "__call__", recorded):
         text_of(model, [[3, 1, 4]], 8)
     expect_equal("the positions that each step computes after a prompt of 3 tokens", lengths, [3, *[1] * 7])

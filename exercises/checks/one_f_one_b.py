@@ -4,9 +4,14 @@
 
 from exercises.checks.common import expect_same_training
 from exercises.compare import Mismatch, expect_equal
+from gpt2core.errors import counted
 from gpt2core.parallel.config import ParallelConfig
 
 SIZES = (4, 8), (3, 4), (4, 4), (2, 5), (2, 2), (1, 1)  # with many ranks, mistakes have different results
+
+
+def sizes(P, M):
+    return f"with {counted(P, 'rank')} and {counted(M, 'micro-batch')}"
 
 
 def schedule(P, M):
@@ -34,7 +39,7 @@ def schedule_order():
     for P, M in SIZES:
         for r, actions in enumerate(schedule(P, M)):
             chunks = {chunk for _, _, chunk in actions}
-            expect_equal(f"with {P} ranks, the chunks of rank {r}", chunks, {r}, look="the chunk of an action: it is r")
+            expect_equal(f"{sizes(P, M)}, the chunks of rank {r}", chunks, {r}, look="the chunk of an action: it is r")
             wrong = [
                 (in_turn(r, M, M), "All forward actions come first: this is gpipe. After the warm-up, alternate."),
                 (in_turn(r, M, P - r), "There is one forward action too many before the first backward: P - r - 1."),
@@ -46,7 +51,7 @@ def schedule_order():
                     "The backward actions after the last forward action are missing.",
                 ),
             ]
-            name = f"with {P} ranks and {M} micro-batches, the actions of rank {r}"
+            name = f"{sizes(P, M)}, the actions of rank {r}"
             expect_equal(name, named(actions), in_turn(r, M, P - r - 1), wrong, "the warm-up and the loop of alternate")
 
 
@@ -73,12 +78,12 @@ def bubble_and_activations():
             raise Mismatch(str(error), hint) from error
         waits, bubble = round(timeline.bubble, 9), round((P - 1) / (M + P - 1), 9)
         wrong = [(waits, "The ranks wait too long: rank r needs P - r - 1 forward actions before it alternates.")]
-        name = f"with {P} ranks and {M} micro-batches, the bubble"
+        name = f"{sizes(P, M)}, the bubble"
         expect_equal(name, waits, bubble, wrong if waits > bubble else (), "the order of the actions")
         want = [float(min(P - r, M)) for r in range(P)]
         hint = "More activations are live than necessary: rank r keeps those of at most P - r micro-batches."
         wrong = [([float(M)] * P, hint)]
-        name = f"with {P} ranks and {M} micro-batches, the live activations of each rank"
+        name = f"{sizes(P, M)}, the live activations of each rank"
         expect_equal(name, timeline.peaks, want, wrong, "the warm-up of one_f_one_b")
 
 

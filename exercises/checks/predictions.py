@@ -5,7 +5,9 @@ The formulas are those of the planner (gpt2core/app/planning); the measurements 
 
 # p ranks, L layers, C channels, V vocabulary, T tokens of a sequence, H heads, n parameters
 
+import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +16,8 @@ from gpt2core.app.planning.flops import step_flops
 from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.traffic import traffic
 from gpt2core.app.presets import PRESETS
-from gpt2core.architecture import parameter_count
+from gpt2core.architecture import parameter_count, parameter_shapes, unit_of
+from gpt2core.arena import PAGE, SEGMENTS, round_up
 from gpt2core.communicator import Solo, textbook_bytes
 from gpt2core.data import Windows
 from gpt2core.parallel.config import ParallelConfig
@@ -32,7 +35,7 @@ SECONDS = 1.0  # for which a speed is measured
 class Question:
     """key: its name in a file of answers. unit: a key of UNITS in exercises/predict.py. formula() -> (text, value).
 
-    measure() -> value. note: why the measurement differs from the formula, or "".
+    measure() -> value. note: what the formula says about padding, or why the measurement differs, or "".
     """
 
     key: str
@@ -74,16 +77,32 @@ def initialised():
     return sum(array.size for _, array in dict(initial_parameters(MODEL, 0)).items())
 
 
+def padded(multiple, part_of=lambda name: "all"):
+    """The numbers of MODEL with padding: a parameter has whole pages, and the parameters of a part a `multiple`.
+
+    part_of(name): the part of a parameter.
+    """
+    numbers = Counter()
+    for name, shape in parameter_shapes(MODEL):
+        numbers[part_of(name)] += round_up(math.prod(shape), PAGE)
+    return sum(round_up(count, multiple) for count in numbers.values())
+
+
+GRADIENT = padded(1)  # the numbers that an all-reduce adds
+FLAT = padded(SEGMENTS * PAGE)
+UNITS = padded(RANKS * PAGE, unit_of)
+
+
 def arrays_of(zero):
     """formula() of the flat arrays of one of RANKS ranks."""
-    n, p = parameter_count(MODEL), RANKS
+    p = RANKS
 
     def formula():
         if zero == 0:
-            return f"4 bytes * 4 n = 16*{n}", 16 * n
+            return f"4 bytes * 4 N = 16*{FLAT}", 16 * FLAT
         if zero == 1:
-            return f"4 bytes * (2 n + 2 n / p) = 8*{n} + 8*{n}/{p}", 8 * n + 8 * n / p
-        return f"4 bytes * 4 n / p = 16*{n}/{p}", 16 * n / p
+            return f"4 bytes * (2 N + 2 N / p) = 8*{FLAT} + 8*{FLAT}/{p}", 8 * FLAT + 8 * FLAT // p
+        return f"4 bytes * 4 N / p = 16*{UNITS}/{p}", 16 * UNITS // p
 
     return formula
 
@@ -102,8 +121,8 @@ def measured_arrays(zero):
 
 
 def all_reduce_bytes():
-    n, p = parameter_count(MODEL), RANKS
-    return f"2 (p - 1) / p * 4 n = 2*{p - 1}/{p}*4*{n}", textbook_bytes("all_reduce", FP32 * n, p)
+    p = RANKS
+    return f"2 (p - 1) / p * 4 N = 2*{p - 1}/{p}*4*{GRADIENT}", textbook_bytes("all_reduce", FP32 * GRADIENT, p)
 
 
 def sent_bytes():
@@ -204,8 +223,23 @@ def logsumexp_bytes():
     return f"4 bytes * H T = 4*{HEADS}*{LENGTH}", FP32 * HEADS * LENGTH
 
 
-PADDING = "the arena is padded to 64 equal slices of whole pages (gpt2core/arena.py); in a small model this is much"
-SPEED = "small matrices, and all that is no product, are slower than a large product"
+def padding(N, rule=""):
+    """The note about N, the numbers of MODEL with padding."""
+    n = parameter_count(MODEL)
+    pages = f"each parameter starts at a multiple of {PAGE:,} numbers"
+    return (
+        f"N = {N:,} has padding: {pages}{rule}. Without padding it is n = {n:,}, {100 * (n - N) / N:.1f} % to the "
+        "formula; in a large model the difference is small"
+    )
+
+
+IN_FLAT = padding(FLAT, f", and the size of a flat buffer is a multiple of {SEGMENTS * PAGE:,} (gpt2core/arena.py)")
+IN_GRADIENT = padding(GRADIENT, " (gpt2core/arena.py)")
+IN_UNITS = padding(UNITS, f", and the size of a unit is a multiple of {PAGE:,} p (gpt2core/parallel/sharded/units.py)")
+SPEED = (
+    "The formula differs from the measurement: small matrices, and all that is no product, are slower than a large "
+    "product"
+)
 SIZES = (
     f"preset tiny ({MODEL.n_layer} layers, C = {MODEL.n_embd}, V = {MODEL.vocab_size}, T = {MODEL.block_size}, "
     f"not tied, fp32)"
@@ -214,26 +248,26 @@ ON_RANKS = f"{SIZES} on {RANKS} ranks"
 QUESTIONS = {
     0: (
         Question("parameters", f"the parameters of {SIZES}", "count", parameters, initialised),
-        Question("memory", "the bytes of its parameters, gradients and both moments", "bytes", arrays_of(0),
-                 measured_arrays(0), PADDING),
+        Question("memory", "the bytes of its parameters, gradients and both moments, with padding", "bytes",
+                 arrays_of(0), measured_arrays(0), IN_FLAT),
         Question("tokens", "the tokens per second that it trains here with one thread", "rate", tokens_per_second,
                  trained_tokens, SPEED),
     ),
     1: (
-        Question("all_reduce", f"the bytes that a rank sends in a ring all-reduce of the gradient, {ON_RANKS}", "bytes",
-                 all_reduce_bytes, sent_bytes, PADDING),
-        Question("zero1", "the bytes of parameters, gradients and moments of a rank with ZeRO-1", "bytes", arrays_of(1),
-                 measured_arrays(1), PADDING),
+        Question("all_reduce", f"the bytes that a rank sends in a ring all-reduce of the gradient with its padding, "
+                 f"{ON_RANKS}", "bytes", all_reduce_bytes, sent_bytes, IN_GRADIENT),
+        Question("zero1", "the bytes of parameters, gradients and moments of a rank with ZeRO-1, with padding",
+                 "bytes", arrays_of(1), measured_arrays(1), IN_FLAT),
     ),
     2: (
-        Question("attention", f"the bytes that plain attention keeps for backward ({HEADS} heads, {LENGTH} tokens, "
-                 "fp32)", "bytes", scores_bytes, kept_by(plain)),
-        Question("flash", "the bytes that flash attention keeps for the same", "bytes", logsumexp_bytes,
-                 kept_by(flash)),
+        Question("attention", f"the bytes that plain attention keeps for backward besides q, k, v and y ({HEADS} "
+                 f"heads, {LENGTH} tokens, fp32)", "bytes", scores_bytes, kept_by(plain)),
+        Question("flash", "the bytes that flash attention keeps for the same, besides q, k, v and y", "bytes",
+                 logsumexp_bytes, kept_by(flash)),
     ),
     3: (
         Question("zero3", f"the bytes of the shards of parameters, gradients and moments of a rank with ZeRO-3, "
-                 f"{ON_RANKS}", "bytes", arrays_of(3), measured_arrays(3), PADDING),
+                 f"with padding, {ON_RANKS}", "bytes", arrays_of(3), measured_arrays(3), IN_UNITS),
         Question("bubble", f"the part of its time that a rank of a pipeline waits (1F1B, {RANKS} ranks, "
                  f"{MICRO_BATCHES} micro-batches, F and B take equal times)", "percent", bubble, simulated_bubble),
     ),

@@ -202,6 +202,23 @@ def test_a_plot_replaces_a_plot_of_this_program_only(nano, tmp_path):
     assert_refused(nano("--plot", new, "--log", new), f"--log {new} and --plot {new} are one file")
 
 
+def test_the_folders_of_log_plot_and_trace_are_created_also_in_a_directory_that_is_renamed(nano, tmp_path):
+    out = tmp_path / "run"
+    files = [out / "logs" / "log.jsonl", tmp_path / "a" / "b" / "curve.png", out / "traces" / "trace.json"]
+    flags = [word for pair in zip(("--log", "--plot", "--trace"), files, strict=True) for word in pair]
+    for more in ((), ("--overwrite",)):
+        result = nano("--out", out, *flags, *more)
+        assert (result.code, result.err) == (0, "") and all(file.stat().st_size for file in files)
+    assert (tmp_path / "run.1" / "traces" / "trace.json").stat().st_size
+
+
+def test_after_an_error_no_folder_is_left(nano, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    flags = ("--log", tmp_path / "a" / "b" / "log.jsonl", "--plot", tmp_path / "a" / "c" / "curve.png")
+    assert_refused(nano(*flags, "--trace", tmp_path / "file" / "trace.json"), "cannot be written (Not a directory)")
+    assert [path.name for path in tmp_path.iterdir() if path.name in ("a", "file")] == ["file"]
+
+
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 

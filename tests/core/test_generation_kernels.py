@@ -249,20 +249,19 @@ def test_logits_have_the_same_bits_on_any_number_of_threads(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_the_columns_and_heads_of_the_workers_are_all_of_them(rng, count):
-    everyone = [Worker(index, count, None) for index in range(count)]
+    everyone = [Worker(index, count, None) for index in range(count)] if count > 1 else [OnlyWorker()]
     # too few rows; the last columns in float64; columns that are divided; too few columns
     for K, dtype, rows in (301, np.float32, 8), (301, np.float64, 500), (320, np.float64, 500), (5, np.float32, 10**6):
         w = np.empty((300, K), dtype)
         parts = [each.columns(rows, w) for each in everyone]
         assert [i for part in parts for i in range(K)[part]] == list(range(K))
-        sizes = [part.stop - part.start for part in parts if part.stop > part.start]
+        sizes = [len(range(K)[part]) for part in parts if range(K)[part]]
         assert len(sizes) == 1 or min(sizes) * rows * 300 >= workers.MIN_PART
         assert len(sizes) == (count if K == 320 else 1)
     for sequences, heads in (1, 1), (1, 6), (2, 5), (9, 2):
         parts = [each.part(sequences, heads) for each in everyone]
         found = [(i, j) for a, b in parts for i in range(sequences)[a] for j in range(heads)[b]]
         assert sorted(found) == [(i, j) for i in range(sequences) for j in range(heads)]
-    assert OnlyWorker().columns(8, w) == slice(0, 5) and OnlyWorker().part(3, 4) == (slice(0, 3), slice(0, 4))
 
 
 @no_grad()

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exercises.start import copy_packages, new_folder
 from gpt2core.app import cli
 from tests.support.interpreter import interpreter_works
 
@@ -185,6 +186,30 @@ def test_the_commands_of_a_page_print_what_the_page_shows(page, shell, request):
         if done.returncode or done.stderr or wrong:
             failures.append(f"$ {command}\nexit code {done.returncode}\n{done.stderr}{wrong or ''}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2, 3))])
+def test_a_lesson_works_in_a_finished_working_folder_of_its_exercises(stage, tmp_path):
+    (page,) = ROOT.glob(f"stage{stage}_*/README.md")
+    new_folder(tmp_path / "work", lambda copy: copy_packages(stage, copy))  # with all functions
+    folder = tmp_path / "work" / page.parent.name
+    write_files(page, tmp_path / "work")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "TRITON_INTERPRET": "1"}
+
+    def run(*words, **options):
+        options |= dict(env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(words, **options)
+
+    shown = [block for _, block in blocks(page, "python") if expected(block)]
+    done = run(sys.executable, "-i", "-q", input="\n".join(shown), cwd=tmp_path / "work")
+    wrong = differences("".join(map(expected, shown)), done.stdout)
+    assert not wrong and "Error" not in done.stderr, f"{wrong}\n{done.stderr}"
+    for command, output in commands(page):
+        if not NOT_RUN.match(command) and not re.match(r"make |\./|python -m benchmarks|.*hostfile", command):
+            done = run("bash", "-c", command, cwd=folder)
+            wrong = differences(output, done.stdout)
+            assert (done.returncode, done.stderr, wrong) == (0, "", None), f"$ {command}\n{wrong}"
 
 
 TWO_COMMANDS = {

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,8 +45,10 @@ def graded(case, folder):
     """(score, the report) of a working folder."""
     lines = []
     record = grade.grade_case(case.number, folder, show=lines.append)
-    assert all(line.isprintable() for line in lines) and "hint" not in "\n".join(lines)
-    return record["score"], "\n".join(lines)
+    report = "\n".join(lines)
+    assert all(line.isprintable() for line in lines) and "hint" not in report
+    assert not re.search(r"\b1 (ranks|threads|heads|positions|elements|tokens|micro-batches)\b", report)
+    return record["score"], report
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------
@@ -87,13 +90,47 @@ def test_a_page_shows_the_symptom_and_names_neither_the_file_nor_the_function(nu
 @pytest.mark.parametrize("case", marked(CASES.items(), lambda case: True))
 def test_the_symptom_of_a_page_is_the_output_of_the_planted_copy(case, tmp_path):
     folder = folder_of(case, tmp_path / "work")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
-    done = subprocess.run(
-        ["bash", "-c", case.symptom], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = in_folder(case.symptom, folder)
     assert all(word in done.stdout + done.stderr for word in case.words), done.stdout + done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == (case.number == 5), done.stderr
+
+
+def investigations(case, page):
+    """The commands in the table of a page, as its reader types them in the working folder."""
+    for command in re.findall(r"^\| `(.+?)` \| .* \|$", page, re.M):
+        if parity := re.fullmatch(rf'make parity DIR=work/case{case.number} ARGS="(.*)"', command):
+            yield f"PYTHONPATH={ROOT} python -m benchmarks.parity {parity[1]}"  # as the Makefile does
+        elif command.startswith("... ") and case.number == 5:  # the page says: in place of --no-save
+            yield case.symptom.replace("--no-save", command[4:])
+        elif command.startswith("... "):  # at the end of the symptom, or in its loop
+            yield re.sub(r"\n(  grep|\Z)", rf" {command[4:]}\n\1", case.symptom, count=1)
+        elif not command.startswith("pkill "):  # it would end the ranks of other tests too
+            yield command.replace("...", case.symptom.strip())
+
+
+def in_folder(command, folder):
+    """The finished shell command, in a working folder; `python` is this interpreter."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("case", marked(CASES.items(), lambda case: True))
+def test_the_commands_of_a_page_run_in_a_new_folder_one_after_another(case, tmp_path):
+    folder, page = folder_of(case, tmp_path / "work"), (PAGES / case.page).read_text(encoding="utf-8")
+    for text, name in re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```$", page, re.M | re.S):
+        (folder / name).write_text(text, encoding="utf-8")
+    commands = [case.symptom, case.symptom, *investigations(case, page)]
+    assert len(commands) == 2 + page.count("\n| `") - page.count("\n| `pkill ")
+    for command in commands:
+        done = in_folder(command, folder)
+        errors = [line for line in done.stderr.splitlines() if re.search(r"\berror: ", line)]
+        assert [line for line in errors if "the loss is nan" not in line] == [], f"{command}\n{done.stderr}"
+        assert done.returncode != 2 or errors, f"{command}\n{done.stderr}"
+        stops = command.startswith("python ") and ".py" in command.split()[1]  # the file of the page ends at the fault
+        assert ("Traceback" in done.stderr) == stops, f"{command}\n{done.stderr}"
 
 
 # -- mends -------------------------------------------------------------------------------------------------------------

@@ -66,8 +66,10 @@ def open_locked(path):
 
 
 def open_for_appending(path):
-    """The file opened for appending, and created if needed; raises ConfigError if it cannot be written."""
+    """The file opened for appending; it and its folder are created if needed. Raises ConfigError if that fails."""
     try:
+        with contextlib.suppress(FileExistsError):  # a file with the name of the folder: open() says so
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
         # Without O_NONBLOCK, open() of a named pipe would wait until another program reads it.
         file = open(path, "a", encoding="utf-8", opener=lambda *name: os.open(name[0], name[1] | os.O_NONBLOCK, 0o666))
         os.set_blocking(file.fileno(), True)
@@ -134,6 +136,8 @@ def check_log_of_run(path, rows, recorded):
 def check_output_files(log, plot, trace=None):
     """Raise ConfigError if this run may not write `log`, `plot` or `trace`; each is a Path or None.
 
+    Files and folders that do not exist are created. After an error they are removed again.
+
     A run may not write a file without permission, a log that another run has locked, or an image or a trace of another
     program. Log, plot and trace must be different files.
     """
@@ -142,8 +146,7 @@ def check_output_files(log, plot, trace=None):
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"--plot {plot}: matplotlib is not installed: install it, or omit the flag")
     given = {flag: path for flag, path in (("--log", log), ("--plot", plot), ("--trace", trace)) if path}
-    created = [path for path in given.values() if not os.path.lexists(path)]
-    try:
+    with removed_after_error(given.values()):
         for flag, path in given.items():
             check_writable(flag, path)
         for (flag, path), (other_flag, other) in itertools.combinations(given.items(), 2):
@@ -154,9 +157,22 @@ def check_output_files(log, plot, trace=None):
             raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
         if trace:
             check_trace_file(trace)
+
+
+@contextlib.contextmanager
+def removed_after_error(paths):
+    """A context in which files at `paths`, with their folders, may be created; a ConfigError removes the new ones."""
+    created = [path for path in paths if not os.path.lexists(path)]
+    folders = {folder for path in created for folder in path.parents if not os.path.lexists(folder)}
+    try:
+        yield
     except ConfigError:
         for path in created:
-            path.unlink(missing_ok=True)  # check_writable() has created it
+            with contextlib.suppress(OSError):  # it was not created
+                path.unlink()
+        for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
+            with contextlib.suppress(OSError):  # it was not created
+                folder.rmdir()
         raise
 
 

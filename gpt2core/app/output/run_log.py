@@ -134,6 +134,8 @@ def open_run_log(config, next_step, recorded, lock, notes, make_log=RunLog):
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
     if row_count and config.log.exists():  # it does not exist if it was in the directory that was just renamed
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
+    if older:
+        check_output_files(config.log, config.plot, config.trace)  # creates their folders in the new directory
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
     steps = max(config.steps, next_step)
