@@ -23,7 +23,7 @@ class ForwardArguments(NamedTuple):
 
     def mask(self, place):
         """The Mask of a place of the model, or None."""
-        return self.dropout and Mask(self.dropout, place)
+        return self.dropout and Mask(self.dropout, place, self.position)
 
 
 FIRST_TOKENS = ForwardArguments()  # without targets
