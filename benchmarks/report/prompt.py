@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2core import ops
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.presets import BOOK_WEIGHTS
+from gpt2core.app.shipped import BOOK_WEIGHTS
 from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import GPT2
 from gpt2core.plain_backend import PlainBackend, split_heads
