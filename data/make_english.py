@@ -20,8 +20,8 @@ from make_weights import byte_pairs
 from prepare import prepare
 
 from gpt2core.app.command import error_text, run_command
-from gpt2core.app.presets import BOOK
 from gpt2core.app.settings.flag_parser import HelpPrinted, Parser, to_path
+from gpt2core.app.shipped import BOOK
 from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import read_text

@@ -28,12 +28,13 @@ from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
 from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
 from gpt2core.app.inference.inference_command import inference_command
-from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.settings.flag_parser import Parser, to_path
+from gpt2core.app.shipped import DATA, SHIPPED, TOKENIZERS
 from gpt2core.app.stage import Stage
 from gpt2core.app.training.command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.parallel.tensor.shards import load_inference_model
+from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.threads import WorkerPool

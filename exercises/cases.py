@@ -10,7 +10,7 @@ from pathlib import Path
 
 from exercises.catalog import PACKAGES, ROOT
 from exercises.source import parse, read_source
-from gpt2core.app.presets import INSTALLED
+from gpt2core.app.shipped import INSTALLED
 
 FAULTS = Path(__file__).with_name("detectives.toml")
 # A mend that waits for some time, or that hides a wrong number or an error, does not remove the fault.

@@ -13,7 +13,7 @@ from pathlib import Path
 from exercises.catalog import PACKAGES, PAGES, ROOT, graded_files, of_stage, removed_functions
 from exercises.commands import DIR, HERE, MARKER, base_parser, main_of, work_of
 from exercises.source import read_source, stripped
-from gpt2core.app.presets import CORPUS, INSTALLED, WEIGHTS
+from gpt2core.app.shipped import CORPUS, INSTALLED, WEIGHTS
 from gpt2core.errors import ConfigError
 
 # The READMEs and Makefiles of the stages are for commands in the repository, not in a copy.

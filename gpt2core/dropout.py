@@ -34,10 +34,14 @@ class Dropout(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The numbers that are dropped at one place of the model: 0 after the embedding, then 1, 2, ... for each branch."""
+    """The numbers that are dropped at one place of the model: 0 after the embedding, then 1, 2, ... for each branch.
+
+    position: of the first token of each sequence.
+    """
 
     dropout: Dropout
     place: int
+    position: int = 0
 
     def keeps(self, shape):
         """bool (..., T, C): which numbers of an array on the host are kept; the leading axes are B sequences."""
@@ -45,7 +49,7 @@ class Mask(NamedTuple):
         row, B = self.dropout.row, math.prod(lead)
         h = mixed(self.dropout.key.astype(np.uint32) + np.uint32(self.place))  # (1)
         h = mixed(h + np.arange(row, row + B, dtype=np.uint32))  # (B)
-        h = mixed(h[:, None] + np.arange(T, dtype=np.uint32))  # (B, T)
+        h = mixed(h[:, None] + np.arange(self.position, self.position + T, dtype=np.uint32))  # (B, T)
         h = mixed(h[..., None] + np.arange(C, dtype=np.uint32) * np.uint32(GOLDEN))  # (B, T, C)
         return (h >= self.dropout.threshold).reshape(shape)
 

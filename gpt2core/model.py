@@ -41,7 +41,8 @@ class GPT2:
 
     def logits(self, ids):
         """ids (B, T) -> logits (B, T, V)."""
-        return self.unembed(self.head.ln_f(self.stream(ids)))
+        _, y = self.head.ln_f(self.stream(ids))
+        return self.unembed(y)
 
     def without_autograd(self):
         """The InferenceModel with the arrays of these parameters, which generates text."""
@@ -105,7 +106,8 @@ class Head:
     def __call__(self, x, arguments):
         """The loss of a Stream: see GPT2.loss."""
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
-        y = ops.copy_to_group(self.ln_f(x), self.group)
+        x, y = self.ln_f(x)
+        y = ops.copy_to_group(y, self.group)
         return ops.unembed_cross_entropy(y, self.w, targets, scale, self.vocabulary, dloss)
 
 
@@ -125,8 +127,10 @@ class Block:
         self.mlp_out = weight_and_bias(parameters, f"{prefix}.mlp.c_proj")  # (4C, C), (C)
 
     def __call__(self, x, arguments=FIRST_TOKENS):
-        x = x + self.attention(self.ln_1(x), arguments)  # stream.py lets the next LayerNorm compute this addition
-        return x + self.mlp(self.ln_2(x))
+        x, y = self.ln_1(x)  # the same stream, and its LayerNorm: see stream.py
+        x = x + self.attention(y, arguments)
+        x, y = self.ln_2(x)
+        return x + self.mlp(y, arguments)
 
     def attention(self, y, arguments):
         """y (B, T, C) -> the Branch of attention."""
@@ -137,7 +141,7 @@ class Block:
         a = ops.attention(qkv, self.n_head)
         return Branch(ops.reduce_from_group(ops.linear(a, w), self.group), bias)
 
-    def mlp(self, y):
+    def mlp(self, y, arguments):
         """y (B, T, C) -> the Branch of the MLP."""
         w, bias = self.mlp_out
         h = ops.mlp(ops.copy_to_group(y, self.group), *self.mlp_in, w)  # gelu(y w1 + b1) w
@@ -155,7 +159,7 @@ class LayerNorm:
         (self.w, self.b), self.eps = weight_and_bias(parameters, name), eps
 
     def __call__(self, x):
-        """x: a Stream -> its LayerNorm, a Tensor (B, T, C)."""
+        """x: a Stream -> (the same Stream, its LayerNorm, a Tensor (B, T, C)): see Stream.layernorm."""
         return x.layernorm(self.w, self.b, self.eps)
 
 

@@ -24,12 +24,6 @@ def linear(x, w, b=None):
     return Tensor.from_op(y, (w, b, x), backward)
 
 
-def gelu(x):
-    """GPT-2's activation: the tanh approximation of x * Phi(x), where Phi is the normal distribution function."""
-    backend = x.backend
-    return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
-
-
 def mlp(x, w, b, w2):
     """linear(gelu(linear(x, w, b)), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
     checks.mlp(x, w, b, w2)
@@ -41,19 +35,6 @@ def mlp(x, w, b, w2):
         return dw2, dw, db, dx
 
     return Tensor.from_op(y, (w2, w, b, x), backward)
-
-
-def layernorm(x, w, b, eps=1e-5):
-    """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
-    checks.last_axis("layernorm", x, w, b)
-    backend = x.backend
-    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
-
-    def backward(dy):
-        dx, dw, db = backend.layernorm_backward(dy, w.data, aux)
-        return dw, db, dx
-
-    return Tensor.from_op(y, (w, b, x), backward)
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
@@ -146,32 +127,11 @@ def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
     return Tensor.from_op(y, (wte, wpe), backward)
 
 
-def cross_entropy(logits, targets, scale=None, vocabulary=None):
-    """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
-
-    logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
-    ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
-    """
-    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
-    checks.cross_entropy(logits, targets, vocabulary)
-    scale = 1 / targets.size if scale is None else scale
-    backend, first, shape = logits.backend, vocabulary.first, logits.shape
-    targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
-    *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
-
-    def backward(dy):
-        dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
-        return (dlogits.reshape(shape),)
-
-    return Tensor.from_op(loss, (logits,), backward)
-
-
 def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, dloss=None):
     """cross_entropy(unembed(x, w), targets, scale, vocabulary), fused: not all logits are in memory at once.
 
-    A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss, the
-    array of shape () with which backward() will be called, if it is given: fp16 scales the loss with it.
+    A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss (see
+    ForwardArguments) if it is given.
     """
     vocabulary = vocabulary or Vocabulary(w.shape[0])
     checks.unembed_cross_entropy(x, w, targets, vocabulary)
@@ -194,6 +154,50 @@ def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
     rescaled = backend.loss_rows(maxima, sums, target_logits, row_maxima)
     sums, target_logits = group.all_reduce(rescaled)  # a target's logit is 0 except on the rank that holds the target
     return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
+
+
+# -- operations that GPT-2's model does not call: for lessons, and as the parts of mlp, stream_layernorm,
+# -- residual_layernorm and unembed_cross_entropy ----------------------------------------------------------------------
+
+
+def gelu(x):
+    """GPT-2's activation: the tanh approximation of x * Phi(x), where Phi is the normal distribution function."""
+    backend = x.backend
+    return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
+
+
+def layernorm(x, w, b, eps=1e-5):
+    """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
+    checks.last_axis("layernorm", x, w, b)
+    backend = x.backend
+    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
+
+    def backward(dy):
+        dx, dw, db = backend.layernorm_backward(dy, w.data, aux)
+        return dw, db, dx
+
+    return Tensor.from_op(y, (w, b, x), backward)
+
+
+def cross_entropy(logits, targets, scale=None, vocabulary=None):
+    """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
+
+    logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
+    ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
+    """
+    vocabulary = vocabulary or Vocabulary(logits.shape[-1])
+    checks.cross_entropy(logits, targets, vocabulary)
+    scale = 1 / targets.size if scale is None else scale
+    backend, first, shape = logits.backend, vocabulary.first, logits.shape
+    targets, logits2 = targets.reshape(-1), logits.data.reshape(-1, shape[-1])  # (N), (N, V/p)
+    *statistics, aux = backend.cross_entropy_forward(logits2, targets, first)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
+
+    def backward(dy):
+        dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
+        return (dlogits.reshape(shape),)
+
+    return Tensor.from_op(loss, (logits,), backward)
 
 
 # -- operations that call collectives: forward is a linear map of all ranks' x, and backward is its transpose ---------

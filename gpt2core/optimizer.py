@@ -87,7 +87,10 @@ class Optimizer:
         return self.rule.coefficients(step, lr)
 
     def norm_and_factor(self, gradients):
-        """(norm of flat `gradients`, factor = min(1, clip / (norm + 1e-6))), each of one element; clip 0: factor 1."""
+        """(norm of flat `gradients`, factor = min(1, clip / (norm + 1e-6))), each of one element.
+
+        clip 0: factor is 1. If the norm is not finite, factor is NaN.
+        """
         return self.backend.clip(self.backend.page_sums(gradients), self.clip)
 
     def update(self, gradients, factor, coefficients):

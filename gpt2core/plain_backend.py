@@ -2,9 +2,9 @@
 
 Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
 gradient of the loss with respect to y. Every formula below follows from dx = J' dy, where the Jacobian J of y has the
-derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. ComposedKernels calls these kernels
-for what a faster backend computes at once: the MLP, the residual stream with its LayerNorm, the logits with their loss.
-It also has dropout.
+derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. The base class ComposedKernels
+calls these kernels for what a faster backend computes at once: the MLP, the residual stream with its LayerNorm, the
+logits with their loss. The last section of PlainBackend is for generation, not for a training step.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -128,9 +128,7 @@ class PlainBackend(ComposedKernels):
         dwpe[position : position + ids.shape[-1]] = dy.sum(0)
         return dwte, dwpe
 
-    # -- logits = x w';  loss of a row = log sum exp(logits) - logit of the target;  dlogits = softmax - onehot --------
-    #    forward returns the maximum m of a row, s = sum exp(logits - m), and the target's logit. If ranks divide the
-    #    vocabulary, loss_rows() gives this rank's part of s for the maximum M over all ranks: s exp(m - M).
+    # -- logits: s = x w' ----------------------------------------------------------------------------------------------
 
     def unembed_forward(self, x, w):
         return x @ w.T
@@ -138,16 +136,16 @@ class PlainBackend(ComposedKernels):
     def unembed_backward(self, dy, x, w):
         return dy @ w, rows(dy).T @ rows(x)
 
+    # -- cross-entropy: the loss of a row of logits s is log(sum(exp(s))) - s[target];  ds = softmax(s) - onehot(target)
+    #    The next three functions are this formula, cut where ranks that divide the vocabulary exchange numbers
+    #    (ops.loss_of_rows). Each rank computes m = max(s), sum(exp(s - m)) and s[target] of its own logits. With M, the
+    #    maximum over the ranks, loss_rows() gives sum(exp(s - M)), and after the sum over the ranks loss() gives
+    #    log(sum) + M - s[target]. On one rank M = m, and the exchange changes nothing.
+
     def cross_entropy_forward(self, logits, targets, first=0):
         (token, own), row = local_tokens(targets, first, logits.shape[1]), np.arange(len(targets))
         maxima = logits.max(1)
         return maxima, np.exp(logits - maxima[:, None]).sum(1), np.where(own, logits[row, token], 0), None
-
-    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
-        token, own = local_tokens(targets, first, logits.shape[1])
-        p = np.exp(logits - maxima[:, None]) / sums[:, None]  # softmax
-        p[np.flatnonzero(own), token[own]] -= 1
-        return p * p.dtype.type(float(dy) * scale)
 
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
         return np.stack([sums * np.exp(maxima - row_maxima), target_logits])
@@ -155,6 +153,12 @@ class PlainBackend(ComposedKernels):
     def loss(self, row_maxima, sums, target_logits, scale):
         losses = np.log(sums) + row_maxima - target_logits
         return np.asarray(losses.sum(dtype=np.float64) * scale)
+
+    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
+        token, own = local_tokens(targets, first, logits.shape[1])
+        p = np.exp(logits - maxima[:, None]) / sums[:, None]  # softmax
+        p[np.flatnonzero(own), token[own]] -= 1
+        return p * p.dtype.type(float(dy) * scale)
 
     # -- flat buffers: the norm of the gradient, and clipping; 1e-6 as in PyTorch's clip_grad_norm_ --------------------
 
@@ -180,7 +184,7 @@ class PlainBackend(ComposedKernels):
         decay = np.repeat(np.where(decays, shrink, 1.0).astype(p.dtype), PAGE)
         p[...] = decay * p - rate * m / (np.sqrt(v) + e)
 
-    # -- generation, which is not part of a training step: the keys and values of earlier positions are in a cache -----
+    # -- generation only, not a training step: attention, with the keys and values of earlier positions in a cache -----
 
     def attention_cached(self, qkv, keys, values, position, n_head):
         q, k, v = split_heads(qkv, n_head)

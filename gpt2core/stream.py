@@ -2,6 +2,7 @@
 
 # B batch, T time, C channels
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt2core import ops
@@ -19,35 +20,27 @@ class Branch(NamedTuple):
     bias: Tensor
 
 
+@dataclass(frozen=True)
 class Stream:
-    """The residual stream (B, T, C): the sum x + branch, or x if branch is None. The sum is lazy: the LayerNorm that
-    reads it computes it, and then replaces x by the sum and the branch by None.
+    """The residual stream (B, T, C): the sum x + branch, or x if branch is None.
 
-    So one kernel reads x and the branch and writes their sum and its LayerNorm. In x = x + f(ln_1(x)), ln_1 stores the
-    sum, an output of the LayerNorm's node, and `+` uses it: so the gradients of both meet in this node. The object
-    changes, but the array that it stands for does not: LayerNorm reads the sum as it is stored, in the dtype of the
-    stream, so it may also be computed first, as between two ranks of a pipeline. The arrays x and branch are replaced
-    because no backward kernel reads them: their memory is used again.
+    The LayerNorm that reads the stream computes the sum: one kernel reads x and the branch, and writes both results.
     """
 
-    def __init__(self, x, branch=None):
-        self.x, self.branch = x, branch
+    x: Tensor
+    branch: Branch | None = None
 
     def __add__(self, branch):
         return Stream(self.tensor(), branch)
 
     def tensor(self):
-        """The stream as a Tensor (B, T, C); computes and stores the sum if no LayerNorm has done so."""
-        if self.branch is not None:
-            s = ops.residual_add(self.x, *self.branch)
-            self.x, self.branch = s, None  # the same value, now computed
-        return self.x
+        """The stream as a Tensor (B, T, C)."""
+        return self.x if self.branch is None else ops.residual_add(self.x, *self.branch)
 
     def layernorm(self, w, b, eps):
-        """The LayerNorm of the stream; computes and stores the sum."""
+        """(the same Stream with its sum computed, its LayerNorm (B, T, C)); their gradients meet in one node."""
         if self.branch is None:
             s, y = ops.stream_layernorm(self.x, w, b, eps)
         else:
             s, y = ops.residual_layernorm(self.x, *self.branch, w, b, eps)
-        self.x, self.branch = s, None  # the same value, now computed
-        return y
+        return Stream(s), y

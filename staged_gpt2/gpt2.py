@@ -20,10 +20,10 @@ from gpt2core.app.checkpoints.run_lock import RunLock
 from gpt2core.app.inference.continuations import continue_share, text_pieces
 from gpt2core.app.inference.inference_command import fit_prompt, make_inference_backend, sampling_rule, tokenizer_of
 from gpt2core.app.inference.prompts import encode_prompt
-from gpt2core.app.presets import check_downloaded
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.settings.definitions import InferenceSettings
 from gpt2core.app.settings.setting_fields import complete
+from gpt2core.app.shipped import check_downloaded
 from gpt2core.architecture import GPT2Config, parameter_count
 from gpt2core.errors import CheckpointError, ConfigError, DataError, ShapeError
 from gpt2core.parallel.launcher_env import read_launcher_env

@@ -17,9 +17,9 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved
-from gpt2core.app.presets import PRESETS
 from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.presets import PRESETS
 from gpt2core.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend

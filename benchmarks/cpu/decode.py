@@ -17,7 +17,7 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
 from benchmarks.harness.rounds import SEED
-from gpt2core.app.presets import PRESETS
+from gpt2core.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
 BATCHES = 8, 32  # numbers of prompts

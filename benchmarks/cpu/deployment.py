@@ -17,8 +17,8 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
-from gpt2core.app.presets import NANO_WEIGHTS
 from gpt2core.app.settings.flag_parser import to_path
+from gpt2core.app.shipped import NANO_WEIGHTS
 from testing.jobs import ROOT
 
 FLAGS = ["--weights", str(NANO_WEIGHTS), "--prompt", "In the spring of", "--max-new-tokens", "1"]

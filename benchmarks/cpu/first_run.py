@@ -12,7 +12,7 @@ from benchmarks.cpu.classroom import measure_all
 from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from gpt2core.app.presets import WEIGHTS
+from gpt2core.app.shipped import WEIGHTS
 from testing.jobs import ROOT
 
 COMMANDS = {

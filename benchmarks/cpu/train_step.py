@@ -12,8 +12,8 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
-from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
+from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
 EAGER, FLOOR = "torch eager", "sgemm floor"

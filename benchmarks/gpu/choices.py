@@ -16,8 +16,8 @@ from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
-from gpt2core.app.presets import PRESETS
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.presets import PRESETS
 
 FULL_STEP = "nothing"  # the name of the full step in results/, because it leaves out nothing
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)

@@ -20,8 +20,8 @@ from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
-from gpt2core.app.presets import PRESETS
 from gpt2core.errors import UserError
+from gpt2core.presets import PRESETS
 
 OURS = "ours"
 PEER_MODULE = "benchmarks.peers.torch_decode_cuda"

@@ -23,7 +23,7 @@ from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import interleaved, random_batch
-from gpt2core.app.presets import PRESETS
+from gpt2core.presets import PRESETS
 
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
 

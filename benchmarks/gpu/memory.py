@@ -13,9 +13,9 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save_each
 from benchmarks.harness.rounds import random_batch
-from gpt2core.app.presets import PRESETS
 from gpt2core.memory.gpu import BYTES, CONTEXT, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
+from gpt2core.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness.rounds import SEED
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.optimizer import AdamW
+from gpt2core.presets import PRESETS
 
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 

@@ -17,11 +17,11 @@ from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor.shards import load_inference_model
+from gpt2core.presets import PRESETS
 from gpt2core.sampler import generate
 
 LEAD_IN = 3  # steps, and tokens, that are not timed

@@ -21,8 +21,8 @@ from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import SEED, median_seconds, random_batch
-from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
+from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 from stage2_cuda.tuning.tuner import milliseconds
 

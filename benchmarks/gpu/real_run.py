@@ -20,10 +20,11 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
-from gpt2core.app.presets import BOOK, PRESETS, TOKENIZERS
+from gpt2core.app.shipped import BOOK, TOKENIZERS
 from gpt2core.architecture import parameter_count
 from gpt2core.data import Windows
 from gpt2core.optimizer import Schedule
+from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import split_validation
 from gpt2core.text.token_files import has_tokenizer, load_tokens
 from testing.jobs import ROOT

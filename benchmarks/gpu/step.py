@@ -17,8 +17,8 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token
+from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 OURS, RECOMPUTING = "ours", "ours, --recompute block"

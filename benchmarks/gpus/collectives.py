@@ -20,11 +20,11 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.ranks.collectives import fit_medians, launch
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.bucket_size import best_bucket
 from gpt2core.parallel.data.compression import Compressed
+from gpt2core.presets import PRESETS
 
 SIZES = [10**k for k in range(6, 10)]  # bytes of a float32 array
 TORCH = "torch, fp32"

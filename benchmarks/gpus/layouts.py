@@ -19,12 +19,12 @@ from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
-from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor.shards import check_tensor_parallel
+from gpt2core.presets import PRESETS
 from testing.jobs import run_mpi
 
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)

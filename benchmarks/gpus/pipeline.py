@@ -23,8 +23,8 @@ from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train
-from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.presets import PRESETS
 
 STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
 PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"

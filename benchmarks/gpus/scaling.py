@@ -21,10 +21,10 @@ from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
-from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import BUCKET_MB
+from gpt2core.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
 LEAD_IN = 3  # untimed steps at the start of a round, after which all ranks begin the timed steps at the same time

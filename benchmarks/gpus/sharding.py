@@ -24,11 +24,11 @@ from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
 from gpt2core.memory.gpu import MARGIN, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
+from gpt2core.presets import PRESETS
 from stage2_cuda.runtime import triton_launch
 
 BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file

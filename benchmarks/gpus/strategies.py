@@ -13,8 +13,8 @@ from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, 
 from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
-from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.data.strategies import STRATEGIES
+from gpt2core.presets import PRESETS
 
 MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's
 MIN_SPEED = 0.97  # lower bound for the speed with ZeRO-1 divided by the speed without

@@ -19,9 +19,9 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rounds import SEED
 from benchmarks.ranks.collectives import launch
-from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.data.strategies import STRATEGIES
+from gpt2core.presets import PRESETS
 from gpt2core.tracing.trace_file import Process, Span, write_trace
 from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, open_cupti, recorded, short
 

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.flag_parser import Parser
+from gpt2core.presets import PRESETS
 from gpt2core.tuned_choices import processor
 from testing.jobs import ROOT
 

@@ -14,7 +14,7 @@ from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.training_runs import train as train_gpt2
 from gpt2core.app.output.loss_plot import Curve, write_plot
-from gpt2core.app.presets import BOOK, TOKENIZERS
+from gpt2core.app.shipped import BOOK, TOKENIZERS
 
 BASE = "--shuffle"  # the run with which the others are compared
 ORDERS = {"in order": ("--no-shuffle",), BASE: ("--shuffle",), "--local-shuffle": ("--local-shuffle",)}

@@ -21,9 +21,9 @@ from gpt2core.app.plan import calibrate
 from gpt2core.app.planning.machine import calibration_file, host_machine
 from gpt2core.app.planning.memory import host_terms
 from gpt2core.app.planning.step_time import pipeline_timeline, step_seconds
-from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.presets import PRESETS
 from testing.jobs import run_mpi
 
 PUBLISHED = "Charon 3.7 % (training), vTrain 8.4 % on 8 GPUs and 14.7 % on up to 512"

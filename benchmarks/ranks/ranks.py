@@ -10,10 +10,10 @@ from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
-from gpt2core.app.presets import PRESETS
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from gpt2core.presets import PRESETS
 from stage1_mpi.mpi_communicator import CHOICES
 
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with

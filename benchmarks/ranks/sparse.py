@@ -17,10 +17,10 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, measure_job, timed_steps
-from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
 PRESET = "paper"

@@ -17,9 +17,9 @@ from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.rounds import measure_job, timed_steps
-from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash
+from gpt2core.presets import PRESETS
 
 AFTER, NO_COPY, COPY, ALONE = (
     "after the last bucket",

@@ -16,10 +16,10 @@ from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
 from benchmarks.report.parts import BUSY, PartFiles, run_parts
 from gpt2core.app.command import run_command
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
+from gpt2core.presets import PRESETS
 
 
 def check_output(folder):

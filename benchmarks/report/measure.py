@@ -16,10 +16,11 @@ from benchmarks.report.recording import record_all
 from benchmarks.report.runs import RANKS
 from benchmarks.report.trace import read_step
 from gpt2core.app.output.run_log import read_log
-from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.shipped import CORPUS, WEIGHTS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.errors import counted
+from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import first_tokens
 from gpt2core.text.tokenizer import Tokenizer
 from testing.jobs import run_mpi

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2core import ops
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.presets import BOOK_WEIGHTS
+from gpt2core.app.shipped import BOOK_WEIGHTS
 from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import GPT2
 from gpt2core.plain_backend import PlainBackend, split_heads
@@ -39,11 +39,12 @@ def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
     x = model.embedding(ids)
     scores, norms, logits = [], [x.tensor().data[0]], [read_out(model, x)]
     for block in model.blocks:
-        q, k, _ = split_heads(ops.linear(block.ln_1(x), *block.qkv).data, block.n_head)
+        x, y = block.ln_1(x)
+        q, k, _ = split_heads(ops.linear(y, *block.qkv).data, block.n_head)
         scores.append((q @ k.swapaxes(2, 3))[0] / math.sqrt(q.shape[3]))
-        attended = x + block.attention(block.ln_1(x), FIRST_TOKENS)
-        norms.append(attended.tensor().data[0])
-        x = attended + block.mlp(block.ln_2(attended))
+        x, y = block.ln_2(x + block.attention(y, FIRST_TOKENS))
+        norms.append(x.tensor().data[0])
+        x = x + block.mlp(y, FIRST_TOKENS)
         norms.append(x.tensor().data[0])
         logits.append(read_out(model, x))
     return {
@@ -58,7 +59,8 @@ def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
 
 def read_out(model, x):
     """The logits (T, V) of a stream."""
-    return model.unembed(model.head.ln_f(x)).data[0]
+    _, y = model.head.ln_f(x)
+    return model.unembed(y).data[0]
 
 
 def packed(array):

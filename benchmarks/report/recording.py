@@ -13,7 +13,6 @@ import weakref
 
 import numpy as np
 
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.communicator import Handle
@@ -22,6 +21,7 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives

@@ -15,7 +15,6 @@ import numpy as np
 from gpt2core.app.planning.flops import step_flops
 from gpt2core.app.planning.layout import FP32, Layout
 from gpt2core.app.planning.traffic import traffic
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_count, parameter_shapes, unit_of
 from gpt2core.arena import PAGE, SEGMENTS, round_up
 from gpt2core.communicator import Solo, textbook_bytes
@@ -25,6 +24,7 @@ from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.schedules import one_f_one_b
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 
 MODEL = PRESETS["tiny"]
 BATCH, MICRO_BATCHES, RANKS = 16, 8, 4

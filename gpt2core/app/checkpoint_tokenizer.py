@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint: read it, and check that the ids of another one have the same meaning."""
 
-from gpt2core.app.presets import CORPUS
+from gpt2core.app.shipped import CORPUS
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, build_tokenizer

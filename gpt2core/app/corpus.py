@@ -10,9 +10,9 @@ import numpy as np
 
 from gpt2core.app.checkpoint_tokenizer import load_tokenizer
 from gpt2core.app.fingerprints import file_fingerprints, token_fingerprint
-from gpt2core.app.presets import BOOK_WEIGHTS
 from gpt2core.app.rank_agreement import compare_files
 from gpt2core.app.settings.setting_fields import flag
+from gpt2core.app.shipped import BOOK_WEIGHTS
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
 from gpt2core.text.token_file import split_validation

@@ -10,7 +10,6 @@ from gpt2core.app.command import run_command
 from gpt2core.app.host_memory import available_memory
 from gpt2core.app.planning.layouts import Devices, estimates
 from gpt2core.app.planning.machine import calibration_file, h100, host_machine, save_calibration
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.definitions import PRECISIONS, recipe
 from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.app.settings.setting_fields import LARGEST, flag
@@ -18,6 +17,7 @@ from gpt2core.architecture import parameter_count
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATE = ["-m", "stage1_mpi.launch", "-n", "2", "--", "-m", "stage1_mpi.calibrate"]

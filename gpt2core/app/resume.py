@@ -5,9 +5,9 @@ from pathlib import Path
 
 import gpt2core
 from gpt2core.app.fingerprints import token_fingerprint
-from gpt2core.app.presets import SHIPPED
 from gpt2core.app.settings.definitions import TrainSettings
 from gpt2core.app.settings.setting_fields import SAVED, flag, has_type, names_of
+from gpt2core.app.shipped import SHIPPED
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.token_files import data_files

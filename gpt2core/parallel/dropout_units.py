@@ -6,6 +6,7 @@ The bias of a branch is inside the dropped number, so zeros take its place in th
 # B batch, T time, C channels
 
 from gpt2core.forward_arguments import FIRST_TOKENS
+from gpt2core.model import Block
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
 
@@ -40,32 +41,20 @@ class DropoutEmbedding:
         return Stream(dropout(x.tensor(), mask)) if mask else x
 
 
-class DropoutBlock:
+class DropoutBlock(Block):
     """A Block, or a SlicedBlock, that drops numbers of its two branches."""
 
     def __init__(self, block):
-        self.block, self.name = block, block.name
+        self.block, self.name, self.ln_1, self.ln_2 = block, block.name, block.ln_1, block.ln_2
         _, bias = block.mlp_out
         self.zeros = Tensor(bias.backend.zeros(bias.shape, bias.backend.compute_dtype), bias.backend)  # (C)
 
-    def __call__(self, x, arguments=FIRST_TOKENS):
-        if arguments.dropout is None:
-            return self.block(x, arguments)
-        first = 2 * self.block.layer + 1
-        masks = arguments.mask(first), arguments.mask(first + 1)
-        return self.block(DropoutStream(x, masks, self.zeros), arguments).stream
+    def attention(self, y, arguments):
+        return self.drop(self.block.attention(y, arguments), arguments.mask(2 * self.block.layer + 1))
 
+    def mlp(self, y, arguments):
+        return self.drop(self.block.mlp(y, arguments), arguments.mask(2 * self.block.layer + 2))
 
-class DropoutStream:
-    """A Stream that drops numbers of each Branch that a block adds. masks: of the next branches; zeros (C)."""
-
-    def __init__(self, stream, masks, zeros):
-        self.stream, self.masks, self.zeros = stream, masks, zeros
-
-    def __add__(self, branch):
-        mask, *later = self.masks
-        dropped = Branch(dropout(branch.output, mask, branch.bias), self.zeros)
-        return DropoutStream(self.stream + dropped, later, self.zeros)
-
-    def layernorm(self, *parameters):
-        return self.stream.layernorm(*parameters)
+    def drop(self, branch, mask):
+        """The Branch after dropout by a Mask; the same one if `mask` is None."""
+        return Branch(dropout(branch.output, mask, branch.bias), self.zeros) if mask else branch

@@ -35,15 +35,16 @@ class Part:
         x: token ids (B, T) if the first unit is the embedding, otherwise the array (B, T, C) of the residual stream
         that enters. arguments: ForwardArguments.
         """
-        graph = Graph(self)
-        if self.units[0].name != "embedding":
-            x = Stream(boundary(x, self.backend, graph.keep_gradient))
+        graph, first = Graph(self), self.units[0]
+        # A list, because a unit frees its input as soon as it has computed the sum: pop() leaves no reference here.
+        xs = [x if first.name == "embedding" else Stream(boundary(x, self.backend, graph.keep_gradient))]
         for unit in self.units:
             self.before(unit.name)
-            if unit is not self.units[0]:
-                x = mark_stream(x, functools.partial(graph.report, unit.name))
-            x = unit(x, arguments)
-        graph.y = x.tensor() if isinstance(x, Stream) else x
+            if unit is not first:
+                xs.append(mark_stream(xs.pop(), functools.partial(graph.report, unit.name)))
+            xs.append(unit.__call__(xs.pop(), arguments))  # unit(...) would keep a reference until it returns
+        y = xs.pop()
+        graph.y = y.tensor() if isinstance(y, Stream) else y
         return graph
 
     def skip(self):

@@ -20,7 +20,7 @@ def dropout(y, x, bias, mask):
     """y = x (..., T, C), plus bias (C) unless it is None, after dropout by a Mask whose key is on the device."""
     n, (time, n_cols), p = x.size // x.shape[-1], x.shape[-2:], mask.dropout
     grid = (triton.cdiv(n, BLOCK_ROWS), triton.cdiv(n_cols, BLOCK_COLS))
-    arguments = y, x, bias, p.key, mask.place, p.row, n, time, n_cols, p.threshold, p.scale
+    arguments = y, x, bias, p.key, mask.place, p.row, mask.position, n, time, n_cols, p.threshold, p.scale
     launch(dropout_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=4)
 
 
@@ -34,17 +34,20 @@ def mixed(h):
 
 @triton.jit
 def dropout_kernel(
-    y_ptr, x_ptr, bias_ptr, key_ptr, place, first, n, time, n_cols, threshold, scale,
+    y_ptr, x_ptr, bias_ptr, key_ptr, place, first, position, n, time, n_cols, threshold, scale,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BLOCK_ROWS, C / BLOCK_COLS): each program computes one tile. first: the row of the first sequence."""
+    """Grid (N / BLOCK_ROWS, C / BLOCK_COLS): each program computes one tile.
+
+    first: the row of the first sequence. position: of the first token of each sequence.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inside = (rows < n)[:, None] & (cols < n_cols)[None, :]
     offs = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
     h = mixed((tl.load(key_ptr) + place).to(tl.uint32))
     h = mixed(h + (first + rows // time).to(tl.uint32))
-    h = mixed(h + (rows % time).to(tl.uint32))
+    h = mixed(h + (position + rows % time).to(tl.uint32))
     bits = mixed(h[:, None] + (cols.to(tl.uint32) * GOLDEN)[None, :])
     x = tl.load(x_ptr + offs, inside, 0).to(tl.float32)
     if bias_ptr is not None:

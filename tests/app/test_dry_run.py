@@ -10,12 +10,12 @@ import pytest
 from gpt2core.app.planning.flops import forward_flops, step_flops
 from gpt2core.app.planning.layout import Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import flops_per_token, parameter_count
 from gpt2core.memory.gpu import training_memory
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 from tests.support.jobs import succeeded
 from tests.support.training import make_trainer
 

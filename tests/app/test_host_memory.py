@@ -7,10 +7,10 @@ import pytest
 
 from gpt2core.app import host_memory
 from gpt2core.app.host_memory import available_memory, control_group_limits, largest_unit, needed_memory
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import parameter_count
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
 TINY = PRESETS["tiny"]

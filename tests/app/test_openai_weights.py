@@ -8,7 +8,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.presets import OPENAI_NAMES
+from gpt2core.app.shipped import OPENAI_NAMES
 from gpt2core.architecture import GPT2Config, parameter_shapes
 
 TEXT = "the model reads one token, then another; it learns what follows and forgets nothing. " * 40

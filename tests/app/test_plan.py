@@ -12,12 +12,12 @@ from gpt2core.app.planning.layout import Layout
 from gpt2core.app.planning.layouts import Devices, estimate, estimates, layouts
 from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machine, save_calibration
 from gpt2core.app.planning.step_time import step_seconds, update_seconds
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 from stage1_mpi import calibrate
 from tests.support.training import make_trainer
 

@@ -10,16 +10,16 @@ import pytest
 
 import gpt2core
 from gpt2core.app import cli
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.definitions import NAMES, InferenceSettings, TrainSettings, recipe, with_flags
 from gpt2core.app.settings.final_values import resolve_flags
 from gpt2core.app.settings.setting_fields import SAVED, defaults_of, flag, names_of
 from gpt2core.errors import ConfigError
+from gpt2core.presets import PRESETS
 
 CORE = Path(gpt2core.__file__).parent
 # Strings in gpt2core/app that are equal to the name of a setting, but are another name.
 OTHER_NAMES = {
-    ("data", "app/presets.py"),  # a directory of the repository
+    ("data", "app/shipped.py"),  # a directory of the repository
     ("blas", "app/doctor.py"),  # a value of threadpoolctl
     ("lr", "app/output/output_files.py"),  # a key of the log
     ("save", "app/training/loop.py"),  # a pause between two steps

@@ -5,8 +5,8 @@ import pytest
 from benchmarks.ranks.grid import compare, errors, layouts, line, name_of
 from benchmarks.ranks.grid_ranks import train_all
 from gpt2core.app.planning.machine import h100
-from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.presets import PRESETS
 from tests.support.mpi import run_mpi
 
 

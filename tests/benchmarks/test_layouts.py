@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpus.layouts import layouts
-from gpt2core.app.presets import PRESETS
+from gpt2core.presets import PRESETS
 
 
 @pytest.mark.parametrize("ranks, stage", [(2, 1), (4, 1), (8, 1), (4, 3)])

@@ -32,7 +32,7 @@ from benchmarks.report.charts import Chart, tick_label, wrapped
 from benchmarks.report.page import GENERATOR, with_units, write_report
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.app.presets import BOOK_WEIGHTS, PRESETS
+from gpt2core.app.shipped import BOOK_WEIGHTS
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -43,6 +43,7 @@ from gpt2core.parallel.data.strategies import buckets_of
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import simulate
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 from gpt2core.tensor import Tensor
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend

@@ -12,10 +12,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives  # noqa: F401 - primitives defines slices
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, parameter_shapes
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
+from gpt2core.presets import PRESETS
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, no_grad
 from stage0_serial.numpy_backend import NumpyBackend

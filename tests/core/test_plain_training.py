@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.parallel_trainer import ParallelTrainer
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.presets import PRESETS
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import run
 from stage0_serial.numpy_backend import NumpyBackend

@@ -14,10 +14,11 @@ from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import Block, Embedding, Head
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.dropout_units import DropoutBlock, DropoutEmbedding, dropout
+from gpt2core.parallel.part import forward_pass
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.tensor import Tensor
+from gpt2core.tensor import Tensor, no_grad
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.training import CONFIG, TIED, assert_same, make_trainer
@@ -61,6 +62,19 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it():
     for row in range(16):
         assert_array_equal(mask_of(row=row).keeps((1, 4, 6))[0], whole.reshape(16, 4, 6)[row])
     assert_array_equal(mask_of().keeps((16, 3, 5)), whole.reshape(16, 4, 6)[:, :3, :5])  # of shorter arrays too
+
+
+@pytest.mark.parametrize("first", [1, 2, 4, 7])
+def test_the_parts_of_a_divided_sequence_drop_the_numbers_of_the_whole_one(first):
+    rng, backend = np.random.default_rng(), PlainBackend("fp64")
+    x, bias, dropout = rng.standard_normal((3, 8, 6)), rng.standard_normal(6), mask_of(0.5, row=5).dropout
+    whole = backend.dropout(x, ForwardArguments(dropout=dropout).mask(2), bias)
+    parts = [
+        backend.dropout(x[:, part], ForwardArguments(position=part.start, dropout=dropout).mask(2), bias)
+        for part in (slice(0, first), slice(first, 8))
+    ]
+    assert_array_equal(np.concatenate(parts, 1), whole, strict=True)
+    assert (whole == 0).any() and (whole != 0).any()
 
 
 # -- the operation, and the units -------------------------------------------------------------------------------------
@@ -190,6 +204,16 @@ def test_each_step_and_seed_drops_other_numbers_and_evaluation_none():
     for each in (trainer, plain):
         each.losses_of_rows = each.accumulator.losses(*rows, each.scale, 16)
     assert trainer.losses_of_rows == plain.losses_of_rows
+
+
+def test_the_forward_pass_of_training_drops_numbers_also_where_nothing_is_recorded():
+    trainer = make_trainer(Solo(), ParallelConfig(), micro_batches=1, dropout=0.5)
+    inputs, targets = Windows(TOKENS, 16).batch(0, 16)
+    want = trainer.step(trainer.prepare(inputs, targets), 0.0).loss
+    (worker,) = trainer.accumulator.workers
+    with no_grad():
+        _, loss = forward_pass(worker.parts, inputs, worker.work.training_arguments(0, targets, trainer.scale))
+    assert loss.item() == want != trainer.accumulator.losses(inputs, targets, trainer.scale, 16)[0]
 
 
 @pytest.mark.parametrize("options", [dict(pp=2), dict(zero=3), dict(tp=2)], ids=str)

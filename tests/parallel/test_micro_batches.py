@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes, unit_of
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.communicator import Solo
@@ -46,6 +45,7 @@ from gpt2core.parallel.whole_parameters import (
     parameter_hash,
 )
 from gpt2core.plain_backend import PlainBackend
+from gpt2core.presets import PRESETS
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.threads import WorkerPool
 from gpt2core.trainer import Trainer as SerialTrainer

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from gpt2core import ops
-from gpt2core.app.presets import PRESETS
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import SOLO, Solo
 from gpt2core.errors import ConfigError
@@ -28,6 +27,7 @@ from gpt2core.parallel.tensor.shards import (
     unshard,
 )
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.presets import PRESETS
 from gpt2core.sampler import KVCache, Sampling, generate
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from gpt2core.vocabulary import Vocabulary, own_slice

@@ -15,12 +15,13 @@ from gpt2core import architecture
 from gpt2core.app import cli
 from gpt2core.app.checkpoints import directory as checkpoint
 from gpt2core.app.inference.group_sampler import GroupSampler
-from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.app.shipped import CORPUS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.presets import PRESETS
 from gpt2core.sampler import Decoder, Greedy, Sampling, generate, generate_batch
 from gpt2core.text.only_tokens import OnlyTokens
 from gpt2core.text.token_file import read_text

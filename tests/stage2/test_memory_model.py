@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli
 from gpt2core.app.backend_setup import memory_errors, step_sizes
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.settings.run_config import RunConfig
 from gpt2core.architecture import GPT2Config, parameter_count, parameter_shapes
 from gpt2core.communicator import Communicator, Handle, Solo
@@ -36,6 +35,7 @@ from gpt2core.parallel import parallel_trainer as trainers
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import load
+from gpt2core.presets import PRESETS
 from gpt2core.runtime import Runtime
 from gpt2core.training_loop import read_batch
 from stage0_serial.cpu_runtime import CpuRuntime

@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from gpt2core import ops
 from gpt2core.app import cli
-from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.app.settings.definitions import recipe
+from gpt2core.app.shipped import CORPUS
 from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
@@ -30,6 +30,7 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.tensor.shards import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, load, parameter_hash
+from gpt2core.presets import PRESETS
 from gpt2core.sampler import Greedy, generate
 from gpt2core.tensor import AutogradError, Tensor
 from gpt2core.text.only_tokens import OnlyTokens

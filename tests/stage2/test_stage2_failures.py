@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.app.backend_setup import check_graph
-from gpt2core.app.presets import PRESETS
 from gpt2core.app.training import command as train_command
 from gpt2core.architecture import GPT2Config
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
+from gpt2core.presets import PRESETS
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime import nvtx, triton_launch
 

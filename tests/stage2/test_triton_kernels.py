@@ -259,6 +259,21 @@ def test_dropout_keeps_the_numbers_that_the_host_keeps(rng, dtype, p, shape, row
     assert_array_equal(np.asarray(dx, np.float64) != 0, keeps & (x64 != 0))
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("first", [1, 4, 6])
+def test_dropout_of_the_parts_of_a_divided_sequence_is_that_of_the_whole_one(rng, dtype, first):
+    B, T, C = 2, 8, 70
+    (x, _), (bias, _) = normal(rng, dtype, B, T, C), normal(rng, dtype, C)
+    chosen = Dropout(0.3, device(dropout_key(int(rng.integers(1000)), 1)), 3)
+    (whole,) = run(dropout.dropout, [((B, T, C), dtype)], x, bias, Mask(chosen, 2))
+    parts = []
+    for start, end in ((0, first), (first, T)):
+        part = x[:, start:end].copy()
+        parts += run(dropout.dropout, [(part.shape, dtype)], part, bias, Mask(chosen, 2, start))
+    assert_array_equal(np.concatenate(parts, 1), whole)
+    assert (np.asarray(whole, np.float64) == 0).any()
+
+
 @rows
 def test_column_sums_equal_float64(rng, dtype, n, channels):
     x, x64 = normal(rng, dtype, n, channels)

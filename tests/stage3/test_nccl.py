@@ -12,13 +12,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.app.shipped import CORPUS
 from gpt2core.codecs import CODECS
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import STRATEGIES, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.whole_parameters import parameter_hash
+from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import load_tokens
 from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import tree_sum

@@ -61,7 +61,7 @@ def stream(a, last):
     """A stream after two branches whose weights, biases and norms are shared; `last` reads the stream after them."""
     x = Stream(a.x)
     for _ in range(2):
-        y = x.layernorm(a.scale, a.bias, 1e-5)
+        x, y = x.layernorm(a.scale, a.bias, 1e-5)
         x = mark_stream(x, lambda: None) + Branch(ops.linear(y, a.w), a.bias)
     return last(x)
 
@@ -109,7 +109,7 @@ GRAPHS = {
         ops.residual_layernorm(ops.linear(a.x, a.w, a.bias), ops.linear(a.x, a.w), a.bias, a.bias, a.bias)[1],
         a.w * a.w,
     ],
-    "a stream that a layernorm reads": lambda a: [stream(a, lambda x: x.layernorm(a.scale, a.bias, 1e-5))],
+    "a stream that a layernorm reads": lambda a: [stream(a, lambda x: x.layernorm(a.scale, a.bias, 1e-5)[1])],
     "a stream that is read as it is": lambda a: [stream(a, Stream.tensor)],
     "attention": lambda a: [ops.attention(a.qkv, H)],
     "attention of one leaf twice": lambda a: [ops.attention(a.qkv, H) + ops.attention(a.qkv * 2, H)],

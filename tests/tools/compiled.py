@@ -37,7 +37,6 @@ import numpy as np  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.architecture import parameter_shapes  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
@@ -45,6 +44,7 @@ from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.parallel import parallel_trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
 from gpt2core.parallel.tensor.shards import load_model  # noqa: E402
+from gpt2core.presets import PRESETS  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402
 from gpt2core.training_loop import read_batch  # noqa: E402

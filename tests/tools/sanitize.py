@@ -122,7 +122,7 @@ def launch_rotary(a):
 
 def launch_dropout(a):
     for B, T, C in ((2, 37, 30), (1, 5, 300)):
-        mask = Mask(Dropout(0.1, a.xp.zeros((1,), np.int64), row=3), place=2)
+        mask = Mask(Dropout(0.1, a.xp.zeros((1,), np.int64), row=3), place=2, position=5)
         for bias in (a.x(C), None):
             dropout.dropout(a.x(B, T, C), a.x(B, T, C), bias, mask)
 

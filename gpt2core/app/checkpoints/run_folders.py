@@ -12,8 +12,9 @@ from pathlib import Path
 
 from gpt2core.app.checkpoints.directory import newest_step
 from gpt2core.app.checkpoints.run_lock import RunLock
-from gpt2core.app.presets import INSTALLED, PRESETS
+from gpt2core.app.shipped import INSTALLED
 from gpt2core.errors import CheckpointError
+from gpt2core.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,10 +12,10 @@ from gpt2core.app.checkpoints.run_folders import newest_run, shown
 from gpt2core.app.inference.continuations import write_batch, write_continuation, write_text
 from gpt2core.app.inference.group_sampler import GroupSampler
 from gpt2core.app.inference.prompts import check_decoded, read_prompt, read_prompts, typed_prompt
-from gpt2core.app.presets import check_downloaded, shipped_weights
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.settings.definitions import GENERATION, InferenceSettings
 from gpt2core.app.settings.setting_fields import complete, flag, names_of
+from gpt2core.app.shipped import check_downloaded, shipped_weights
 from gpt2core.app.stage_checks import check_many_ranks, check_one_process, check_transport
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo

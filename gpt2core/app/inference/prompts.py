@@ -7,8 +7,8 @@ import re
 import sys
 
 from gpt2core.app.command import error_text
-from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, SHIPPED
 from gpt2core.app.resume import saved_corpus
+from gpt2core.app.shipped import BOOK_WEIGHTS, CORPUS, SHIPPED
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.text.token_file import read_text
 from gpt2core.text.token_files import data_files, first_tokens

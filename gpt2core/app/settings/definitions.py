@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from gpt2core.app.presets import BOOK, CORPUS, PRESETS
 from gpt2core.app.settings.flag_parser import not_empty, stop_text
 from gpt2core.app.settings.setting_fields import AGAIN, SAVED, Settings, defaults_of, flag, setting
+from gpt2core.app.shipped import BOOK, CORPUS
 from gpt2core.architecture import POSITIONS
 from gpt2core.codecs import CODECS
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import BUCKET_MB, PP_SCHEDULES, RECOMPUTE, ZERO, ParallelConfig
+from gpt2core.presets import PRESETS
 
 # Groups: (title, description) for --help and docs/USAGE.md
 MODEL = ("model", None)

@@ -8,12 +8,13 @@ import contextlib
 import math
 from dataclasses import replace
 
-from gpt2core.app.presets import PRESETS, TOKENIZERS
 from gpt2core.app.settings.definitions import MODEL, TrainSettings, recipe
 from gpt2core.app.settings.setting_fields import defaults_of, flag, names_of
+from gpt2core.app.shipped import TOKENIZERS
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.config import BUCKET_MB
+from gpt2core.presets import PRESETS
 
 DEFAULTS = defaults_of(TrainSettings)
 MODEL_FIELDS = [name for name in names_of(TrainSettings, group=MODEL) if name != "preset"]  # of GPT2Config

@@ -10,7 +10,6 @@ from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.checkpoints.files import Checkpoint
 from gpt2core.app.checkpoints.out_flag import check_names, check_out_directory
 from gpt2core.app.corpus import Corpus, check_validation, read_texts, split_corpus
-from gpt2core.app.presets import check_downloaded
 from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress
 from gpt2core.app.settings.final_values import (
     default_tokenizer,
@@ -21,6 +20,7 @@ from gpt2core.app.settings.final_values import (
     schedule_notes,
 )
 from gpt2core.app.settings.run_config import RunConfig
+from gpt2core.app.shipped import check_downloaded
 from gpt2core.text.token_files import TokenFiles, is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
 

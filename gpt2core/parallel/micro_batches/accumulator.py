@@ -11,7 +11,6 @@ from gpt2core.data import even_slices
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
 from gpt2core.parallel.tensor.shards import whole_name
-from gpt2core.tensor import is_recording
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,13 @@ class Workload:
     def passes(self):
         return self.count // self.merged
 
-    def arguments(self, targets, scale, dloss=None, number=0):
-        """The ForwardArguments of pass `number`, which has these targets. Evaluation, without recording, drops nothing.
+    def training_arguments(self, number, targets, scale):
+        """The ForwardArguments of pass `number` of a training step, which has these targets.
 
         Merged micro-batches have equal sizes, so the rows of one follow those of the one before it.
         """
-        dropout = self.dropouts[number * self.merged] if self.dropouts and is_recording() else None
-        return ForwardArguments(targets=targets, scale=scale, dloss=dloss, dropout=dropout)
+        dropout = self.dropouts[number * self.merged] if self.dropouts else None
+        return ForwardArguments(targets=targets, scale=scale, dloss=self.dloss, dropout=dropout)
 
     @property
     def used_twice(self):
@@ -100,7 +99,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def losses(self, inputs, targets, scale, rows):
-        """The losses of the micro-batches from deal(), as numbers, without gradients; 0 for an empty micro-batch."""
+        """The losses of the micro-batches from deal(), as numbers, without gradients or dropout; 0 for an empty one."""
 
 
 def compute_passes(work, parts, batch, scale, losses, begin_pass):
@@ -112,7 +111,7 @@ def compute_passes(work, parts, batch, scale, losses, begin_pass):
     for number, (ids, targets) in enumerate(batch):
         begin_pass()
         with runtime.range("forward"):
-            graphs, loss = forward_pass(parts, ids, work.arguments(targets, scale, work.dloss, number))
+            graphs, loss = forward_pass(parts, ids, work.training_arguments(number, targets, scale))
         losses[number * work.merged][...] = loss
         with runtime.range("backward"):
             backward_pass(graphs, work.dloss)

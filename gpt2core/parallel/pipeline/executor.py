@@ -1,6 +1,7 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
 from gpt2core.communicator import Handle
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import no_grad
@@ -28,7 +29,7 @@ class Executor:
         self.chunks, self.last, self.groups, self.gradients = chunks, count - 1, groups, gradients
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
         self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
-        self.begin((), 1.0)
+        self.begin((), ())
 
     def record_times(self):
         """From now on, run() records the time of each action in `times`; called before the first step."""
@@ -42,7 +43,8 @@ class Executor:
         F(m, c) before B(m, c), and those of B(m, c) before the next gradient of chunk c is sent. So few of the arrays
         that were sent are kept.
         """
-        self.begin(batch, scale, splits=any(kind == "W" for kind, _, _ in actions))
+        arguments = [self.work.training_arguments(m, targets, scale) for m, (_, targets) in enumerate(batch)]
+        self.begin(batch, arguments, splits=any(kind == "W" for kind, _, _ in actions))
         self.times = {}
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             self.expect(action)
@@ -57,8 +59,8 @@ class Executor:
 
     @no_grad()
     def evaluate(self, batch, scale):
-        """{m: loss} on the last rank, without gradients; an empty micro-batch has none."""
-        self.begin(batch, scale)
+        """{m: loss} on the last rank, without gradients and dropout; an empty micro-batch has none."""
+        self.begin(batch, [ForwardArguments(targets=targets, scale=scale) for _, targets in batch])
         for m, (ids, _) in enumerate(batch):
             for c in sorted(self.chunks):
                 if len(ids):
@@ -70,8 +72,8 @@ class Executor:
                         part.skip()
         return self.finish()
 
-    def begin(self, batch, scale, splits=False):
-        self.batch, self.scale, self.splits, self.losses = batch, scale, splits, {}
+    def begin(self, batch, arguments, splits=False):
+        self.batch, self.arguments, self.splits, self.losses = batch, arguments, splits, {}
         self.graphs, self.later = {}, {}  # {(m, c): list}: graphs of the parts; functions for W
         self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
 
@@ -86,11 +88,9 @@ class Executor:
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def forward(self, m, c):
-        ids, targets = self.batch[m]
-        x = self.receive("F", m, c) if c else ids
+        x = self.receive("F", m, c) if c else self.batch[m][0]
         with self.backend.runtime.range("forward"):
-            arguments = self.work.arguments(targets, self.scale, self.dloss, m)
-            self.graphs[m, c], x = forward_pass(self.chunks[c], x, arguments)
+            self.graphs[m, c], x = forward_pass(self.chunks[c], x, self.arguments[m])
         self.peak = max(self.peak, len(self.graphs))
         if c == self.last:
             self.losses[m] = x
@@ -125,7 +125,7 @@ class Executor:
 
     def before_dropout(self, m, dx):
         """The gradient of the rows of the embedding from that of the stream, in which numbers of them are dropped."""
-        mask = self.work.arguments(None, None, number=m).mask(0)
+        mask = self.arguments[m].mask(0)
         return self.backend.dropout(dx, mask) if mask else dx
 
     def embedding(self, m, c):

@@ -55,7 +55,8 @@ class SlicedHead(Head):
 
     def __call__(self, x, arguments):
         targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
-        ys = copies(self.ln_f(x), len(self.ws), self.group)
+        x, y = self.ln_f(x)
+        ys = copies(y, len(self.ws), self.group)
         return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, dloss)
 
 
@@ -74,8 +75,8 @@ class SlicedBlock(Block):
     def attention(self, y, arguments):
         return self.sum(y, lambda block, y: block.attention(y, arguments))
 
-    def mlp(self, y):
-        return self.sum(y, Block.mlp)
+    def mlp(self, y, arguments):
+        return self.sum(y, lambda block, y: block.mlp(y, arguments))
 
     def sum(self, y, branch_of):
         """The Branch of all slices of all ranks; y (B, T, C). branch_of(block, y): that of a slice."""
