@@ -229,14 +229,15 @@ class GpuBinding:
 def bind_gpu(local_rank):
     """Select GPU local_rank % (number of visible GPUs) as the current device of this thread; return its GpuBinding.
 
-    local_rank: the number of this rank among the ranks of its host. Raises ConfigError if the host has no GPU.
+    local_rank: the number of this rank among the ranks of its host. Raises ConfigError if the host has no GPU, or
+    if its memory is full.
     """
     try:
         cupy = triton_launch.array_module()
     except ConfigError as error:
         raise ConfigError(f"host {platform.node()}: {error}; or start no ranks on this host") from error
     device_id = local_rank % cupy.cuda.runtime.getDeviceCount()
-    cupy.cuda.Device(device_id).use()
+    triton_launch.open_gpu(cupy, device_id)
     name = cupy.cuda.runtime.getDeviceProperties(device_id)["name"].decode()
     pci_bus_id = cupy.cuda.Device(device_id).pci_bus_id
     return GpuBinding(cupy, device_id, name, pci_bus_id, cupy.cuda.Stream(non_blocking=True))

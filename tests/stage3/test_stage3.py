@@ -239,7 +239,9 @@ def on_hosts(monkeypatch):
     """on_hosts([(ranks, GPUs) of host0, host1, ...]) -> [(transport, GPU), or the text of the error, of each rank]."""
     of_thread = threading.local()
     launch = SimpleNamespace(
-        interpreted=lambda: of_thread.host.gpus == "interpreter", array_module=lambda: of_thread.host.array_module()
+        interpreted=lambda: of_thread.host.gpus == "interpreter",
+        array_module=lambda: of_thread.host.array_module(),
+        open_gpu=lambda cupy, device: cupy.cuda.Device(device).use(),
     )
     monkeypatch.setattr(nccl_communicator, "triton_launch", launch)
     monkeypatch.setattr(nccl_communicator, "platform", SimpleNamespace(node=lambda: of_thread.host.name))

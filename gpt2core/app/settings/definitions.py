@@ -373,7 +373,8 @@ class TrainSettings(Settings):
     canonical_tp: int = setting(
         RANKS,
         "S, a multiple of --tp: each layer is computed in S slices, which are added in a fixed order. The results are "
-        "those of --tp S for every --tp, bit for bit; on GPUs with --deterministic (default: --tp)",
+        "those of --tp S for every --tp, bit for bit, with --collectives canonical or tree; on GPUs with "
+        "--deterministic (default: --tp)",
         None,
         AGAIN,
         metavar="S",
