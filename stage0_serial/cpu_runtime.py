@@ -51,9 +51,13 @@ class CpuRuntime(Runtime):
                 except ConfigError as error:
                     warnings.warn(str(error), stacklevel=2)
         self.blas = name
-        product = mkl.product if name == "mkl" else np.matmul
-        self.product = Bf16Products(product) if self.bf16 else product  # of few rows in fp32
+        self.choose_product()
         self.library = "MKL" if name == "mkl" else ""
+
+    def choose_product(self):
+        """Set `product`, that of float32 operands; with bf16, it computes only the products of few rows."""
+        product = mkl.product if self.blas == "mkl" and self.threads == 1 else np.matmul  # mkl.py: MKL has no threads
+        self.product = Bf16Products(product) if self.bf16 else product
 
     def add_product(self, a, b, out):
         """Let BLAS add a @ b to `out`, and return True. False: `out` has not changed.
@@ -74,20 +78,14 @@ class CpuRuntime(Runtime):
         return self.product.rounded(x) if self.bf16 else x
 
     def use_threads(self, count):
-        """Let generation use `count` threads; training divides the batch instead.
-
-        Worker threads divide the products of several rows (generation/workers.py). OpenBLAS's threads may divide those
-        of one row (generation/row_products.py), and divide all if ranks share the layers of the model.
-        """
+        """Let generation divide each product over `count` threads of OpenBLAS; training divides the batch instead."""
         self.threads = count
         limit_blas(count)
+        self.choose_product()
 
     @contextlib.contextmanager
     def one_blas_thread(self):
-        """A context in which OpenBLAS computes each product on the thread of its caller; only one thread may enter it.
-
-        Worker threads may call OpenBLAS inside. Its own threads would wait in a busy loop, on the cores of the workers.
-        """
+        """A context in which BLAS computes each product on the thread of its caller; only one thread may enter it."""
         libraries = blas_libraries()
         counts = [library.num_threads for library in libraries]
         try:

@@ -203,15 +203,12 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         if derivative is None and x.size == x.shape[-1]:
             return gelu_of_one_row(x, bias, y)
         x, y, derivative = rows(x), rows(y), None if derivative is None else rows(derivative)
-        scratch, sigmoid = (self.empty((min(len(x), block_rows(x)), x.shape[1]), x.dtype) for _ in range(2))
+        square, sigmoid = (self.empty((min(len(x), block_rows(x)), x.shape[1]), x.dtype) for _ in range(2))
         for block in blocks(x):
             xb, yb = x[block], y[block]
-            a, s = scratch[: len(xb)], sigmoid[: len(xb)]
-            total = yb
-            if derivative is None:  # the square is not needed later, and y may be some columns, whose rows have gaps
-                total, a = a, s
+            a, s = square[: len(xb)], sigmoid[: len(xb)]
             if bias is not None:
-                xb = np.add(xb, bias, out=total)
+                xb = np.add(xb, bias, out=yb)
             np.multiply(xb, xb, out=a)  # never x**3: np.power takes hundreds of times as long
             np.multiply(a, -2 * GELU_A * GELU_B, out=s)
             np.subtract(s, 2 * GELU_A, out=s)

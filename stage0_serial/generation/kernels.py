@@ -5,7 +5,6 @@ import math
 import numpy as np
 
 from gpt2core.plain_backend import PlainBackend
-from gpt2core.threads import WorkerPool
 from stage0_serial.generation.batch_decoder import BatchDecoder
 from stage0_serial.generation.row_products import RowProducts
 from stage0_serial.generation.token_step import token_step
@@ -15,21 +14,11 @@ class GenerationKernels(PlainBackend):
     """The part of NumpyBackend for generation."""
 
     decoder_batch = 32  # more prompts need more memory for their caches
-    row_products = pool_of_workers = None  # made at the first use
+    row_products = None  # made at the first use
 
     def decoder(self, model, batch):
         step = token_step(model)
         return BatchDecoder(model, step) if step else None
-
-    def workers(self):
-        """The WorkerPool of generation: a backend of the same precision and runtime.blas for each of the threads."""
-        runtime = self.runtime
-        if self.pool_of_workers is None or self.workers_for != (runtime.threads, runtime.blas):
-            backends = [type(self)(self.precision) for _ in range(runtime.threads)]
-            for backend in backends:
-                backend.runtime.use_blas(runtime.blas)
-            self.pool_of_workers, self.workers_for = WorkerPool(backends), (runtime.threads, runtime.blas)
-        return self.pool_of_workers
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""

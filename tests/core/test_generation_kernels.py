@@ -2,8 +2,6 @@
 
 import json
 import time
-from concurrent.futures import wait
-from threading import current_thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import threadpoolctl
 from numpy.testing import assert_allclose, assert_array_equal
 
-from gpt2core import threads
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.tensor.shards import load_model
@@ -19,12 +16,11 @@ from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial.blas import mkl
 from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
-from stage0_serial.generation import row_products, timed_choice, workers
+from stage0_serial.generation import row_products, timed_choice
 from stage0_serial.generation import token_step as token_step_module
 from stage0_serial.generation.batch_decoder import BatchDecoder
 from stage0_serial.generation.row_products import PART, RowProducts
 from stage0_serial.generation.token_step import TokenStep, token_step
-from stage0_serial.generation.workers import OnlyWorker, Worker
 from stage0_serial.numpy_backend import NumpyBackend
 
 
@@ -197,92 +193,38 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Workers divide also the small products of these models, in columns of any number."""
-    monkeypatch.setattr(workers, "MIN_PART", 1)
-    monkeypatch.setattr(workers, "COLUMNS", 1)
-
-
-@pytest.fixture
-def one_way(monkeypatch):
-    """One row is always multiplied by BLAS on one thread: which way is the fastest can depend on --threads."""
-    names = "blas, one thread", "blas"
-    monkeypatch.setattr(row_products, "stored_choice", lambda _, ways, time: next(n for n in names if n in ways))
-
-
-def logits_of(config, parameters, precision, threads, prompts):
-    """The logits (4, n, V) of four greedy tokens after n prompts, and how many workers each call had."""
-    backend, seen, counts = NumpyBackend(precision), [], []
+def logits_of(config, parameters, threads, prompts):
+    """The logits (4, n, V) of four greedy tokens after n prompts."""
+    backend, seen = NumpyBackend("fp64"), []
     backend.runtime.use_threads(threads)
-    pool = backend.workers()
-    pool.map = lambda *items, stop: counts.append(len(items[1])) or type(pool).map(pool, *items, stop=stop)
 
     def choose(logits):
         seen.append(logits.copy())
         return int(logits.argmax())
 
     list(generate_batch(load_model(config, parameters, backend), prompts, 4, [choose] * len(prompts)))
-    return np.reshape(seen, (4, len(prompts), -1)), counts
+    return np.reshape(seen, (4, len(prompts), -1))
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize(
-    "precision, vocabulary, channels, heads",
-    [("fp32", 172, 128, 4), ("fp32", 301, 130, 5), ("fp64", 97, 160, 5), ("fp64", 301, 114, 3)],
-)
+@pytest.mark.parametrize("vocabulary, channels, heads", [(172, 128, 4), (97, 160, 5), (301, 114, 3)])
 @pytest.mark.parametrize("lengths", [(95,), (96,), (60,) * 8, (3, 90, 41), (1, 96, 96), (1,) * 70])
-def test_logits_have_the_same_bits_on_any_number_of_threads(
-    rng, one_way, positions, precision, vocabulary, channels, heads, lengths
-):
-    """Prompts, full windows, and batches of different lengths; some products are divided, and some are too small."""
+def test_logits_do_not_depend_on_the_number_of_threads(rng, positions, vocabulary, channels, heads, lengths):
+    """Prompts, full windows, and batches of different lengths."""
     config = GPT2Config(vocabulary, 96, 2, heads, channels, positions=positions)
     parameters = {name: value * 4 for name, value in initial_parameters(config, 5)}
     prompts = [rng.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
     prompts[0][-1] = vocabulary - 1
-    one, none = logits_of(config, parameters, precision, 1, prompts)
+    one = logits_of(config, parameters, 1, prompts)
     for number in 2, 3:
-        several, counts = logits_of(config, parameters, precision, number, prompts)
-        assert_array_equal(several, one)
-        assert not none and number in counts
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_the_columns_and_heads_of_the_workers_are_all_of_them(rng, count):
-    everyone = [Worker(index, count, None) for index in range(count)] if count > 1 else [OnlyWorker()]
-    # too few rows; the last columns in float64; columns that are divided; too few columns
-    for K, dtype, rows in (301, np.float32, 8), (301, np.float64, 500), (320, np.float64, 500), (5, np.float32, 10**6):
-        w = np.empty((300, K), dtype)
-        parts = [each.columns(rows, w) for each in everyone]
-        assert [i for part in parts for i in range(K)[part]] == list(range(K))
-        sizes = [len(range(K)[part]) for part in parts if range(K)[part]]
-        assert len(sizes) == 1 or min(sizes) * rows * 300 >= workers.MIN_PART
-        assert len(sizes) == (count if K == 320 else 1)
-    for sequences, heads in (1, 1), (1, 6), (2, 5), (9, 2):
-        parts = [each.part(sequences, heads) for each in everyone]
-        found = [(i, j) for a, b in parts for i in range(sequences)[a] for j in range(heads)[b]]
-        assert sorted(found) == [(i, j) for i in range(sequences) for j in range(heads)]
-
-
-@no_grad()
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_workers_compute_the_logits_of_the_model(rng, models, small_parts, threads):
-    """Also with more workers than heads, with parts of different sizes, and after an earlier call."""
-    model = models[0]
-    model.backend.runtime.use_threads(threads)
-    step = token_step(model)
-    for length in 96, 96, 50:
-        ids = rng.integers(0, 37, length).tolist()
-        expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
-        assert_allclose(step(ids, KVCache(model.config, model.backend)), expected, rtol=1e-9, atol=1e-9)
-    assert len(step.steps) == threads and model.backend not in [each.backend for each in step.steps]
+        assert_allclose(logits_of(config, parameters, number, prompts), one, rtol=1e-9, atol=1e-9)  # as above
 
 
 @no_grad()
 @pytest.mark.parametrize(
     "block, heads, layers, vocabulary", [(2, 1, 1, 37), (9, 1, 2, 16), (64, 4, 1, 48), (33, 2, 3, 64)]
 )
-def test_windows_of_small_and_odd_shapes(rng, small_parts, block, heads, layers, vocabulary):
+def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
     """Also a vocabulary of C, 3 C or 4 C, whose logits have the width of another product."""
     config = GPT2Config(vocab_size=vocabulary, block_size=block, n_layer=layers, n_head=heads, n_embd=16)
     for number in 1, 4:
@@ -295,57 +237,6 @@ def test_windows_of_small_and_odd_shapes(rng, small_parts, block, heads, layers,
         assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["attention_forward", "residual_layernorm_forward"])
-@pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_one_worker_ends_the_others(rng, models, small_parts, monkeypatch, failing, kernel):
-    """Before and after the first barrier; the next prompt is right, and OpenBLAS has its threads again."""
-    model = models[1]
-    step, ids = token_step(model), rng.integers(0, 37, 90).tolist()
-    want = step(ids, KVCache(model.config, model.backend))
-    with monkeypatch.context() as patch:
-        patch.setattr(step.steps[failing].backend, kernel, lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(ids, KVCache(model.config, model.backend))
-    assert_array_equal(step(ids, KVCache(model.config, model.backend)), want)
-    assert threads_of_openblas() == {3}
-
-
-def test_an_interrupted_prompt_stops_its_workers(rng, models, small_parts, monkeypatch):
-    """A thread that cannot be started, and Ctrl-C during the wait: no worker waits forever or writes later."""
-    model = models[0]
-    model.backend.runtime.use_threads(2)
-    step, ids = token_step(model), rng.integers(0, 37, 90).tolist()
-    want = step(ids, KVCache(model.config, model.backend))
-    submit = step.pool.executor.submit
-
-    def submit_one(*arguments):
-        if len(submitted) == 1:
-            raise RuntimeError("can't start new thread")
-        submitted.append(submit(*arguments))
-        return submitted[0]
-
-    submitted = []
-    with monkeypatch.context() as patch:
-        patch.setattr(step.pool.executor, "submit", submit_one)
-        with pytest.raises(RuntimeError, match="new thread"):
-            step(ids, KVCache(model.config, model.backend))
-    assert submitted[0].done()
-
-    def interrupted(jobs, timeout=None):
-        if timeout:
-            raise KeyboardInterrupt
-        waited.extend(jobs)
-        return wait(jobs)
-
-    waited = []
-    with monkeypatch.context() as patch:
-        patch.setattr(threads, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(ids, KVCache(model.config, model.backend))
-    assert len(waited) == 2 and all(job.done() for job in waited)
-    assert_array_equal(step(ids, KVCache(model.config, model.backend)), want)
-
-
 @pytest.fixture
 def fake_mkl(monkeypatch):
     """`use_blas("mkl")` uses NumPy's product, because MKL may not be installed."""
@@ -353,31 +244,16 @@ def fake_mkl(monkeypatch):
     monkeypatch.setattr(mkl, "product", lambda a, b, out: np.matmul(a, b, out=out))
 
 
-def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, fake_mkl, small_parts, monkeypatch):
-    """Past the end of the window, which workers compute; only the caller's thread times products of one row."""
-    model, runtime, timing_threads = models[0], models[0].backend.runtime, set()
+def test_generation_with_mkl_and_two_threads_uses_openblas_and_continues_as_with_one(rng, models, fake_mkl):
+    """Past the end of the window. MKL is loaded without threads."""
+    model, runtime = models[0], models[0].backend.runtime
     prompt = rng.integers(0, 37, model.config.block_size - 3).tolist()
     one = list(generate(model, prompt, 8))
     runtime.use_blas("mkl")
+    assert runtime.product is mkl.product
     runtime.use_threads(2)
-    fastest = row_products.fastest
-    monkeypatch.setattr(row_products, "fastest", lambda *a: timing_threads.add(current_thread()) or fastest(*a))
+    assert runtime.product is np.matmul and threads_of_openblas() == {2}
     assert list(generate(model, prompt, 8)) == one
-    backends = model.backend.workers().backends
-    assert len(backends) == 2 and {backend.runtime.blas for backend in backends} == {"mkl"}
-    assert model.backend not in backends and timing_threads <= {current_thread()}
-    assert threads_of_openblas() == {2}
-
-
-def test_decoders_share_the_workers_until_the_number_of_threads_changes(models, fake_mkl):
-    backend = models[0].backend
-    backend.runtime.use_threads(2)
-    pool = backend.workers()
-    assert backend.workers() is pool and pool.size == 2
-    backend.runtime.use_blas("mkl")
-    assert backend.workers() is not pool
-    backend.runtime.use_threads(3)
-    assert backend.workers().size == 3
 
 
 def test_the_fastest_way_has_the_shortest_call():

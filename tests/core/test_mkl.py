@@ -80,14 +80,19 @@ def test_mkl_is_selected_by_name_and_on_intel_cpus(monkeypatch):
     assert runtime.product is np.matmul and runtime.library == ""
 
 
-def test_the_product_is_that_of_the_selected_library_for_any_number_of_threads(monkeypatch):
+def test_several_threads_use_openblas_and_one_thread_the_selected_library(monkeypatch):
     monkeypatch.setattr(mkl, "load", dict)  # MKL may not be installed
     runtime = CpuRuntime()
     for name, product in (("mkl", mkl.product), ("openblas", np.matmul), ("mkl", mkl.product)):
+        runtime.use_threads(1)
         runtime.use_blas(name)
-        for threads in (1, 2, 1):  # workers call it, each for some columns of the result
-            runtime.use_threads(threads)
-            assert runtime.product is product
+        assert runtime.product is product
+        runtime.use_threads(2)
+        assert runtime.product is np.matmul
+        runtime.use_blas(name)
+        assert runtime.product is np.matmul
+        runtime.use_threads(1)
+        assert runtime.product is product
 
 
 def test_without_mkl_auto_is_openblas_and_mkl_is_an_error(monkeypatch):
