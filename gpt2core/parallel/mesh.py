@@ -20,13 +20,22 @@ class Grid(NamedTuple):
     tensor: int = 0
 
 
-GROUPS = {  # {name of a group: the axes along which its ranks differ}
+GROUPS = {  # {name of a group, an attribute of Mesh: the axes along which its ranks differ}
+    "world": Grid._fields,
     "data": ("data",),  # they divide the batch
-    "gradients": ("data",),  # their gradients are added
+    "gradients": ("data",),  # their gradients, and their losses, are added
     "tensor": ("tensor",),
     "pipeline": ("pipeline",),
     "replica": ("pipeline", "tensor"),  # they divide one copy of the model
-    "world": Grid._fields,
+}
+TITLES = {  # of the groups, for traces
+    "world": "all ranks",
+    "data": "data-parallel group",
+    "gradients": "ranks whose gradients are added",
+    "tensor": "tensor-parallel group",
+    "pipeline": "pipeline",
+    "replica": "ranks of one replica",
+    "ends": "ends of the pipeline",
 }
 
 
@@ -95,24 +104,18 @@ class Mesh:
 
     def groups(self):
         """{title: communicator} of all groups of this rank, each group once."""
-        named = {
-            "all ranks": self.world,
-            "data-parallel group": self.data,
-            "tensor-parallel group": self.tensor,
-            "pipeline": self.pipeline,
-            "ranks of one replica": self.replica,
-            "ends of the pipeline": self.ends,
-        }
+        named = {title: getattr(self, name) for name, title in TITLES.items()}
         first = {id(group): title for title, group in reversed(named.items()) if group}
         return {title: group for title, group in named.items() if group and first[id(group)] == title}
 
     def total_loss(self, losses, request=0):
         """(the sum of all ranks' losses in the canonical order, the largest request), as Python numbers.
 
-        request: a whole number, for example of a signal; so it needs no message of its own. The ranks of a
-        tensor-parallel group have equal losses, so only those of its first rank are added. In a pipeline, only the last
-        rank has losses.
+        request: a whole number, for example of a signal; so it needs no message of its own. Losses are added over the
+        ranks of `gradients`. In a pipeline only the last rank has losses; along another axis, such as `tensor`, the
+        ranks have equal losses, so only those of the first rank are added.
         """
         own = np.array([request, *losses], np.float64)
         gathered = self.world.all_gather(own).reshape(*self.sizes, len(own))
-        return tree_sum([float(loss) for loss in gathered[-1, :, 0, 1:].ravel()]), int(gathered[..., 0].max())
+        added = Grid(pipeline=-1)._replace(**dict.fromkeys(GROUPS["gradients"], slice(None)))
+        return tree_sum([float(loss) for loss in gathered[added][..., 1:].ravel()]), int(gathered[..., 0].max())

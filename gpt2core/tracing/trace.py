@@ -19,6 +19,7 @@ from dataclasses import asdict
 
 from gpt2core.communicator import Handle, address
 from gpt2core.parallel.all_or_raise import on_root
+from gpt2core.parallel.mesh import TITLES, WorkerGroups
 from gpt2core.tracing.hooks import Hooks, Modules, around_gradients
 from gpt2core.tracing.trace_file import Process, Span, write_trace
 
@@ -174,7 +175,7 @@ def category(kernel):
 
 def groups(trainer):
     """Yield (title, group) of the groups that a Trainer uses, each group once."""
-    titles, names = trainer.mesh.groups(), ("tensor-parallel group", "pipeline", "ends of the pipeline")
+    titles, names = trainer.mesh.groups(), [TITLES[name] for name in WorkerGroups._fields]
     for number, worker in enumerate(trainer.accumulator.workers):
         for name, group in zip(names, worker.groups, strict=False):
             titles[f"{name} of worker {number}"] = group

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.mesh import Mesh
+from gpt2core.parallel.mesh import GROUPS, TITLES, Mesh
 from gpt2core.parallel.thread_communicator import ThreadCommunicator, run_ranks
 from gpt2core.tree_sum import tree_reduce, tree_sum
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, random_values, rank_inputs
@@ -328,6 +328,25 @@ def test_the_groups_of_a_mesh_are_each_once_and_have_the_one_that_adds_the_norm(
 
     titles = run_ranks(4, main)[0]
     assert "ranks of one replica" in titles and "ends of the pipeline" in titles
+
+
+def test_each_group_has_a_title():
+    assert TITLES.keys() == GROUPS.keys() | {"ends"}
+
+
+@pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2), (1, 3, 2), (2, 1, 3)])
+def test_the_loss_is_added_over_the_ranks_whose_gradients_are_added(dp, tp, pp, monkeypatch):
+    """Of a pipeline the last rank has losses; the ranks of a tensor group have equal ones, unless GROUPS says other."""
+    losses = np.random.default_rng().standard_normal((pp, dp, tp, 2))
+
+    def main(world):
+        return Mesh(world, dp, tp, pp).total_loss(losses.reshape(-1, 2)[world.rank], request=world.rank)
+
+    want = tree_sum(losses[-1, :, 0].ravel().tolist()), dp * tp * pp - 1
+    assert run_ranks(dp * tp * pp, main) == [want] * (dp * tp * pp)
+    monkeypatch.setitem(GROUPS, "gradients", ("data", "tensor"))
+    want = tree_sum(losses[-1].ravel().tolist()), dp * tp * pp - 1
+    assert run_ranks(dp * tp * pp, main) == [want] * (dp * tp * pp)
 
 
 def test_mesh_of_two_by_two():

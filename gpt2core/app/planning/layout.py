@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def ranks(self):
-        return self.replicas * self.parallel.tp * self.parallel.pp
+        return math.prod(self.grid)
 
     @property
     def count(self):

@@ -21,6 +21,7 @@ class Workload:
     batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
     recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel. slices: those of
     each layer that the rank has (ParallelConfig.slices). dropouts: the Dropout of each micro-batch; empty: no dropout.
+    position: of the first token of each sequence.
     """
 
     config: GPT2Config
@@ -35,6 +36,7 @@ class Workload:
     merged: int = 1
     slices: int = 1
     dropouts: tuple = ()
+    position: int = 0
 
     @property
     def arena(self):
@@ -51,7 +53,11 @@ class Workload:
         Merged micro-batches have equal sizes, so the rows of one follow those of the one before it.
         """
         dropout = self.dropouts[number * self.merged] if self.dropouts else None
-        return ForwardArguments(targets=targets, scale=scale, dloss=self.dloss, dropout=dropout)
+        return ForwardArguments(self.position, targets, scale, self.dloss, dropout)
+
+    def evaluation_arguments(self, targets, scale):
+        """The ForwardArguments of a pass without gradients and dropout."""
+        return ForwardArguments(self.position, targets, scale)
 
     @property
     def used_twice(self):

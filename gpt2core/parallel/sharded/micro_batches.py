@@ -8,7 +8,6 @@ after its forward pass and again after its backward pass; with ZeRO-2 they stay 
 from dataclasses import replace
 
 from gpt2core.architecture import unit_names
-from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.micro_batches.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.micro_batches.merged import merged_micro_batches
 from gpt2core.parallel.part import parts_of
@@ -54,7 +53,7 @@ class ShardedMicroBatches(Accumulator):
             for part in self.parts:
                 part.skip()  # gathers, also if all micro-batches of this rank are empty
                 streams = [
-                    part.forward(x, ForwardArguments(targets=targets, scale=scale)).y.data if len(x) else x
+                    part.forward(x, self.work.evaluation_arguments(targets, scale)).y.data if len(x) else x
                     for x, (_, targets) in zip(streams, passes, strict=True)
                 ]
         return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, passes, strict=True)]
