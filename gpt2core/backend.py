@@ -251,11 +251,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, gradient=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (..., C), w (V, C).
 
-        scale: that of backward. vocabulary: the tokens of all ranks. If w has all of them and backward may follow
-        (is_recording), forward may compute the gradients and keep them in aux. dloss: backward's dy, None: not known.
+        gradient: a HeadGradient (kernel_arguments.py). If it is given, if w has the whole vocabulary, and if backward
+        may follow (is_recording), forward may compute the gradients and keep them in aux.
         """
 
     @abstractmethod
@@ -284,7 +284,7 @@ class Backend(ABC):
 
         Both have one element. The number of sums is a multiple of 64; they are added in float64 and in a fixed order.
         clip 0: factor is 1. If the norm is not finite, factor is NaN, so adamw_step does nothing.
-        guard: a Guard (update_arguments.py), for the gradient of a step of engine/fast_trainer.py. A backend
+        guard: a Guard (kernel_arguments.py), for the gradient of a step of engine/fast_trainer.py. A backend
         reads it if it scales the loss, or if its steps overlap.
         """
 
@@ -294,5 +294,5 @@ class Backend(ABC):
 
         m, v: the moments. coefficients: from AdamW.coefficients(). factor: from clip(); if it is NaN, nothing changes.
         decays (n / 1024): 1 for a page with weight decay, else 0. betas: (beta1, beta2). copy: a ParameterCopy
-        (update_arguments.py) that receives the new p; None if compute_dtype is dtype.
+        (kernel_arguments.py) that receives the new p; None if compute_dtype is dtype.
         """

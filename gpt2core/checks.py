@@ -6,7 +6,7 @@ The arguments are those of the operation of the same name. Arrays (B, T, ...) of
 
 import numpy as np
 
-from gpt2core.errors import ConfigError, ShapeError, require_size
+from gpt2core.errors import ConfigError, DataError, ShapeError, counted, require_size
 
 
 def linear(x, w, b):
@@ -114,6 +114,23 @@ def batch(arrays, shape, vocabulary):
             raise ShapeError(f"batch: tokens {array.shape}, but the rows of this rank are (rows, T) = {shape}")
         tokens("batch", array, vocabulary)
     return arrays
+
+
+def windows(tokens, seq_len, order, seed):
+    """Windows of seq_len tokens can be cut from the array `tokens`, in this order."""
+    if seq_len < 1:
+        raise ConfigError(f"seq_len is {seq_len}, but a window needs at least 1 token")
+    if order not in ("sequential", "shuffled"):
+        raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
+    if seed < 0:
+        raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise DataError(f"tokens must be one row of integers, but they are {tokens.dtype} of shape {tokens.shape}")
+    if len(tokens) < seq_len + 1:
+        raise DataError(
+            f"the text has {counted(len(tokens), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
+            "(the last one is a target): give more text or a shorter `seq_len`"
+        )
 
 
 def axes(operation, backend, shape, ndim):

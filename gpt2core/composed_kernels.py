@@ -1,4 +1,4 @@
-"""Kernels that a fast backend computes at once, composed here of their parts by the chain rule."""
+"""The kernels that the model calls, composed of smaller kernels: forward calls them in order, backward in reverse."""
 
 # C channels, V vocabulary, N rows
 
@@ -6,7 +6,7 @@ from gpt2core.backend import Backend
 
 
 class ComposedKernels(Backend):
-    """The composed kernels of a Backend whose other kernels a subclass has."""
+    """MLP, residual stream with LayerNorm, logits with loss. A subclass has their parts, and may replace the whole."""
 
     # -- mlp: y = gelu(x w + b) w2, three operations; backward goes through them in the reverse order -----------------
 
@@ -41,15 +41,9 @@ class ComposedKernels(Backend):
         dx = dx if ds is None else dx + ds
         return dx, self.bias_backward(dx), dw, db
 
-    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
-
-    def dropout(self, x, mask, bias=None):
-        y = x if bias is None else x + bias
-        return self.xp.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
-
     # -- the logits x w' and their cross-entropy -----------------------------------------------------------------------
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, gradient=None):
         logits = self.unembed_forward(x, w).reshape(-1, len(w))  # (N, V)
         *statistics, aux = self.cross_entropy_forward(logits, targets, first)
         return *statistics, (logits, aux)

@@ -2,12 +2,12 @@
 
 # n tokens in the corpus, T tokens in a window (one training sequence)
 
-import functools
 import math
 
 import numpy as np
 
-from gpt2core.errors import ConfigError, DataError, counted
+from gpt2core import checks
+from gpt2core.errors import ConfigError
 
 
 def even_slices(n, parts):
@@ -30,23 +30,11 @@ class Windows:
     """
 
     def __init__(self, tokens, seq_len, order="sequential", seed=0):
-        if seq_len < 1:
-            raise ConfigError(f"seq_len is {seq_len}, but a window needs at least 1 token")
-        if order not in ("sequential", "shuffled"):
-            raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
-        if seed < 0:
-            raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
         tokens = tokens if hasattr(tokens, "dtype") else np.asarray(tokens)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(f"tokens must be one row of integers, but they are {tokens.dtype} of shape {tokens.shape}")
-        if len(tokens) < seq_len + 1:
-            raise DataError(
-                f"the text has {counted(len(tokens), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
-                "(the last one is a target): give more text or a shorter `seq_len`"
-            )
+        checks.windows(tokens, seq_len, order, seed)
         self.tokens, self.seq_len, self.order, self.seed = tokens, seq_len, order, seed
         self.windows_per_epoch = math.ceil(len(tokens) / seq_len)
-        self.starts = functools.lru_cache(maxsize=1)(self.starts_of_epoch)  # keeps those of the last epoch
+        self.epoch, self.starts = None, None  # the last shuffled epoch that was read, and its starts_of_epoch()
 
     def batch(self, position, count):
         """Return (inputs, targets), each (count, T), of `count` windows from `position` on. Targets: the next tokens.
@@ -58,7 +46,7 @@ class Windows:
         if self.order == "sequential":
             return self.consecutive(position * self.seq_len, count)
         starts = np.array([self.shuffled_start(position + row) for row in range(count)])
-        rows = self.read((starts[:, None] + np.arange(self.seq_len + 1)) % len(self.tokens))  # (count, T + 1)
+        rows = self.read(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def once(self, count):
@@ -72,15 +60,14 @@ class Windows:
 
     def consecutive(self, start, count):
         """Return (inputs, targets) of `count` consecutive windows from token `start` on."""
-        start, length = start % len(self.tokens), count * self.seq_len
-        if start + length + 1 <= len(self.tokens):
-            tokens = self.read(slice(start, start + length + 1))
-        else:
-            tokens = self.read((start + np.arange(length + 1)) % len(self.tokens))
+        tokens = self.read(range(start, start + count * self.seq_len + 1))
         return tokens[:-1].reshape(count, self.seq_len), tokens[1:].reshape(count, self.seq_len)
 
     def read(self, index):
-        """Return the tokens at `index`, a slice or an array, as a read-only array: of an array's slice a view."""
+        """Return the tokens at `index` modulo n, read-only: a view for a range that does not cross the end."""
+        n = len(self.tokens)
+        inside = isinstance(index, range) and index[0] // n == index[-1] // n
+        index = slice(index[0] % n, index[-1] % n + 1) if inside else np.asarray(index) % n
         tokens = np.asarray(self.tokens[index])
         tokens.flags.writeable = False
         return tokens
@@ -88,7 +75,9 @@ class Windows:
     def shuffled_start(self, window):
         """Return the index of the first token of shuffled window number `window` (from 0, over all epochs)."""
         epoch, index = divmod(window, self.windows_per_epoch)
-        return int(self.starts(epoch)[index])
+        if epoch != self.epoch:
+            self.starts, self.epoch = self.starts_of_epoch(epoch), epoch
+        return int(self.starts[index])
 
     def starts_of_epoch(self, epoch):
         """The index of the first token of each window of an epoch, in the order in which they are read."""

@@ -83,9 +83,9 @@ class Embedding:
 
     name = "embedding"
 
-    def __init__(self, config, parameters, group):
-        self.wte, self.group = parameters["transformer.wte.weight"], group
-        self.wpe = parameters["transformer.wpe.weight"] if config.learns_positions else None
+    def __init__(self, config, parameters, group, adds_positions=True):
+        self.wte, self.group, learned = parameters["transformer.wte.weight"], group, config.learns_positions
+        self.wpe = parameters["transformer.wpe.weight"] if learned and adds_positions else None
         self.vocabulary = Vocabulary(config.vocab_size, group)
 
     def __call__(self, ids, arguments=FIRST_TOKENS):

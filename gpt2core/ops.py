@@ -1,14 +1,14 @@
 """One function per differentiable operation: it computes the result and defines how backward() computes gradients."""
 
 from gpt2core import checks
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.tensor import Tensor
 from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
-# graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor and reads w.data in
-# backward, because parallel/sharded/ frees the array between forward and backward, and gathers it again. Parameters are
-# the first parents: their gradients are passed on first, and a device computes them beside the rest of the pass.
+# graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor, and reads w.data in
+# backward: with ZeRO-3 that is another array. Parameters are the first parents: their gradients are passed on first.
 
 
 def linear(x, w, b=None):
@@ -75,6 +75,18 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     return Tensor.from_op((s, y), (w, b, a_bias, x, a), backward)
 
 
+def dropout(x, mask, bias=None):
+    """x (B, T, C) + bias (C) after dropout by a dropout.Mask -> (B, T, C); backward computes the mask again."""
+    backend = x.backend
+    y = backend.dropout(x.data, mask, None if bias is None else bias.data)
+
+    def backward(dy):
+        dx = backend.dropout(dy, mask)
+        return (dx,) if bias is None else (backend.bias_backward(dx), dx)
+
+    return Tensor.from_op(y, (x,) if bias is None else (bias, x), backward)
+
+
 def attention(qkv, n_head):
     """Causal self-attention: q, k and v side by side, qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
     checks.attention(qkv, n_head)
@@ -130,14 +142,14 @@ def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
 def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, dloss=None):
     """cross_entropy(unembed(x, w), targets, scale, vocabulary), fused: not all logits are in memory at once.
 
-    A backend may compute the gradients already in forward, while it has the logits, and multiply them by dloss (see
-    ForwardArguments) if it is given.
+    dloss: see ForwardArguments. A backend may compute the gradients in forward, while it has the logits.
     """
     vocabulary = vocabulary or Vocabulary(w.shape[0])
     checks.unembed_cross_entropy(x, w, targets, vocabulary)
     scale = 1 / targets.size if scale is None else scale
-    backend, first, V, targets = x.backend, vocabulary.first, vocabulary.size, targets.reshape(-1)
-    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, scale, V, dloss)
+    backend, first, targets = x.backend, vocabulary.first, targets.reshape(-1)
+    gradient = HeadGradient(scale, vocabulary.size, dloss)
+    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, gradient)
     loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
 
     def backward(dy):

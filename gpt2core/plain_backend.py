@@ -3,8 +3,7 @@
 Read this file to learn what is computed, and NumpyBackend (stage 0) to learn how the same is computed fast. dy is the
 gradient of the loss with respect to y. Every formula below follows from dx = J' dy, where the Jacobian J of y has the
 derivatives dy_j/dx_i. `aux` is what a forward kernel saves for its backward kernel. The base class ComposedKernels
-calls these kernels for what a faster backend computes at once: the MLP, the residual stream with its LayerNorm, the
-logits with their loss. The last section of PlainBackend is for generation, not for a training step.
+calls these kernels for larger ones: the MLP, the residual stream with its LayerNorm, the logits with their loss.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; w' is w transposed
@@ -83,6 +82,12 @@ class PlainBackend(ComposedKernels):
         g = dy * w
         dx = r * (g - g.mean(-1, keepdims=True) - h * (g * h).mean(-1, keepdims=True))
         return dx, rows(dy * h).sum(0), rows(dy).sum(0)
+
+    # -- dropout: y = keep (x + b) / (1 - p);  dx = keep dy / (1 - p) --------------------------------------------------
+
+    def dropout(self, x, mask, bias=None):
+        y = x if bias is None else x + bias
+        return np.where(mask.keeps(x.shape), y * x.dtype.type(mask.dropout.scale), x.dtype.type(0))
 
     # -- rotary positions: channels i and i + D / 2 of each q and k are a point of the plane, (a, b), which is rotated:
     #    (a cos - b sin, b cos + a sin), angle = position 10000^(-2i / D);  backward rotates by the opposite angle

@@ -89,7 +89,7 @@ class VocabularyKernels(PlainBackend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, gradient=None):
         count, shape, x = micro_batches(x), (len(x), -1) if x.ndim == 4 else (-1,), rows(x)
         statistics, chunks = np.empty((3, len(x)), x.dtype), [slice(0, len(x))]
         if len(x) * len(w) > min(KEPT_LOGITS, count * LOGITS):

@@ -11,7 +11,7 @@ from gpt2core import checks
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from gpt2core.update_arguments import Guard
+from gpt2core.kernel_arguments import Guard
 from stage2_cuda.attention import launches as flash
 from stage2_cuda.attention import tuned_tiles
 from stage2_cuda.cuda_runtime import PlannedRuntime, make_runtime

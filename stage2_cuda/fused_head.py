@@ -34,11 +34,12 @@ class FusedHead:
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, vocabulary=None, dloss=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, gradient=None):
         targets, V, x = self.asarray(targets, np.int32), len(w), rows(x)
         chunks, w = self.logit_chunks(x, w), self.padded_operand(w)
         statistics = self.floats(3, len(x))  # maxima, sums, target_logits
-        with_gradients = is_recording() and V == vocabulary  # they need the maximum and the sum of a whole row
+        # they need the maximum and the sum of a whole row
+        with_gradients = gradient is not None and V == gradient.vocabulary and is_recording()
         if with_gradients:
             dx, dw = self.like(x), self.floats(*w.shape)
         for number, (chunk, logits) in enumerate(chunks):
@@ -46,10 +47,10 @@ class FusedHead:
             if not with_gradients:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
             else:  # backward may follow. The gradient of the logits overwrites the logits
-                arguments = targets[chunk], scale, V, first, dloss
+                arguments = targets[chunk], gradient.scale, V, first, gradient.dloss
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *arguments)
                 self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
-        return *statistics, (dx, dw[:V], dloss) if with_gradients else None
+        return *statistics, (dx, dw[:V], gradient.dloss) if with_gradients else None
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:  # forward has computed the gradients, for dy if it was known, otherwise for dy = 1

@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.parity.checks import TOLERANCE, KernelChecker
 from gpt2core.arena import PAGE, SEGMENTS
+from gpt2core.kernel_arguments import ParameterCopy
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.parameter import Destination
 from gpt2core.tracing.hooks import Hooks, Modules
-from gpt2core.update_arguments import ParameterCopy
 
 SHAPES = [(2, 33, 2, 16, 37), (1, 130, 3, 8, 172)]  # (B, T, H, D, V); T and V are no multiples of a tile
 

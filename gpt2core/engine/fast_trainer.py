@@ -10,9 +10,9 @@ from gpt2core.architecture import flops_per_token
 from gpt2core.engine.loss_scale import LossScale
 from gpt2core.engine.steps_in_flight import PendingStep
 from gpt2core.errors import Diverged, counted
+from gpt2core.kernel_arguments import Guard
 from gpt2core.parallel.parallel_trainer import ParallelTrainer, list_of_backends
 from gpt2core.trainer import Step
-from gpt2core.update_arguments import Guard
 
 
 @dataclass(frozen=True)

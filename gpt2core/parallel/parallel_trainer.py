@@ -6,7 +6,7 @@ from gpt2core import checks
 from gpt2core.architecture import parameter_shapes
 from gpt2core.communicator import Solo
 from gpt2core.data import even_slices
-from gpt2core.dropout import Dropout, check_dropout
+from gpt2core.dropout import check_dropout
 from gpt2core.errors import ConfigError, UserError, counted, require_known
 from gpt2core.model import initial_parameters
 from gpt2core.optimizer import AdamW
@@ -92,11 +92,11 @@ class ParallelTrainer(Trainer):
         require_known("optimizer", options, (*AdamW.OPTIONS, *OPTIMIZER_OPTIONS))
         others = {name: options.pop(name) for name in OPTIMIZER_OPTIONS if name in options}
         check_rounding(others.get("rounding", "nearest"), backend)
-        self.dropouts = dropouts_of(check_dropout(dropout), self.rows, count, backend)
         work = Workload(
             config, layout, self.compute_parameters, self.gradients, backend, count, self.batch_shape,
             dloss=backend.ones((), np.float64) if dloss is None else dloss, recompute=parallel.recompute,
-            slices=parallel.slices, dropouts=self.dropouts,
+            slices=parallel.slices, dropout=check_dropout(dropout),
+            first_rows=tuple(self.rows.start + part.start for part in even_slices(self.batch_shape[0], count)),
         )  # fmt: skip
         self.accumulator, self.data_parallel = self.make_accumulator(work, owners)
         self.optimizer = DividedOptimizer(
@@ -136,15 +136,20 @@ class ParallelTrainer(Trainer):
         return super().step(batch, lr)
 
     def update(self, batch, coefficients):
-        if self.dropouts:
-            self.dropouts[0].key[...] = coefficients.dropout  # of all: they have one array
-        return super().update(batch, coefficients)
+        losses = self.compute_gradients(batch, coefficients.dropout)
+        norm, factor = self.optimizer.norm_and_factor(self.gradients)
+        self.optimizer.update(self.gradients, factor, coefficients)
+        return losses, norm
 
-    def compute_gradients(self, batch):
-        """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks."""
+    def compute_gradients(self, batch, key=None):
+        """The losses of this rank's micro-batches; self.gradients becomes the sum over all micro-batches and ranks.
+
+        key: of the Dropout of the step, a device or host array; None drops nothing.
+        """
+        key = None if key is None else self.backend.asarray(key)
         self.pool.wait()  # after Ctrl-C, the workers of the previous pass may still count units
         self.data_parallel.begin(batch)
-        losses = self.accumulator.compute_gradients(batch, self.scale)
+        losses = self.accumulator.compute_gradients(batch, self.scale, key)
         self.data_parallel.finish()
         return losses
 
@@ -205,14 +210,6 @@ def own_rows(batch_size, micro_batches, group):
             f"use `micro_batches={below}`"
         )
     return even_slices(batch_size, group.size)[group.rank]
-
-
-def dropouts_of(p, rows, count, backend):
-    """The Dropout of each of the `count` micro-batches of these rows, without a key; none if the probability p is 0."""
-    if not p:
-        return ()
-    key, parts = backend.zeros((1,), np.int64), even_slices(rows.stop - rows.start, count)
-    return tuple(Dropout(p, key, rows.start + part.start) for part in parts)
 
 
 def arenas_of_replica(config, placement, parallel, owners):

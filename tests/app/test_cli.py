@@ -67,7 +67,7 @@ from gpt2core.communicator import Solo
 from gpt2core.parallel.micro_batches.threaded import Worker
 from stage0_serial.numpy_backend import NumpyBackend
 
-def run(self, batch, scale, losses):
+def run(self, batch, scale, key, losses):
     print("computing\\n", end="", flush=True)  # in one write, because two threads print
     time.sleep(60)
 

@@ -147,7 +147,7 @@ def test_a_mark_on_a_stream_reports_between_the_gradients_of_its_two_sides(backe
 @pytest.mark.parametrize("p", [0.0, 0.1], ids=["plain", "dropout"])
 def test_the_input_of_a_unit_is_freed_when_its_sum_is_computed(monkeypatch, p):
     """Before the attention and the MLP of a block, and before the logits, no array of the sum is in memory."""
-    work = SimpleNamespace(config=SIZES, slices=1, dropouts=(p,) * (p > 0))
+    work = SimpleNamespace(config=SIZES, slices=1, dropout=p)
     backend, alive, checked = PlainBackend(), [], []
     tensors = {name: Tensor(array, backend, requires_grad=True) for name, array in initial_parameters(SIZES, 1)}
     part = Part(make_units(unit_names(SIZES), work, tensors, Solo()), backend)

@@ -9,11 +9,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.dropout import Dropout, Mask, dropout_key
+from gpt2core.dropout_units import DropoutBlock, DropoutEmbedding
 from gpt2core.errors import ConfigError
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.model import Block, Embedding, Head
+from gpt2core.ops import dropout
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.dropout_units import DropoutBlock, DropoutEmbedding, dropout
 from gpt2core.parallel.part import forward_pass
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters
@@ -135,7 +136,7 @@ def test_without_dropout_the_units_are_those_of_the_model():
     assert [type(unit) for unit in units[0.0]] == [Embedding, Block, Block, Head]
     assert [type(unit) for unit in units[0.1]] == [DropoutEmbedding, DropoutBlock, DropoutBlock, Head]
     trainer = make_trainer(Solo(), ParallelConfig())
-    assert trainer.dropouts == () and trainer.optimizer.coefficients(1, 0.1).dropout is None
+    assert trainer.optimizer.coefficients(1, 0.1).dropout is None
     assert ForwardArguments().mask(1) is None
 
 
@@ -212,8 +213,30 @@ def test_the_forward_pass_of_training_drops_numbers_also_where_nothing_is_record
     want = trainer.step(trainer.prepare(inputs, targets), 0.0).loss
     (worker,) = trainer.accumulator.workers
     with no_grad():
-        _, loss = forward_pass(worker.parts, inputs, worker.work.training_arguments(0, targets, trainer.scale))
+        arguments = worker.work.training_arguments(0, targets, trainer.scale, dropout_key(0, 1))
+        _, loss = forward_pass(worker.parts, inputs, arguments)
     assert loss.item() == want != trainer.accumulator.losses(inputs, targets, trainer.scale, 16)[0]
+
+
+@pytest.mark.parametrize("options", [{}, dict(pp=2), dict(zero=3), dict(tp=2)], ids=str)
+def test_gradients_depend_on_the_key_that_is_passed_and_not_on_an_earlier_one(options):
+    keys = [dropout_key(0, 1), dropout_key(0, 2), dropout_key(0, 1), None]
+
+    def gradients(comm, dropout):
+        trainer = make_trainer(comm, ParallelConfig(**options), dropout=dropout)
+        batch, found = read_batch(trainer, Windows(TOKENS, 16)), []
+        for key in keys if dropout else [None]:
+            trainer.compute_gradients(batch, key)
+            found.append(trainer.gradients.copy())
+        return found
+
+    ranks = 2 if options else 1
+    for (first, other, again, none), (plain,) in zip(
+        run_ranks(ranks, gradients, 0.5), run_ranks(ranks, gradients, 0.0), strict=True
+    ):
+        assert_array_equal(again, first, strict=True)
+        assert_array_equal(none, plain, strict=True)
+        assert (other != first).any() and (none != first).any()
 
 
 @pytest.mark.parametrize("options", [dict(pp=2), dict(zero=3), dict(tp=2)], ids=str)

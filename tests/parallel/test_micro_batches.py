@@ -274,7 +274,7 @@ def test_kernels_write_the_gradients_of_a_worker_into_its_sums(rng, config, coun
     """Except those of a parameter with two uses, which are added to each other before another micro-batch is added."""
     worker = worker_of(config, count)
     batch = [tuple(rng.integers(0, config.vocab_size, (2, 2, 8))) for _ in range(count)]
-    worker.run(batch, 1.0, [np.zeros(()) for _ in batch])
+    worker.run(batch, 1.0, None, [np.zeros(()) for _ in batch])
     for name, tensor in worker.tensors.items():
         apart = config.tied and count > 1 and name == "transformer.wte.weight"
         assert tensor.grad is tensor.buffer
@@ -287,7 +287,7 @@ def test_a_worker_waits_for_each_unit_and_completes_it_once_after_its_last_micro
     hooks = dict(wait=lambda unit: events.append(f"wait {unit}"), completed=lambda unit: events.append(f"done {unit}"))
     worker = worker_of(CONFIG, 2, **hooks)
     batch = [tuple(rng.integers(0, CONFIG.vocab_size, (2, 2, 8))) for _ in range(2)]
-    worker.run(batch, 1.0, [np.zeros(()) for _ in batch])
+    worker.run(batch, 1.0, None, [np.zeros(()) for _ in batch])
     units = list(worker.work.arena.units)
     assert units == ["embedding", *(f"h.{layer}" for layer in range(CONFIG.n_layer)), "head"]
     waits, done = [f"wait {unit}" for unit in units], [f"done {unit}" for unit in reversed(units)]

@@ -13,6 +13,7 @@ from gpt2core.architecture import GPT2Config  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
+from gpt2core.kernel_arguments import ParameterCopy  # noqa: E402
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
 from gpt2core.parallel.divided.optimizer import DividedOptimizer, rounding_key  # noqa: E402
@@ -20,7 +21,6 @@ from gpt2core.parallel.tensor.shards import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
 from gpt2core.training_loop import read_batch
-from gpt2core.update_arguments import ParameterCopy  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, rounding  # noqa: E402

@@ -25,6 +25,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
@@ -192,7 +193,8 @@ def test_the_head_computes_the_logits_in_chunks_of_rows(rng, monkeypatch, in_for
     targets, scale, found = rng.integers(0, 11, 8), 1 / 8, []
     for backend in (CudaBackend(), NumpyBackend("fp64")):
         operands = [backend.asarray(array.astype(backend.dtype)) for array in (x, w)]
-        *rows, aux = backend.unembed_cross_entropy_forward(*operands, targets, 0, scale, 11 if in_forward else None)
+        gradient = HeadGradient(scale, 11) if in_forward else None
+        *rows, aux = backend.unembed_cross_entropy_forward(*operands, targets, 0, gradient)
         dy = backend.asarray(np.array(1.5))
         gradients = backend.unembed_cross_entropy_backward(dy, *operands, targets, scale, *rows[:2], aux)
         found.append([backend.to_host(array).copy() for array in (*rows, *arrays(*gradients))])

@@ -10,6 +10,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core import ops
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.parallel.parameter import Destination, Parameter, call, deliver
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
@@ -101,7 +102,8 @@ def test_the_bits_of_the_head_do_not_depend_on_the_memory_after_its_matrix(rng, 
     for after in (np.empty((0, C)), np.zeros((64, C)), np.full((64, C), 1e4)):
         flat = backend.asarray(np.concatenate([w, after]).reshape(-1).astype(np.float32), backend.compute_dtype)
         arguments = x, flat[: w.size].reshape(w.shape), targets
-        *rows, aux = backend.unembed_cross_entropy_forward(*arguments, 0, 1 / N, V if whole else V + 1, dy)
+        gradient = HeadGradient(1 / N, V if whole else V + 1, dy)
+        *rows, aux = backend.unembed_cross_entropy_forward(*arguments, 0, gradient)
         gradients = backend.unembed_cross_entropy_backward(dy, *arguments, 1 / N, *rows[:2], aux)
         found.append([backend.to_host(array).copy() for array in (*rows, *gradients)])
     for name, *arrays in zip(("maxima", "sums", "target logits", "dx", "dw"), *found, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpt2core.dropout import dropout_key
 from gpt2core.errors import ConfigError, require_not_negative
-from gpt2core.update_arguments import ParameterCopy
+from gpt2core.kernel_arguments import ParameterCopy
 
 
 def rounding_key(seed, step):

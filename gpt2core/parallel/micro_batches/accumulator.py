@@ -8,6 +8,7 @@ import numpy as np
 from gpt2core.architecture import GPT2Config
 from gpt2core.backend import Backend
 from gpt2core.data import even_slices
+from gpt2core.dropout import Dropout
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.part import backward_pass, forward_pass
 from gpt2core.parallel.tensor.shards import whole_name
@@ -20,8 +21,9 @@ class Workload:
     layout: that of the flat arrays `parameters`, which kernels read, and `gradients`, which receives the sum.
     batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
     recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel. slices: those of
-    each layer that the rank has (ParallelConfig.slices). dropouts: the Dropout of each micro-batch; empty: no dropout.
-    position: of the first token of each sequence.
+    each layer that the rank has (ParallelConfig.slices). dropout: the probability with which a number is dropped.
+    first_rows: the row of the first sequence of each micro-batch in the global batch. position: of the first token of
+    each sequence.
     """
 
     config: GPT2Config
@@ -35,7 +37,8 @@ class Workload:
     recompute: str = "none"
     merged: int = 1
     slices: int = 1
-    dropouts: tuple = ()
+    dropout: float = 0.0
+    first_rows: tuple = ()
     position: int = 0
 
     @property
@@ -47,12 +50,13 @@ class Workload:
     def passes(self):
         return self.count // self.merged
 
-    def training_arguments(self, number, targets, scale):
+    def training_arguments(self, number, targets, scale, key=None):
         """The ForwardArguments of pass `number` of a training step, which has these targets.
 
-        Merged micro-batches have equal sizes, so the rows of one follow those of the one before it.
+        key: that of the Dropout of the step; None drops nothing. Merged micro-batches have equal sizes, so the rows of
+        one follow those of the one before it.
         """
-        dropout = self.dropouts[number * self.merged] if self.dropouts else None
+        dropout = None if key is None else Dropout(self.dropout, key, self.first_rows[number * self.merged])
         return ForwardArguments(self.position, targets, scale, self.dloss, dropout)
 
     def evaluation_arguments(self, targets, scale):
@@ -95,8 +99,8 @@ class Accumulator(ABC):
         return [passes[part] for part in even_slices(len(passes), len(self.workers))]
 
     @abstractmethod
-    def compute_gradients(self, batch, scale):
-        """batch: from deal() -> loss_arrays, the losses of the micro-batches in order.
+    def compute_gradients(self, batch, scale, key=None):
+        """batch: from deal() -> loss_arrays, the losses of the micro-batches in order. key: of dropout, or None.
 
         Call data_parallel.begin() before. Starts to sum the gradients over the ranks; they are complete after
         data_parallel.finish(). With merged micro-batches, the sum of their losses is that of the first one, and the
@@ -108,16 +112,17 @@ class Accumulator(ABC):
         """The losses of the micro-batches from deal(), as numbers, without gradients or dropout; 0 for an empty one."""
 
 
-def compute_passes(work, parts, batch, scale, losses, begin_pass):
+def compute_passes(work, parts, batch, scale, key, losses, begin_pass):
     """Compute forward and backward of each pass of a worker's `batch`, and write their losses to the arrays `losses`.
 
-    parts: of the whole model. A loss is `scale` times a sum over tokens. begin_pass() is called before each pass.
+    parts: of the whole model. A loss is `scale` times a sum over tokens. key: see Workload.training_arguments().
+    begin_pass() is called before each pass.
     """
     runtime = work.backend.runtime
     for number, (ids, targets) in enumerate(batch):
         begin_pass()
         with runtime.range("forward"):
-            graphs, loss = forward_pass(parts, ids, work.training_arguments(number, targets, scale))
+            graphs, loss = forward_pass(parts, ids, work.training_arguments(number, targets, scale, key))
         losses[number * work.merged][...] = loss
         with runtime.range("backward"):
             backward_pass(graphs, work.dloss)

@@ -44,13 +44,13 @@ class Worker:
         hooks = dict(before=wait, completed=self.unit_gradients.completed)
         self.parts = parts_of(units, work.backend, work.recompute, **hooks)
 
-    def run(self, batch, scale, losses):
+    def run(self, batch, scale, key, losses):
         """batch: [(ids, targets) of each pass]; the sum of their gradients is in `gradients`.
 
-        losses: see compute_passes().
+        key, losses: see compute_passes().
         """
         self.unit_gradients.begin()
-        compute_passes(self.work, self.parts, batch, scale, losses, self.unit_gradients.begin_pass)
+        compute_passes(self.work, self.parts, batch, scale, key, losses, self.unit_gradients.begin_pass)
 
     def losses(self, batch, scale):
         """See Accumulator.losses; batch: [(ids, targets) of each micro-batch]."""
@@ -83,13 +83,13 @@ class ThreadedMicroBatches(Accumulator):
         for number, (backend, part) in enumerate(zip(pool.backends, parts, strict=True)):
             flat = backend.zeros((work.layout.size,), backend.dtype) if number else work.gradients
             own = replace(work, backend=backend, gradients=flat, count=work.count // pool.size)
-            own = replace(own, dropouts=work.dropouts[part])
+            own = replace(own, first_rows=work.first_rows[part])
             self.workers.append(make_worker(number, own, self.worker_completed))
         self.losses_of_workers = [self.loss_arrays[part] for part in parts]
 
-    def compute_gradients(self, batch, scale):
+    def compute_gradients(self, batch, scale, key=None):
         def run(worker, part, losses):
-            worker.run(part, scale, losses)
+            worker.run(part, scale, key, losses)
 
         self.completed = dict.fromkeys(self.work.arena.units, 0)
         self.pool.map(run, self.workers, batch, self.losses_of_workers)
@@ -135,6 +135,6 @@ class MicroBatches(ThreadedMicroBatches):
         merged = merged_micro_batches(work, pool.size, tensor_group)
         super().__init__(replace(work, merged=merged), pool, make_worker, on_complete)
 
-    def compute_gradients(self, batch, scale):
+    def compute_gradients(self, batch, scale, key=None):
         with self.all_gather:  # the previous update may still be sending parameters
-            return super().compute_gradients(batch, scale)
+            return super().compute_gradients(batch, scale, key)

@@ -34,15 +34,15 @@ class Executor:
         """From now on, run() records the time of each action in `times`; called before the first step."""
         self.timestamp = self.backend.runtime.timestamp
 
-    def run(self, actions, batch, scale):
+    def run(self, actions, batch, scale, key=None):
         """Run the actions, a list of one rank of a schedule -> {m: loss, an array of shape ()} on the last rank.
 
-        batch: [(ids, targets) of each micro-batch]. A loss is `scale` times a sum over tokens. The message of the next
-        action is received while an action is computed. Sends are waited for before the function returns: those of
-        F(m, c) before B(m, c), and those of B(m, c) before the next gradient of chunk c is sent. So few of the arrays
-        that were sent are kept.
+        batch: [(ids, targets) of each micro-batch]. A loss is `scale` times a sum over tokens. key: see
+        Workload.training_arguments(). The message of the next action is received while an action is computed. Sends are
+        waited for before the function returns: those of F(m, c) before B(m, c), and those of B(m, c) before the next
+        gradient of chunk c is sent. So few of the arrays that were sent are kept.
         """
-        arguments = [self.work.training_arguments(m, targets, scale) for m, (_, targets) in enumerate(batch)]
+        arguments = [self.work.training_arguments(m, targets, scale, key) for m, (_, targets) in enumerate(batch)]
         self.begin(batch, arguments, splits=any(kind == "W" for kind, _, _ in actions))
         self.times = {}
         for action, following in zip(actions, [*actions[1:], None], strict=True):

@@ -32,10 +32,10 @@ class PipelineMicroBatches(ThreadedMicroBatches):
             for worker in others:
                 worker.tied[name].tensor.data = table.tensor.data  # one copy of the table for all workers
 
-    def compute_gradients(self, batch, scale):
+    def compute_gradients(self, batch, scale, key=None):
         with self.first.parameters.reading(self.first.reads(self.first.actions)):
             self.refresh()
-            return super().compute_gradients(batch, scale)
+            return super().compute_gradients(batch, scale, key)
 
     def losses(self, inputs, targets, scale, rows):
         forward = [("F", m, c) for m in range(self.first.work.count) for c in sorted(self.first.units)]

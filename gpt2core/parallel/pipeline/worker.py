@@ -58,12 +58,12 @@ class PipelineWorker:
         orders = {"F": lambda units: units, "B": reversed}
         return [unit for kind, _, c in actions if kind in orders for unit in orders[kind](self.units[c])]
 
-    def run(self, batch, scale, losses):
+    def run(self, batch, scale, key, losses):
         """See Worker.run."""
         self.unit_gradients.begin()
         for table in self.tied.values():
             table.waiting.clear()  # of a step that has failed
-        for m, loss in self.executor.run(self.actions, batch, scale).items():
+        for m, loss in self.executor.run(self.actions, batch, scale, key).items():
             losses[m][...] = loss
 
     def losses(self, batch, scale):

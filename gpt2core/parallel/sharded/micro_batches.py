@@ -34,10 +34,10 @@ class ShardedMicroBatches(Accumulator):
             before=self.parameters.need, before_backward=self.before_backward, completed=self.unit_gradients.completed,
         )  # fmt: skip
 
-    def compute_gradients(self, batch, scale):
+    def compute_gradients(self, batch, scale, key=None):
         with self.parameters.reading([*self.units, *reversed(self.units)] * self.work.passes):
             begin_pass = self.unit_gradients.begin_pass
-            compute_passes(self.work, self.parts, batch[0], scale, self.loss_arrays, begin_pass)
+            compute_passes(self.work, self.parts, batch[0], scale, key, self.loss_arrays, begin_pass)
         return self.loss_arrays
 
     def before_backward(self, unit):

@@ -8,6 +8,7 @@ A slice is computed as if it was that of a rank. These operations add the slices
 
 from gpt2core import checks
 from gpt2core.communicator import Solo
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.tensor import Tensor
 from gpt2core.tree_sum import tree_reduce
 from gpt2core.vocabulary import Vocabulary
@@ -57,11 +58,12 @@ def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, dloss):
     """
     backend, rows = xs[0].backend, targets.reshape(-1)
     scale = 1 / targets.size if scale is None else scale
-    group, V, statistics, slices = vocabulary.group, vocabulary.size, [], []
+    gradient = HeadGradient(scale, vocabulary.size, dloss)
+    group, statistics, slices = vocabulary.group, [], []
     for x, w, part in zip(xs, ws, own_parts(group, len(ws)), strict=True):
-        own = Vocabulary(V, part)
+        own = Vocabulary(vocabulary.size, part)
         checks.unembed_cross_entropy(x, w, targets, own)
-        *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.first, scale, V, dloss)
+        *each, aux = backend.unembed_cross_entropy_forward(x.data, w.data, rows, own.first, gradient)
         statistics.append(each)
         slices.append((x.data, w, aux, own.first))
     loss, maxima, sums = loss_of_slices(statistics, scale, group, backend)

@@ -7,9 +7,9 @@ one slice on each rank, S = tp, the units are those of model.py themselves.
 
 # B batch, T time, C channels
 
+from gpt2core.dropout_units import with_dropout
 from gpt2core.forward_arguments import FIRST_TOKENS
 from gpt2core.model import Block, Embedding, Head, make_unit
-from gpt2core.parallel.dropout_units import with_dropout
 from gpt2core.parallel.tensor.shards import whole_name
 from gpt2core.parallel.tensor.sliced_ops import copies, own_parts, sliced_cross_entropy, total
 from gpt2core.stream import Branch, Stream
@@ -23,7 +23,7 @@ def make_units(names, work, parameters, group):
         slices = [parameters_of_slice(parameters, i) for i in range(work.slices)]
         classes = {"embedding": SlicedEmbedding, "head": SlicedHead}
         units = [classes.get(name, SlicedBlock)(name, work.config, slices, group) for name in names]
-    return [with_dropout(unit) for unit in units] if work.dropouts else units
+    return [with_dropout(unit) for unit in units] if work.dropout else units
 
 
 def parameters_of_slice(parameters, number):
@@ -37,10 +37,9 @@ class SlicedEmbedding(Embedding):
 
     def __init__(self, name, config, slices, group):
         super().__init__(config, slices[0], group)
-        parts = zip(slices, own_parts(group, len(slices)), strict=True)
-        self.slices = [Embedding(config, parameters, part) for parameters, part in parts]
-        for each in self.slices[1:]:
-            each.wpe = None  # otherwise its gradient would be added once for each slice
+        parts = enumerate(zip(slices, own_parts(group, len(slices)), strict=True))
+        # one slice adds positions, otherwise their gradient would be added once for each slice
+        self.slices = [Embedding(config, parameters, part, i == 0) for i, (parameters, part) in parts]
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
         return Stream(total([each(ids, arguments).tensor() for each in self.slices], self.group))

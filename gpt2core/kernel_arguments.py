@@ -1,4 +1,4 @@
-"""Arguments of the kernels of an update, Backend.clip and Backend.adamw_step, that only a fast trainer passes."""
+"""Arguments of kernels of a Backend that only a faster backend, or a faster trainer, reads or passes."""
 
 from typing import NamedTuple
 
@@ -25,3 +25,15 @@ class Guard(NamedTuple):
     stop: object = None
     loss_scale: object = None
     interval: int = 0
+
+
+class HeadGradient(NamedTuple):
+    """What unembed_cross_entropy_forward must know to compute the gradients before backward() is called.
+
+    scale: that of the loss. vocabulary: the number of tokens of all ranks, because the gradients need the maximum and
+    the sum of a whole row. dloss: dy of backward; None if it is not known.
+    """
+
+    scale: float
+    vocabulary: int
+    dloss: object = None

@@ -5,22 +5,10 @@ The bias of a branch is inside the dropped number, so zeros take its place in th
 
 # B batch, T time, C channels
 
+from gpt2core import ops
 from gpt2core.forward_arguments import FIRST_TOKENS
-from gpt2core.model import Block
 from gpt2core.stream import Branch, Stream
 from gpt2core.tensor import Tensor
-
-
-def dropout(x, mask, bias=None):
-    """x (B, T, C) + bias (C) after dropout by a dropout.Mask -> (B, T, C); backward computes the mask again."""
-    backend = x.backend
-    y = backend.dropout(x.data, mask, None if bias is None else bias.data)
-
-    def backward(dy):
-        dx = backend.dropout(dy, mask)
-        return (dx,) if bias is None else (backend.bias_backward(dx), dx)
-
-    return Tensor.from_op(y, (x,) if bias is None else (bias, x), backward)
 
 
 def with_dropout(unit):
@@ -38,23 +26,24 @@ class DropoutEmbedding:
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
         x, mask = self.embedding(ids, arguments), arguments.mask(0)
-        return Stream(dropout(x.tensor(), mask)) if mask else x
+        return Stream(ops.dropout(x.tensor(), mask)) if mask else x
 
 
-class DropoutBlock(Block):
+class DropoutBlock:
     """A Block, or a SlicedBlock, that drops numbers of its two branches."""
 
     def __init__(self, block):
-        self.block, self.name, self.ln_1, self.ln_2 = block, block.name, block.ln_1, block.ln_2
+        self.block, self.name = block, block.name
         _, bias = block.mlp_out
         self.zeros = Tensor(bias.backend.zeros(bias.shape, bias.backend.compute_dtype), bias.backend)  # (C)
 
-    def attention(self, y, arguments):
-        return self.drop(self.block.attention(y, arguments), arguments.mask(2 * self.block.layer + 1))
-
-    def mlp(self, y, arguments):
-        return self.drop(self.block.mlp(y, arguments), arguments.mask(2 * self.block.layer + 2))
+    def __call__(self, x, arguments=FIRST_TOKENS):
+        block, place = self.block, 2 * self.block.layer + 1
+        x, y = block.ln_1(x)
+        x = x + self.drop(block.attention(y, arguments), arguments.mask(place))
+        x, y = block.ln_2(x)
+        return x + self.drop(block.mlp(y, arguments), arguments.mask(place + 1))
 
     def drop(self, branch, mask):
         """The Branch after dropout by a Mask; the same one if `mask` is None."""
-        return Branch(dropout(branch.output, mask, branch.bias), self.zeros) if mask else branch
+        return Branch(ops.dropout(branch.output, mask, branch.bias), self.zeros) if mask else branch
