@@ -11,11 +11,10 @@ computes a column from the same numbers in the same order, unless a product is s
 the first worker computes them. LayerNorm is not divided, because its bits depend on the place of a row in its block.
 """
 
-import threading
-
 import numpy as np
 
 from gpt2core.data import even_slices
+from gpt2core.threads import leaving
 
 # Multiplications of a worker in a product. With a million or fewer, OpenBLAS uses another kernel, whose long sums have
 # another order.
@@ -36,13 +35,8 @@ class Worker:
 
     def run(self, function, *arguments):
         """function(*arguments, self); an error lets the calls of the other workers return soon."""
-        try:
+        with leaving(self.barrier):
             return function(*arguments, self)
-        except threading.BrokenBarrierError:
-            pass  # another worker has raised an error, which WorkerPool.map() raises, or map() was interrupted
-        except BaseException:
-            self.barrier.abort()
-            raise
 
     def columns(self, rows, w):
         """The slice of the columns of w (C, K) with which this worker multiplies so many rows; it may be empty."""
