@@ -54,8 +54,8 @@ class Examination:
             if group is not trainer.world and not group.one_process:
                 recorder = self.recorders[title] = CollectiveRecorder(trainer.backend, self.part_of)
                 self.hooks.around_collectives(group, recorder.around)
-        on_complete = trainer.accumulator.on_complete
-        self.hooks.set(trainer.accumulator, "on_complete", functools.partial(self.gradient_complete, on_complete))
+        sums = trainer.accumulator.sums
+        self.hooks.set(sums, "on_complete", functools.partial(self.gradient_complete, sums.on_complete))
         watch_gradients(trainer, self.hooks, self)
 
     def part_of(self, x):
@@ -251,4 +251,5 @@ def wait_for_each_kernel(trainer, hooks):
 
     for worker in trainer.accumulator.workers:
         hooks.around_kernels(worker.backend, around)
-    hooks.set(trainer.accumulator, "on_complete", functools.partial(before, trainer.accumulator.on_complete))
+    sums = trainer.accumulator.sums
+    hooks.set(sums, "on_complete", functools.partial(before, sums.on_complete))

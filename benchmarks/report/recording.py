@@ -227,9 +227,11 @@ class UnitRecorder:
     """
 
     def __init__(self, accumulator, ranks):
-        self.parameters, self.gradients = accumulator.parameters, accumulator.unit_gradients
-        self.shards, self.everyone, self.frames, self.summed = accumulator.work.layout, list(range(ranks)), [], []
-        for part in accumulator.parts:
+        (worker,) = accumulator.workers
+        self.parameters, self.gradients = accumulator.parameters.whole, worker.unit_gradients
+        self.sending, self.shards = accumulator.sums.sending, accumulator.work.layout
+        self.everyone, self.frames, self.summed = list(range(ranks)), [], []
+        for part in worker.parts:
             part.before = self.after(part.before, "forward")
             part.before_backward = self.after(part.before_backward, "backward")
             part.completed = self.complete(part.completed)
@@ -256,7 +258,7 @@ class UnitRecorder:
             {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
             for unit, array in moving for a in ranks for b in ranks if a != b
         ]  # fmt: skip
-        sent = sum(array.nbytes for _, array in self.gradients.sending)
+        sent = sum(array.nbytes for _, array in self.sending)
         held = {
             "shards of parameters, gradients and moments": 4 * (2 + MOMENTS) * self.shards.size,
             "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),

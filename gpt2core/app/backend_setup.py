@@ -8,7 +8,9 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 def usable_cores(config, cores):
     """How many of the `cores` of this rank training uses without --threads: in a pipeline and with ZeRO-2 and 3, one.
 
-    In a pipeline each thread needs as many micro-batches as there are ranks, so more threads could be refused.
+    In both, all ranks need the same number, and ranks may have different numbers of cores. In a pipeline each thread
+    needs as many micro-batches as there are ranks, so more threads could be refused. With ZeRO-2 and 3, each thread
+    needs memory for whole gradients.
     """
     return 1 if config.pp > 1 or config.zero > 1 else cores
 

@@ -41,7 +41,7 @@ def needed_memory(config, parallel, threads, local_ranks, replicas):
     config: GPT2Config. parallel: ParallelConfig. threads: of each rank; each has a sum of gradients. local_ranks: the
     ranks on this host. replicas: the number of data-parallel ranks, which divide the moments with --zero 1, also the
     gradients with 2, and also the parameters with 3. With 2 and 3, the shards of all four are in memory, and besides
-    them whole parameters of the model (2) or of one unit (3), and whole gradients of one unit.
+    them whole parameters of the model (2) or of one unit (3), and in each thread whole gradients of one unit.
     """
     part, unit = smallest_part(config, parallel) // parallel.tp, largest_unit(config) // parallel.tp
     return int(local_ranks * sum(array_terms(part, unit, parallel, threads, replicas).values()))
@@ -59,7 +59,7 @@ def array_terms(part, unit, parallel, threads, replicas):
         numbers = {
             "shards of parameters, gradients and moments": 4 * part / replicas,
             "whole parameters": part if parallel.zero == 2 else unit,
-            "whole gradients": unit,
+            "whole gradients": threads * unit,
         }
     return {term: count * np.dtype(np.float32).itemsize for term, count in numbers.items()}
 

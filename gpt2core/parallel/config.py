@@ -91,8 +91,9 @@ class ParallelConfig:
         """Raise ConfigError if an option has another value than the only one that fits together with `option`."""
         for name, value in only.items():
             if (given := getattr(self, name)) != value:
-                raise exclude_each_other(
-                    f"{option}={getattr(self, option)}", f"{name}={given}", f"{name}={value}", otherwise
+                raise ConfigError(
+                    f"`{option}={getattr(self, option)}` and `{name}={given}` exclude each other: use "
+                    f"`{name}={value}` or `{otherwise}`"
                 )
 
     def check_run(self, config, threads, count, replicas):
@@ -106,8 +107,6 @@ class ParallelConfig:
                 "`sparse_embedding=True` and a model with tied=True exclude each other: a tied table is also the "
                 "matrix of the logits, so its gradient has no zero rows; use `sparse_embedding=False`"
             )
-        if threads > 1 and self.zero > 1:
-            raise exclude_each_other(f"zero={self.zero}", f"threads={threads}", "threads=1", "zero=1")
         if pp > 1 and config.n_layer < pp * self.chunks:
             raise ConfigError(
                 f"`n_layer={config.n_layer}` is less than {pp * self.chunks}, the number of chunks on `pp={pp}` ranks "
@@ -125,10 +124,6 @@ class ParallelConfig:
                 f"`pp_schedule=interleaved`: {owner} has {counted(each, 'micro-batch')}, not divisible by "
                 f"`pp={pp}` ranks: use `micro_batches={each // pp * pp * threads * replicas}`"
             )
-
-
-def exclude_each_other(option, other, use, otherwise):
-    return ConfigError(f"`{option}` and `{other}` exclude each other: use `{use}` or `{otherwise}`")
 
 
 def are_slices_of(count, tp):

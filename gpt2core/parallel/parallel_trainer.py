@@ -50,7 +50,7 @@ class ParallelTrainer(Trainer):
     arena: the layout of the parameters of this pipeline rank. layout: that of the flat arrays `parameters` and
     `gradients`, and of `compute_parameters`, which kernels read: the parameters, or a copy in compute_dtype. It is the
     arena, or with ZeRO-2 and ZeRO-3 this rank's shards. accumulator: computes the gradients of this rank's
-    micro-batches. data_parallel: sums them over the ranks (with ZeRO-2 and ZeRO-3, a UnitGradients). bucket_mb: the
+    micro-batches. data_parallel: sums them over the ranks (with ZeRO-2 and ZeRO-3, a ShardSums). bucket_mb: the
     size of a message; bucket_size: its measurement, or None.
     """
 
@@ -113,12 +113,12 @@ class ParallelTrainer(Trainer):
         owners: the ranks that divide the arena.
         """
         parallel, mesh, bucket_mb = self.parallel, self.mesh, self.bucket_mb
-        if parallel.zero > 1:  # a UnitGradients sums over the ranks what is complete
+        if parallel.zero > 1:  # a ShardSums sums over the ranks what is complete
             if parallel.pp > 1:
                 accumulator = PipelineMicroBatches(work, self.pool, mesh, parallel, None)
             else:
-                accumulator = ShardedMicroBatches(work, mesh, parallel.zero)
-            return accumulator, accumulator.unit_gradients
+                accumulator = ShardedMicroBatches(work, self.pool, mesh, parallel.zero)
+            return accumulator, accumulator.sums
         data_parallel = make_data_parallel(
             parallel, self.arena, self.gradients, mesh.gradients, owners, self.backend, bucket_mb,
             tokens_read(self.batch_size, self.seq_len, mesh.gradients.size),

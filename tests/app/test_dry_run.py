@@ -95,7 +95,7 @@ def test_stage_2_needs_no_gpu_for_it(train2, corpus, monkeypatch, precision):
 
 RUNS = [
     (2, ()), (2, ("--zero", 1, "--zero-gather", "forward")), (2, ("--tp", 2, "--recompute", "block")),
-    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")),
+    (2, ("--pp", 2, "--pp-schedule", "zero-bubble")), (2, ("--zero", 3, "--threads", 2)),
     pytest.param(3, ("--zero", 3, "--batch-size", 6, "--no-deterministic"), marks=pytest.mark.long),
     pytest.param(
         3, ("--batch-size", 6, "--no-deterministic", "--collectives", "halving-doubling", "--dp", "bucket"),
@@ -132,20 +132,24 @@ def test_recomputed_blocks_are_counted_apart():
     assert computed - needed == 5 * block * 8 * 256  # all but the last one
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("options, ranks, micro_batches", [
     *(({}, 1, count) for count in (2, 8)), *((dict(zero=zero), 2, count) for zero in (1, 2, 3) for count in (2, 8)),
     *((dict(zero=zero, **how), 4, 8) for zero in (2, 3) for how in (dict(tp=2), dict(pp=2))),
 ], ids=str)  # fmt: skip
-def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options, ranks, micro_batches):
+def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options, ranks, micro_batches, threads):
+    micro_batches *= threads
+
     def arrays(comm):
-        trainer = make_trainer(comm, ParallelConfig(**options), micro_batches=micro_batches)
+        trainer = make_trainer(comm, ParallelConfig(**options), micro_batches=micro_batches, threads=threads)
         moments = trainer.optimizer.nbytes
         plan = Layout(
-            trainer.config, trainer.parallel, 16, 16, micro_batches, trainer.mesh.data.size, trainer.accumulator.merged
+            trainer.config, trainer.parallel, 16, 16, micro_batches, trainer.mesh.data.size, trainer.accumulator.merged,
+            threads,
         )  # fmt: skip
         place = plan.places()[comm.rank]
         if trainer.parallel.zero > 1:
-            return host_terms(plan, place), sum(memory(trainer.accumulator.work, trainer.parallel.zero))
+            return host_terms(plan, place), sum(memory(trainer.accumulator.work, trainer.parallel.zero, threads))
         flat = trainer.gradients.nbytes  # of one buffer of each unit
         workers = [next(iter(each.unit_gradients.sums.values())) for each in trainer.accumulator.workers]
         sums = [flat for unit_sum in workers for _ in unit_sum.buffers]

@@ -41,6 +41,7 @@ def test_zero_2_and_3_divide_also_gradients_and_parameters_but_not_those_of_a_un
     assert needed_memory(TINY, ParallelConfig(zero=2), 1, 4, 4) == 4 * (FP32 + FP32 + unit)
     assert needed_memory(TINY, ParallelConfig(zero=3), 1, 4, 4) == 4 * (FP32 + 2 * unit)
     assert needed_memory(TINY, ParallelConfig(zero=3), 1, 1, 4) == FP32 + 2 * unit
+    assert needed_memory(TINY, ParallelConfig(zero=3), 3, 1, 4) == FP32 + (1 + 3) * unit  # gradients of each thread
 
 
 def test_a_host_with_too_little_memory_is_one_line(train, corpus, monkeypatch):

@@ -122,7 +122,8 @@ def test_the_predicted_rows_are_at_most_the_tokens_of_a_rank():
 
 
 @pytest.mark.parametrize("options", [
-    dict(tp=2), dict(zero=1), dict(dp="bucket", **BUCKETS), dict(pp=2), dict(pp=2, pp_schedule="zero-bubble")
+    dict(tp=2), dict(zero=1), dict(dp="bucket", **BUCKETS), dict(pp=2), dict(pp=2, pp_schedule="zero-bubble"),
+    dict(zero=2), dict(zero=3), dict(zero=3, pp=2), dict(zero=3, tp=2),
 ], ids=str)  # fmt: skip
 def test_also_with_several_threads_and_unequal_micro_batches(options):
     assert_predicted(2, ParallelConfig(**options), config=model(True), threads=2)

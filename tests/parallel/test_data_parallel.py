@@ -115,8 +115,8 @@ def test_messages_are_sent_in_the_same_order_on_every_rank_and_thread(tokens):
 
     def order(comm):
         trainer, units = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
-        original = trainer.accumulator.on_complete
-        trainer.accumulator.on_complete = lambda unit: (units.append(unit), original(unit))
+        sums, original = trainer.accumulator.sums, trainer.accumulator.sums.on_complete
+        sums.on_complete = lambda unit: (units.append(unit), original(unit))
         trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
         return units
 

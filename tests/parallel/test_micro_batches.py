@@ -32,9 +32,10 @@ from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.divided.arena_layout import ArenaLayout
 from gpt2core.parallel.divided.optimizer import DividedOptimizer
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.micro_batches import merged, threaded
+from gpt2core.parallel.micro_batches import merged, worker_sums
 from gpt2core.parallel.micro_batches.accumulator import Workload
 from gpt2core.parallel.micro_batches.count import plan_micro_batches, possible_ranks
+from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.micro_batches.threaded import MicroBatches, Worker
 from gpt2core.parallel.parallel_trainer import ParallelTrainer as PlainTrainer
 from gpt2core.parallel.sharded.unit_shards import UnitShards
@@ -74,7 +75,7 @@ def one_blas_thread():
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Blocks that are smaller than some parameters of these models, so that the workers' sums are added in several."""
-    monkeypatch.setattr(threaded, "SUM_BLOCK", 1000)
+    monkeypatch.setattr(worker_sums, "SUM_BLOCK", 1000)
 
 
 def backends(n, precision="fp32"):
@@ -238,7 +239,7 @@ def worker_of(config, count, wait=lambda unit: None, completed=lambda unit: None
     arena, backend = DividedArena(parameter_shapes(config)), NumpyBackend()
     flats = np.zeros((2, arena.size), np.float32)  # parameters, gradients
     work = Workload(config, ArenaLayout(arena, backend), *flats, backend, count, (2 * count, 8), np.array(1.0))
-    return Worker(work, Solo(), wait, completed)
+    return Worker(ArenaGradients(work, completed, work.used_twice), Solo(), wait)
 
 
 @settings(max_examples=30, deadline=None)
@@ -561,6 +562,40 @@ def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
     assert workers.map(work, workers.backends, [-1] * size) == list(range(size))  # the pool still works
 
 
+@pytest.mark.parametrize("failing", range(3))
+def test_a_failure_lets_the_workers_leave_the_barrier_at_which_they_wait(failing):
+    workers, barrier = WorkerPool(range(3)), threading.Barrier(3)
+
+    def work(worker, failing):
+        if worker == failing:
+            raise ZeroDivisionError(f"worker {worker}")
+        barrier.wait()
+        return worker
+
+    with pytest.raises(ZeroDivisionError, match=f"worker {failing}"):
+        workers.map(work, workers.backends, [failing] * 3, barrier=barrier)
+    workers.wait()
+    barrier.reset()
+    assert workers.map(work, workers.backends, [-1] * 3, barrier=barrier) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", range(2))
+def test_map_does_not_wait_for_a_call_that_waits_for_something_else_than_the_barrier(failing):
+    workers, barrier, message, ended = WorkerPool(range(2)), threading.Barrier(2), threading.Event(), []
+
+    def work(worker):
+        if worker == failing:
+            raise ZeroDivisionError
+        message.wait()
+        ended.append(worker)
+
+    with pytest.raises(ZeroDivisionError):
+        workers.map(work, workers.backends, barrier=barrier)
+    assert not ended
+    message.set()
+    assert workers.map(str, workers.backends) == ["0", "1"] and ended == [1 - failing]  # the next map() waits for it
+
+
 def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
     trainer = Trainer(CONFIG, backends(4), batch_size=8, seq_len=16, micro_batches=8)
     windows = Windows(np.full(500, 36), 16)
@@ -583,14 +618,14 @@ def steps_of(trainer, windows, count):
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("kernel", ["embedding_forward", "mlp_backward", "attention_backward", "embedding_backward"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_steps_after_a_pass_that_has_failed_are_right(rng, monkeypatch, threads, kernel, error):
+@pytest.mark.parametrize("threads, zero", [(1, 0), (2, 0), (2, 3)])
+def test_the_steps_after_a_pass_that_has_failed_are_right(rng, monkeypatch, threads, zero, kernel, error):
     """In any call of a kernel by one of the workers. After Ctrl-C the workers continue, while step() has returned."""
     windows, call = Windows(rng.integers(0, 37, 500), 16), int(rng.integers(1, 4))
     monkeypatch.setattr(merged, "ACTIVATIONS", 0)  # a call of the kernels for each micro-batch
     sizes = dict(batch_size=8, seq_len=16, micro_batches=8)
     want = steps_of(PlainTrainer(CONFIG, backends(threads), **sizes), windows, 4)
-    trainer = PlainTrainer(CONFIG, backends(threads), **sizes)
+    trainer = PlainTrainer(CONFIG, backends(threads), **sizes, parallel=ParallelConfig(zero=zero))
     got, calls, compute = steps_of(trainer, windows, 1), [], getattr(trainer.backend, kernel)
 
     def fail(*arguments, **options):
@@ -854,7 +889,7 @@ def test_another_rule_is_divided_over_threads_and_ranks(rng, ranks, units):
         start[gap] = gradients[gap] = 0
 
     def run(comm):
-        workers = WorkerPool(backends(1 if units else 2, "fp64"))
+        workers = WorkerPool(backends(2, "fp64"))
         backend = workers.backends[0]
         layout = UnitShards(arena, comm, backend) if units else ArenaLayout(arena, backend, comm)
         p, g = np.zeros((2, layout.size))

@@ -1,7 +1,9 @@
 """ZeRO-2 and ZeRO-3 have the bits of one rank, and a rank stores what the layout says."""
 
 import functools
+import itertools
 import re
+import threading
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.evaluation import evaluate
+from gpt2core.parallel.micro_batches import merged
 from gpt2core.parallel.micro_batches.merged import rows_are_independent
 from gpt2core.parallel.sharded.unit_gradients import UnitGradients
 from gpt2core.parallel.sharded.unit_parameters import NotInMemory
@@ -74,6 +77,24 @@ def test_every_number_of_ranks_gives_the_serial_bits(ranks, zero, recompute, tie
     assert_serial_bits(ranks, tied, dict(zero=zero, recompute=recompute))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("ranks, threads", [(1, 2), (1, 8), (2, 2), (2, 4), (4, 2)])
+def test_every_number_of_worker_threads_gives_the_serial_bits(ranks, threads, zero, recompute, tied):
+    """One, two or four micro-batches for each thread."""
+    assert_serial_bits(ranks, tied, dict(zero=zero, recompute=recompute), threads=threads)
+
+
+@pytest.mark.parametrize("options", [dict(micro_batches=16), dict(clip=0.0), dict(backend=PlainBackend)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_options_give_the_serial_bits_with_threads(tied, options):
+    want = train(Solo(), ParallelConfig(), TOKENS, steps=2, config=model(tied), **options)
+    for got in run_ranks(2, lambda comm: train(comm, ParallelConfig(zero=3), TOKENS, steps=2, config=model(tied),
+                                               threads=2, **options)):  # fmt: skip
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize("options", [
     dict(ONE_EACH), dict(micro_batches=16), dict(clip=0.0), dict(backend=PlainBackend), dict(precision="fp64"),
 ], ids=str)  # fmt: skip
@@ -89,9 +110,9 @@ def test_merged_micro_batches_give_the_serial_bits(monkeypatch):
     if not all(rows_are_independent(NumpyBackend(), rows, 4, *shape) for shape in matrices):
         pytest.skip("with this BLAS, the bits of a row depend on the number of rows")
     module = "gpt2core.parallel.sharded.micro_batches"
-    for merged in (2, 4):
-        monkeypatch.setattr(f"{module}.merged_micro_batches", lambda *arguments, merged=merged: merged)
-        assert_serial_bits(2, True, dict(zero=3, recompute="block"), batch_size=32)
+    for together, threads in ((2, 1), (4, 1), (2, 2)):
+        monkeypatch.setattr(f"{module}.merged_micro_batches", lambda *arguments, together=together: together)
+        assert_serial_bits(2, True, dict(zero=3, recompute="block"), batch_size=32, threads=threads)
 
 
 def test_three_ranks_differ_only_by_rounding():
@@ -110,7 +131,7 @@ def test_two_gradients_of_a_tied_table_in_one_sum_give_other_bits(monkeypatch):
             super().__init__(*arguments)
             self.used_twice = []
 
-    monkeypatch.setattr("gpt2core.parallel.sharded.units.UnitGradients", InOneSum)
+    monkeypatch.setattr("gpt2core.parallel.sharded.shard_sums.UnitGradients", InOneSum)
     for got in run_ranks(2, lambda comm: train(comm, ParallelConfig(zero=3), TOKENS, steps=2, config=model(True))):
         assert got[0] != serial(True)[0]
         np.testing.assert_allclose(got[0], serial(True)[0], rtol=1e-4)  # float32: only rounding errors
@@ -119,7 +140,7 @@ def test_two_gradients_of_a_tied_table_in_one_sum_give_other_bits(monkeypatch):
 def test_a_step_that_was_interrupted_can_be_repeated():
     def interrupted(comm):
         trainer, windows = make_trainer(comm, ParallelConfig(zero=3), config=model()), Windows(TOKENS, 16)
-        part = trainer.accumulator.parts[2]
+        part = trainer.accumulator.workers[0].parts[2]
         before, part.before_backward = part.before_backward, lambda name: 1 / 0
         with pytest.raises(ZeroDivisionError):
             trainer.step(read_batch(trainer, windows), 3e-3)
@@ -130,14 +151,100 @@ def test_a_step_that_was_interrupted_can_be_repeated():
         assert losses == [loss for loss, _ in serial()[0]]
 
 
+# -- errors of one worker thread ---------------------------------------------------------------------------------------
+
+KERNELS = "embedding_forward", "mlp_backward", "attention_backward", "embedding_backward"
+
+
+def fail_once(trainer, worker, kernel, call):
+    """Let this worker raise ZeroDivisionError in call number `call` of a kernel, and in no later one."""
+    backend, calls = trainer.pool.backends[worker], itertools.count(1)
+    compute = getattr(backend, kernel)
+
+    def fail(*arguments, **options):
+        return 1 / 0 if next(calls) == call else compute(*arguments, **options)
+
+    setattr(backend, kernel, fail)
+
+
+@pytest.mark.parametrize("zero, worker", [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("call", [1, 2])
+def test_the_steps_after_an_error_of_one_thread_are_right(monkeypatch, zero, worker, kernel, call):
+    """On all ranks, so that their next collectives match."""
+    monkeypatch.setattr(merged, "ACTIVATIONS", 0)  # several passes
+
+    def run(comm, fails):
+        trainer, windows = make_trainer(comm, ParallelConfig(zero=zero), model(), threads=2), Windows(TOKENS, 16)
+        reports = [trainer.step(read_batch(trainer, windows), 3e-3)]
+        if fails:
+            fail_once(trainer, worker, kernel, call)
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(read_batch(trainer, windows), 3e-3)
+        reports += [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(2)]
+        return [(report.loss, report.grad_norm) for report in reports], parameter_hash(trainer)
+
+    assert run_ranks(2, run, True) == run_ranks(2, run, False)
+
+
+@pytest.mark.parametrize("how, kernel, call", [
+    *((how, kernel, 2) for how in ({}, dict(pp=2), dict(tp=2)) for kernel in ("mlp_backward", "attention_backward")),
+    (dict(pp=2, pp_schedule="gpipe"), "mlp_forward", 4),
+], ids=str)  # fmt: skip
+def test_an_error_of_one_thread_of_one_rank_ends_all_ranks(how, kernel, call):
+    """In the last forward pass of gpipe, the other thread waits for a message of the next rank.
+
+    There its partner waits, at the barrier, for a thread that waits for a message of the one that has failed.
+    """
+    started = []
+
+    def run(comm):
+        trainer, windows = (
+            make_trainer(comm, ParallelConfig(zero=3, **how), model(layers=4), threads=2),
+            Windows(TOKENS, 16),
+        )
+        trainer.step(read_batch(trainer, windows), 3e-3)
+        if comm.rank == 1:
+            fail_once(trainer, 1, kernel, call)
+        started.append(comm.rank)
+        trainer.step(read_batch(trainer, windows), 3e-3)
+
+    with pytest.raises(ZeroDivisionError) as found:
+        run_ranks(4, run)
+    assert found.value.__notes__ == ["raised on rank 1 of 4"] and sorted(started) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_an_error_of_one_thread_in_an_evaluation_is_raised_and_the_next_one_is_right(worker):
+    windows = Windows(TOKENS[:500], 16)
+
+    def run(comm):
+        trainer = make_trainer(comm, ParallelConfig(zero=3), model(), threads=2)
+        want = evaluate(trainer, windows)
+        fail_once(trainer, worker, "mlp_forward", 2)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(trainer, windows)
+        return evaluate(trainer, windows) == want
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_workers_that_read_different_units_are_an_error():
+    trainer = make_trainer(Solo(), ParallelConfig(zero=3), model(), threads=2)
+    for number, worker in enumerate(trainer.accumulator.workers):
+        worker.run = lambda *arguments, worker=worker, number=number: worker.parameters.need(f"h.{number}")
+    with pytest.raises(ValueError, match="the workers of a rank must read the same unit, not h.. and h.."):
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
+
+
 # -- with tensor parallelism and in a pipeline: the bits of the same `tp` without ZeRO ---------------------------------
 
 UNEVEN = 37  # tokens, so that tensor-parallel ranks have vocabularies of different sizes
 
 
-def on_ranks(comm, how, tied, clip):
+def on_ranks(comm, how, tied, clip, threads=1):
     config = replace(model(tied, layers=4), vocab_size=UNEVEN, n_head=4)
-    reports, _, _, trainer = train(comm, ParallelConfig(**how), TOKENS, steps=2, config=config, clip=clip)
+    reports, _, _, trainer = train(comm, ParallelConfig(**how), TOKENS, 2, config=config, clip=clip, threads=threads)
     return reports, parameter_hash(trainer)
 
 
@@ -162,17 +269,19 @@ GRIDS = [  # (ranks, options)
 SLOW = 3, 4  # of GRIDS: many sums inside layers
 
 
-@pytest.mark.parametrize("ranks, how, tied, clip, recompute", [
+@pytest.mark.parametrize("ranks, how, tied, clip, recompute, threads", [
     pytest.param(
-        *grid, tied, clip, recompute, id=f"{grid}-{tied}-{clip}-{recompute}",
+        *grid, tied, clip, recompute, threads, id=f"{grid}-{tied}-{clip}-{recompute}-{threads}",
         marks=[] if (i % 2, i // 2 % 2, i // 4 % 2) == (tied, clip > 0, recompute == "block") and i not in SLOW
         else pytest.mark.long,
     )
     for i, grid in enumerate(GRIDS) for tied in (False, True) for clip in (0.0, 0.1) for recompute in ("none", "block")
+    for threads in (1, 2) if 8 >= threads * max(2 * grid[1].get("pp", 1), grid[0] // grid[1].get("tp", 1))
 ])  # fmt: skip
-def test_with_tensor_and_pipeline_parallelism_zero_changes_no_bit(ranks, how, tied, clip, recompute):
+def test_with_tensor_and_pipeline_parallelism_zero_changes_no_bit(ranks, how, tied, clip, recompute, threads):
     want = without_zero(how.get("canonical_tp", how.get("tp", 1)), tied, clip)
-    assert run_ranks(ranks, on_ranks, how | dict(recompute=recompute), tied, clip) == [want] * ranks
+    options = how | dict(recompute=recompute)
+    assert run_ranks(ranks, on_ranks, options, tied, clip, threads) == [want] * ranks
     assert clip == 0 or min(norm for _, norm in want[0]) > clip
 
 
@@ -185,14 +294,15 @@ def test_page_sums_of_another_rank_of_the_replica_are_needed(monkeypatch):
 
 
 def test_over_mpi():
-    """Four processes: tensor-parallel, and a pipeline of two ranks."""
+    """Four processes: tensor-parallel, and a pipeline of two ranks; one and two threads."""
     layouts = [dict(tp=2, zero=3), dict(pp=2, zero=3, pp_schedule="zero-bubble")]
     want = [without_zero(how.get("tp", 1), True, 0.1) for how in layouts]
     run_mpi(4, assert_bits, layouts, want)
 
 
 def assert_bits(comm, layouts, want):
-    assert [on_ranks(comm, how, True, 0.1) for how in layouts] == want
+    for threads in (1, 2):
+        assert [on_ranks(comm, how, True, 0.1, threads) for how in layouts] == want
 
 
 # -- a copy of the parameters in 16 bits -------------------------------------------------------------------------------
@@ -294,25 +404,31 @@ def test_each_element_is_in_the_shards_of_one_rank(size, tied):
     assert sum(run_ranks(size, check)) == sum(array.size for array in arrays.values())
 
 
-@pytest.mark.parametrize("zero, tied, passes", [
-    (0, False, 1), (1, False, 1), (2, False, 1), (2, True, 1), (3, False, 1), (3, True, 1), (3, False, 4), (3, True, 2),
+@pytest.mark.parametrize("zero, tied, passes, threads", [
+    (0, False, 1, 1), (1, False, 1, 1), (2, False, 1, 1), (2, True, 1, 1), (3, False, 1, 1), (3, True, 1, 1),
+    (3, False, 4, 1), (3, True, 2, 1), (2, False, 1, 2), (3, False, 1, 4), (3, True, 1, 2), (3, False, 4, 2),
 ])  # fmt: skip
-def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, passes):
+def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, passes, threads):
     """Sizes of flat arrays, in numbers of float32: those that stay, and the peak of those of units."""
-    live, peak = [0], [0]
+    live, peak, lock = [0], [0], threading.RLock()  # a finalizer may run inside of add()
+
+    def add(size):
+        with lock:
+            live[0] += size
+            peak[0] = max(peak[0], live[0])
 
     def count(array):
-        live[0] += array.size
-        peak[0] = max(peak[0], live[0])
-        weakref.finalize(array, lambda size=array.size: live.__setitem__(0, live[0] - size))
+        add(array.size)
+        weakref.finalize(array, add, -array.size)
         return array
 
     def main(comm):
         config = model(tied, layers=6)
-        trainer = make_trainer(comm, ParallelConfig(zero=zero), config, micro_batches=4 * passes)
+        sizes = dict(micro_batches=4 * passes * threads, batch_size=16 * threads, threads=threads)
+        trainer = make_trainer(comm, ParallelConfig(zero=zero), config, **sizes)
         if zero > 1 and comm.is_root:
-            allocate = trainer.layout.allocate
-            trainer.layout.allocate = lambda unit, dtype: count(allocate(unit, dtype))
+            for each in (trainer.layout, *trainer.accumulator.sums.workers):
+                each.allocate = lambda *unit, allocate=each.allocate: count(allocate(*unit))
         trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
         arrays = trainer.parameters, trainer.gradients, *trainer.optimizer.states.values()
         return [array.size for array in arrays], trainer
@@ -325,15 +441,17 @@ def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, pa
         units = {unit: trainer.layout.whole_size(unit) for unit in trainer.arena.units}
         whole, block = sum(units.values()), units["h.0"]
         assert sizes == [whole / 4] * 4
-        shards, parameters, gradients = (count / 4 for count in memory(trainer.accumulator.work, zero))
-        assert (passes > 1) == (trainer.accumulator.work.passes > 1)  # some micro-batches may be merged
-        passes = trainer.accumulator.work.passes
+        shards, parameters, gradients = (count / 4 for count in memory(trainer.accumulator.work, zero, threads))
+        work = trainer.accumulator.workers[0].work
+        assert (passes > 1) == (work.passes > 1)  # some micro-batches may be merged
+        passes = work.passes
         assert shards == sum(sizes) and parameters == (whole if zero == 2 else (3 if tied else 2) * block)
-        assert gradients == (whole * (passes - 1).bit_length() if passes > 1 else (3 if tied else 2) * block)
+        few = (1 + (2 if tied else 1) * threads) * block
+        assert gradients == (threads * whole * (passes - 1).bit_length() if passes > 1 else few)
         if rank == 0:
             assert peak[0] <= parameters + gradients
             assert tied or passes > 1 or peak[0] == parameters + gradients
-            needed = needed_memory(trainer.config, ParallelConfig(zero=zero), 1, 1, 4) / 4
+            needed = needed_memory(trainer.config, ParallelConfig(zero=zero), threads, 1, 4) / 4
             assert passes > 1 or needed <= shards + peak[0]
     del trainer
     assert live[0] == 0
@@ -342,7 +460,8 @@ def test_a_rank_stores_its_shards_and_the_units_that_are_computed(zero, tied, pa
 def test_after_a_step_no_tensor_has_memory_and_the_next_unit_is_known():
     def main(comm):
         trainer = train(comm, ParallelConfig(zero=3), TOKENS, steps=1, config=model())[3]
-        tensors, parameters = trainer.accumulator.tensors, trainer.accumulator.parameters
+        parameters = trainer.accumulator.parameters.whole
+        tensors = trainer.accumulator.workers[0].tensors
         assert all(isinstance(tensor.data, NotInMemory) for tensor in tensors.values())
         with parameters.reading(["embedding", "h.0"]), pytest.raises(ValueError, match="h.1 is read before embedding"):
             parameters.need("h.1")
@@ -359,8 +478,7 @@ def test_in_a_grid_too_a_rank_keeps_shards_and_few_whole_units(how, tied):
 
     def main(comm):
         trainer = make_trainer(comm, ParallelConfig(zero=3, **how), model(tied, layers=8))
-        parameters, gathered = trainer.accumulator, []
-        parameters = getattr(parameters, "first", parameters).parameters
+        parameters, gathered = trainer.accumulator.parameters.whole, []
         start = parameters.start
 
         def counted(unit):
@@ -378,6 +496,28 @@ def test_in_a_grid_too_a_rank_keeps_shards_and_few_whole_units(how, tied):
 
     run_ranks(4, main)
     assert max(units) == (3 if tied else 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_threads_of_a_rank_read_the_same_arrays_and_gather_once(tied):
+    def gathered(comm, threads):
+        trainer = make_trainer(comm, ParallelConfig(zero=3), model(tied), threads=threads, micro_batches=2 * threads)
+        calls, parameters = [], trainer.accumulator.parameters
+        start, workers = trainer.mesh.gradients.all_gather_start, trainer.accumulator.workers
+
+        def count(x, out=None):
+            calls.append(x.size)
+            return start(x, out=out)
+
+        trainer.mesh.gradients.all_gather_start = count
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 3e-3)
+        with parameters.reading(["embedding"]):
+            trainer.pool.map(lambda worker: worker.parameters.need("embedding"), workers, barrier=parameters.barrier)
+            arrays = [worker.tensors["transformer.wte.weight"].data for worker in workers]
+            assert all(np.shares_memory(array, arrays[0]) for array in arrays) and len(arrays) == threads
+        return calls
+
+    assert run_ranks(2, gathered, 1) == run_ranks(2, gathered, 4)
 
 
 def test_zero_3_gathers_a_second_time_before_backward_and_sends_as_many_gradients():
@@ -400,12 +540,12 @@ def test_zero_3_gathers_a_second_time_before_backward_and_sends_as_many_gradient
 def test_the_validation_loss_and_the_model_to_generate_are_those_of_one_rank(tied):
     windows = Windows(TOKENS[:500], 16)  # the last batch has empty micro-batches
 
-    def read(comm, **how):
-        trainer = train(comm, ParallelConfig(**how), TOKENS, steps=2, config=model(tied))[3]
+    def read(comm, threads=1, **how):
+        trainer = train(comm, ParallelConfig(**how), TOKENS, steps=2, config=model(tied), threads=threads)[3]
         return evaluate(trainer, windows), current_model(trainer).logits(TOKENS[None, :16]).numpy().tobytes()
 
     want = read(Solo())
-    for how in (dict(zero=2), dict(zero=3, recompute="block")):
+    for how in (dict(zero=2), dict(zero=3, recompute="block"), dict(zero=3, threads=2)):
         assert run_ranks(4, functools.partial(read, **how)) == [want] * 4
 
 
@@ -451,18 +591,16 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how, options, message", [
-    (dict(zero=3, dp="bucket"), {}, "`zero=3` and `dp=bucket` exclude each other: use `dp=flat` or `zero=1`"),
-    (dict(zero=3, compress="int8"), {}, "`zero=3` and `compress=int8` exclude each other: use `compress=none`"),
-    (dict(zero=2, zero_gather="forward"), {},
+@pytest.mark.parametrize("how, message", [
+    (dict(zero=3, dp="bucket"), "`zero=3` and `dp=bucket` exclude each other: use `dp=flat` or `zero=1`"),
+    (dict(zero=3, compress="int8"), "`zero=3` and `compress=int8` exclude each other: use `compress=none`"),
+    (dict(zero=2, zero_gather="forward"),
      "`zero=2` and `zero_gather=forward` exclude each other: use `zero_gather=end` or `zero=1`"),
-    (dict(zero=3), dict(threads=2), "`zero=3` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
-    (dict(zero=2, pp=2), dict(threads=2), "`zero=2` and `threads=2` exclude each other: use `threads=1` or `zero=1`"),
 ])  # fmt: skip
-def test_what_is_not_supported_is_refused(how, options, message):
+def test_what_is_not_supported_is_refused(how, message):
     def refused(comm):
         with pytest.raises(ConfigError, match=re.escape(message)):
-            make_trainer(comm, ParallelConfig(**how), **options)
+            make_trainer(comm, ParallelConfig(**how))
 
     run_ranks(4, refused)
 

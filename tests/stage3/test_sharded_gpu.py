@@ -123,7 +123,7 @@ def test_in_fp16_the_parameters_are_sent_in_two_bytes_and_the_gradients_in_four(
         trainer = make_trainer(world, Half, zero=3)
         assert_predicted_bytes(trainer, Grid(data=world.rank))
         units = {unit: trainer.layout.whole_size(unit) for unit in trainer.layout.parts}
-        return memory(trainer.accumulator.work, trainer.parallel.zero), units
+        return memory(trainer.accumulator.work, trainer.parallel.zero, trainer.pool.size), units
 
     for (shards, parameters, gradients), units in run_ranks(2, sent):
         largest = max(units.values())

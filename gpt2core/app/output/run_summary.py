@@ -46,7 +46,9 @@ def describe_zero(zero, trainer):
     if zero == 1:  # the two moments
         text = f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank"
         return f"{text}; {2 * whole:.2f} MiB without ZeRO-1"
-    shards, parameters, gradients = (count / 2**20 for count in memory(trainer.accumulator.work, zero))
+    shards, parameters, gradients = (
+        count / 2**20 for count in memory(trainer.accumulator.work, zero, trainer.pool.size)
+    )
     parts = trainer.optimizer.parameters, trainer.optimizer.compute_copy
     whole *= 3 + sum(array.itemsize for array in parts if array is not None) / trainer.parameters.itemsize
     return (

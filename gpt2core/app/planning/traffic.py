@@ -228,7 +228,7 @@ def units_in_order(layout, place):
     """The units that a rank reads in a step, in order: each pass forward and backward, or the actions of a pipeline."""
     chunks, P = own_chunks(layout, place.pipeline), layout.parallel.pp
     if P == 1:
-        return [*chunks[0], *reversed(chunks[0])] * (layout.count // layout.merged)
+        return [*chunks[0], *reversed(chunks[0])] * (layout.count // layout.merged // layout.threads)
     orders = {"F": lambda units: units, "B": reversed}
     actions = layout.schedule()[place.pipeline]
     return [unit for kind, _, c in actions if kind in orders for unit in orders[kind](chunks[c // P])]

@@ -346,8 +346,8 @@ class TrainSettings(Settings):
     zero: int = setting(
         RANKS,
         "what each data-parallel rank stores only its part of. 0: nothing. 1: the optimizer state (ZeRO-1). 2: also "
-        "the gradients. 3: also the parameters. 2 and 3 need --threads 1, --dp flat, --compress none and "
-        "--zero-gather end. Default: 1 with --transport nccl, --dp flat, --compress none and without "
+        "the gradients. 3: also the parameters. 2 and 3 need --dp flat, --compress none and --zero-gather end; without "
+        "--threads a rank has one thread. Default: 1 with --transport nccl, --dp flat, --compress none and without "
         "--sparse-embedding; otherwise 0",
         None,
         AGAIN,

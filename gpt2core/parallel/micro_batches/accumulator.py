@@ -85,7 +85,7 @@ class Accumulator(ABC):
         self.work, self.backend, self.gradients, self.merged = work, work.backend, work.gradients, work.merged
         zeros = work.backend.zeros((work.count,), np.float64)
         self.loss_arrays = [zeros[i : i + 1].reshape(()) for i in range(work.count)]
-        self.workers = [self]
+        self.workers = []
 
     def deal(self, inputs, targets, rows, merged=1):
         """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].

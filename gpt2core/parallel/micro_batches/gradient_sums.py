@@ -77,7 +77,8 @@ class ArenaGradients:
     """
 
     def __init__(self, work, on_complete, used_twice=()):
-        arena, backend, self.on_complete, self.sums = work.arena, work.backend, on_complete, {}
+        arena, backend = work.arena, work.backend
+        self.work, self.on_complete, self.sums = work, on_complete, {}
         self.tensors = {name: Parameter(array, backend) for name, array in arena.views(work.parameters).items()}
         zeros = (backend.zeros((arena.size,), backend.dtype) for _ in range(buffers_of_sum(work.passes) - 1))
         flats = [work.gradients, *zeros]

@@ -3,13 +3,11 @@
 A worker is a thread that runs consecutive micro-batches one after another, or `merged` of them in one call of each
 kernel (merged.py). The canonical order adds numbers in a fixed binary tree (tree_sum.py), and a worker
 adds one subtree. When backward has passed a unit (a block, for example), its gradients are added to the worker's
-partial sums. The worker that is last to complete a unit adds the sums of all workers, and calls on_complete(unit) to
-start the sum over the ranks. If the numbers of workers and ranks are powers of two, the bits of the sum do not depend
-on them.
+partial sums. The worker that is last to complete a unit adds the sums of all workers, and starts the sum over the ranks
+(worker_sums.py). If the numbers of workers and ranks are powers of two, the bits of the sum do not depend on them.
 """
 
 import math
-import threading
 from dataclasses import replace
 
 from gpt2core.architecture import unit_names
@@ -17,29 +15,26 @@ from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.divided.async_all_gather import NoGather
 from gpt2core.parallel.micro_batches.accumulator import Accumulator, compute_passes
-from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.micro_batches.merged import merged_micro_batches
+from gpt2core.parallel.micro_batches.worker_sums import ArenaSums
 from gpt2core.parallel.part import forward_pass, parts_of
 from gpt2core.parallel.tensor.sliced_units import make_units
 from gpt2core.tensor import no_grad
-from gpt2core.tree_sum import tree_reduce
-
-SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
 
 
 class Worker:
     """One thread's model, with shared parameters, its own backend, and its gradients.
 
-    work: the Workload of this worker; its `gradients` receive the sum. group: the ranks that divide each layer.
     unit_gradients: the ArenaGradients: where kernels write the gradients of a pass; in every second pass they add them.
-    Each pass must reach every parameter: one without a gradient would keep that of an earlier step. wait(unit) is
-    called before the forward pass of a unit, completed(unit) when its sum is complete.
+    Each pass must reach every parameter: one without a gradient would keep that of an earlier step. Its `work` is the
+    Workload of this worker, whose `gradients` receive the sum. group: the ranks that divide each layer. wait(unit) is
+    called before the forward pass of a unit.
     """
 
-    def __init__(self, work, group, wait, completed):
+    def __init__(self, unit_gradients, group, wait):
+        work = unit_gradients.work
         self.work, self.backend, self.gradients, self.groups = work, work.backend, work.gradients, [group]
-        self.unit_gradients = ArenaGradients(work, completed, work.used_twice)
-        self.tensors = self.unit_gradients.tensors
+        self.unit_gradients, self.tensors = unit_gradients, unit_gradients.tensors
         units = make_units(unit_names(work.config), work, self.tensors, group)
         hooks = dict(before=wait, completed=self.unit_gradients.completed)
         self.parts = parts_of(units, work.backend, work.recompute, **hooks)
@@ -62,59 +57,42 @@ class Worker:
 
 
 class ThreadedMicroBatches(Accumulator):
-    """One rank's micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
+    """One rank's micro-batches, divided over its workers.
 
-    work: a Workload. pool: the WorkerPool, whose first backend is that of `work`. make_worker(number, work, completed)
-    returns a worker, with the methods and attributes of Worker. on_complete(unit) is called during backward when this
-    rank's gradient of a unit is complete: by any worker's thread, one call at a time, in the same order on every rank.
-    Raises ConfigError unless pool.size divides the number of micro-batches.
+    work: a Workload. pool: the WorkerPool, whose first backend is that of `work`. make_worker(number, work) returns a
+    worker, with the methods and attributes of Worker. sums: the WorkerSums. barrier: the threading.Barrier at which the
+    workers wait for each other, or None. Raises ConfigError unless pool.size divides the number of micro-batches.
     """
 
-    def __init__(self, work, pool, make_worker, on_complete):
+    def __init__(self, work, pool, make_worker, sums, barrier=None):
         if work.count % pool.size:
             raise ConfigError(
                 f"{work.count} micro-batches per rank are not divisible by {pool.size} threads: "
                 f"use `threads={math.gcd(work.count, pool.size)}` or another `micro_batches`"
             )
         super().__init__(work)
-        self.pool, self.on_complete, self.workers = pool, on_complete, []
-        self.lock, self.completed = threading.Lock(), {}
+        self.pool, self.sums, self.barrier = pool, sums, barrier
         parts = even_slices(work.count, pool.size)
         for number, (backend, part) in enumerate(zip(pool.backends, parts, strict=True)):
-            flat = backend.zeros((work.layout.size,), backend.dtype) if number else work.gradients
-            own = replace(work, backend=backend, gradients=flat, count=work.count // pool.size)
-            own = replace(own, first_rows=work.first_rows[part])
-            self.workers.append(make_worker(number, own, self.worker_completed))
+            own = replace(work, backend=backend, count=work.count // pool.size, first_rows=work.first_rows[part])
+            self.workers.append(make_worker(number, own))
         self.losses_of_workers = [self.loss_arrays[part] for part in parts]
 
     def compute_gradients(self, batch, scale, key=None):
         def run(worker, part, losses):
             worker.run(part, scale, key, losses)
 
-        self.completed = dict.fromkeys(self.work.arena.units, 0)
-        self.pool.map(run, self.workers, batch, self.losses_of_workers)
+        self.sums.begin()
+        self.pool.map(run, self.workers, batch, self.losses_of_workers, barrier=self.barrier)
         return self.loss_arrays
-
-    def worker_completed(self, unit):
-        """Count that a worker has completed a unit; the call of the last worker adds the sums of all workers."""
-        # All workers complete the units in the same order, and a worker enters this method only after its call for the
-        # previous unit has returned. So on_complete is called in the same order on every rank.
-        with self.lock:
-            self.completed[unit] += 1
-            if self.completed[unit] < len(self.workers):
-                return
-        xp, part = self.backend.xp, self.work.arena.unit_slice(unit)
-        for start in range(part.start, part.stop, SUM_BLOCK):
-            block = slice(start, min(start + SUM_BLOCK, part.stop))
-            tree_reduce([worker.gradients[block] for worker in self.workers], lambda a, b: xp.add(a, b, out=a))
-        self.on_complete(unit)
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
         def run(worker, part):
             return worker.losses(part, scale)
 
-        losses = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
+        parts = self.deal(inputs, targets, rows)
+        losses = self.pool.map(run, self.workers, parts, barrier=self.barrier)  # map() keeps no_grad()
         return [loss for worker in losses for loss in worker]
 
 
@@ -123,17 +101,18 @@ class MicroBatches(ThreadedMicroBatches):
 
     tensor_group: the ranks that divide each layer; each worker gets a communicator of its own, because workers call
     collectives at the same time. all_gather: the AsyncAllGather of the parameters, if workers must wait for a unit
-    before they read it. The other arguments are those of ThreadedMicroBatches.
+    before they read it. on_complete: see ArenaSums. The other arguments are those of ThreadedMicroBatches.
     """
 
     def __init__(self, work, pool, tensor_group, on_complete, all_gather=None):
-        self.all_gather = all_gather or NoGather()
+        self.all_gather, sums = all_gather or NoGather(), ArenaSums(work, on_complete)
 
-        def make_worker(number, own, completed):
-            return Worker(own, tensor_group.split(0), self.all_gather.wait_for_unit, completed)
+        def make_worker(number, own):
+            gradients = sums.of_worker(own, used_twice=own.used_twice)
+            return Worker(gradients, tensor_group.split(0), self.all_gather.wait_for_unit)
 
         merged = merged_micro_batches(work, pool.size, tensor_group)
-        super().__init__(replace(work, merged=merged), pool, make_worker, on_complete)
+        super().__init__(replace(work, merged=merged), pool, make_worker, sums)
 
     def compute_gradients(self, batch, scale, key=None):
         with self.all_gather:  # the previous update may still be sending parameters

@@ -1,12 +1,9 @@
 """One worker thread of a rank of a pipeline: its units, the sums of their gradients, and its Executor."""
 
-from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.part import parts_of
 from gpt2core.parallel.pipeline.executor import Executor
 from gpt2core.parallel.pipeline.placement import units_of_chunks
 from gpt2core.parallel.pipeline.tied_table import TiedTable
-from gpt2core.parallel.sharded.unit_parameters import WholeParameters
-from gpt2core.parallel.sharded.units import divided_units
 from gpt2core.parallel.tensor.shards import own_slices
 from gpt2core.parallel.tensor.sliced_ops import Slice
 from gpt2core.parallel.tensor.sliced_units import make_units
@@ -15,27 +12,23 @@ from gpt2core.parallel.tensor.sliced_units import make_units
 class PipelineWorker:
     """Computes consecutive micro-batches of a replica together with the workers of the same number on other ranks.
 
-    work: the Workload of this worker; its arena has the parameters that this rank stores (placement.py). groups: the
-    WorkerGroups. parallel: ParallelConfig. actions: those of this rank in the schedule. completed(unit) is called when
-    this worker's gradient of a unit is complete; with ZeRO-2 and ZeRO-3 it is not, because unit_gradients, a
-    UnitGradients, sums it over the ranks. parameters: the UnitParameters, or WholeParameters. tensors: {name: Tensor}
-    of the parameters that this rank reads: those that it stores, and on the first rank of a tied model the table. tied:
+    parameters: the WorkerParameters, or WholeParameters. unit_gradients: the UnitGradients, or ArenaGradients. Its
+    `work` is the Workload of this worker, whose arena has the parameters that this rank stores (placement.py). groups:
+    the WorkerGroups. parallel: ParallelConfig. actions: those of this rank in the schedule. tensors: {name: Tensor} of
+    the parameters that this rank reads: those that it stores, and on the first rank of a tied model the table. tied:
     {name of a slice of a tied table: its TiedTable}.
     """
 
-    def __init__(self, work, groups, parallel, actions, completed):
+    def __init__(self, parameters, unit_gradients, groups, parallel, actions):
+        work = unit_gradients.work
         self.work, self.backend, self.gradients, self.groups = work, work.backend, work.gradients, groups.all()
-        self.parameters, self.tensor_group, self.actions = WholeParameters(), groups.tensor, actions
+        self.parameters, self.unit_gradients = parameters, unit_gradients
+        self.tensor_group, self.actions = groups.tensor, actions
         config, pipeline = work.config, groups.pipeline
         all_units = units_of_chunks(config, pipeline.size * parallel.chunks)
         self.units = {c: units for c, units in enumerate(all_units) if c % pipeline.size == pipeline.rank}
         self.divides_units = parallel.zero > 1
-        if self.divides_units:
-            own = [unit for units in self.units.values() for unit in units]
-            self.parameters, self.unit_gradients = divided_units(work, own, parallel.zero)
-        else:
-            self.unit_gradients = ArenaGradients(work, completed)
-        self.tensors, self.tied = dict(self.unit_gradients.tensors), {}
+        self.tensors, self.tied = dict(unit_gradients.tensors), {}
         for name, number in own_slices(config.head, groups.tensor.rank, work.slices) if config.tied else ():
             part, stored = Slice(number, groups.tensor.size * work.slices), self.tensors.get(name)
             self.tied[name] = TiedTable(config, groups.ends, part, stored, self.backend)

@@ -1,4 +1,4 @@
-"""The gradient of a unit is summed over the ranks when it is complete, and a rank keeps its shard (ZeRO-2, ZeRO-3)."""
+"""The gradients of a unit are in memory from its backward pass until all passes of a worker have added theirs."""
 
 from gpt2core.parallel.micro_batches.gradient_sums import UnitSum, buffers_of_sum, only, separate_arrays
 
@@ -6,28 +6,23 @@ from gpt2core.parallel.micro_batches.gradient_sums import UnitSum, buffers_of_su
 class UnitGradients:
     """The gradients of the passes of a Workload, added in the canonical order. ArenaGradients has the same methods.
 
-    work: its layout is a UnitShards, and its `gradients` receive this rank's shards of the sum over passes and ranks.
-    tensors, reads: see UnitParameters. used_twice: the names of the parameters in UnitSum.separate.
-
-    On a GPU, kernels write the gradients on a side stream. send() starts after all of them, on both streams. The main
-    stream allocates the arrays and reuses their memory; before that, finish() lets it wait for the reduce-scatter, and
-    so for everything on the side stream that came before.
+    work: that of a worker; its layout is a UnitShards. tensors, reads: see UnitParameters. on_complete(unit) is called
+    when the sum of a unit is complete: then take(unit) removes it. used_twice: the names of the parameters in
+    UnitSum.separate.
 
     With one pass, the gradient of a unit is in memory from before_backward() until it is sent, which ends when that of
     the next unit is complete. With several, those of all units stay from the first to the last pass, in log2(count)
-    arrays (rounded up): the first sums of the canonical order are those of one rank's passes.
+    arrays (rounded up): the first sums of the canonical order are those of one worker's passes.
     """
 
-    def __init__(self, work, tensors, reads, used_twice=()):
+    def __init__(self, work, tensors, reads, on_complete, used_twice=()):
         self.work, self.shards, self.backend, self.used_twice = work, work.layout, work.backend, used_twice
-        self.tensors, self.reads = tensors, reads
+        self.tensors, self.reads, self.on_complete = tensors, reads, on_complete
         self.sums = {}  # {unit: its UnitSum, from the first to the last pass}
         self.begun = set()  # the units that have destinations in the present pass
-        self.sending = []  # (Handle of a reduce-scatter, the array that it reads)
 
-    def begin(self, batch=()):
-        """Called before the passes of a step: forget a step that has failed, and wait for what it has sent."""
-        self.finish()
+    def begin(self):
+        """Called before the passes of a step: forget a step that has failed."""
         self.sums.clear()
 
     def begin_pass(self):
@@ -55,27 +50,19 @@ class UnitGradients:
 
     def allocate(self, unit):
         """A new array for the gradients of a unit, with zeros between them."""
-        array = self.shards.allocate(unit, self.backend.dtype)
+        array = self.backend.empty((self.shards.whole_size(unit),), self.backend.dtype)
         self.shards.clear_padding(unit, array)
         return array
 
     def completed(self, unit):
-        """Complete the sum of a unit's gradients over the passes so far; after the last pass, send it."""
+        """Complete the sum of a unit's gradients over the passes so far, when backward of a pass has computed them."""
         unit_sum = self.sums[unit]
         last = unit_sum.complete()
         for tensor in unit_sum.tensors.values():
             tensor.forget()
         if last:
-            self.send(unit, self.sums.pop(unit).buffers[0])
+            self.on_complete(unit)
 
-    def send(self, unit, array):
-        """Start the reduce-scatter of a unit's gradients, after that of the unit before it has ended."""
-        self.finish()
-        out = self.work.gradients[self.shards.parts[unit]]
-        with self.backend.runtime.after(array):  # a group of one copies the array on the side stream
-            self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
-
-    def finish(self):
-        """Return when the shards of all units that were sent are in `work.gradients`."""
-        while self.sending:
-            self.sending.pop()[0].wait()
+    def take(self, unit):
+        """The flat array of the complete sum of a unit; it is not kept."""
+        return self.sums.pop(unit).buffers[0]

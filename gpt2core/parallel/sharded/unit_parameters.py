@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 
 class WholeParameters:
-    """The parameters of a rank that keeps them whole: nothing is gathered. It has the methods of UnitParameters."""
+    """The parameters of a rank that keeps them whole: nothing is gathered, and no worker waits.
+
+    It has the methods of SharedParameters, and for each worker those of WorkerParameters.
+    """
+
+    barrier = None
+
+    def of_worker(self, backend):
+        return self
 
     def reading(self, order):
         return contextlib.nullcontext()

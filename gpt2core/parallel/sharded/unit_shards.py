@@ -11,6 +11,7 @@ its parameters, and a reduce-scatter sums its gradients, while other units are c
 import numpy as np
 
 from gpt2core.arena import PAGE
+from gpt2core.data import even_slices
 from gpt2core.parallel.divided.arena import gaps
 from gpt2core.parallel.divided.flat_layout import FlatLayout
 from gpt2core.parallel.divided.model_pages import ModelPages
@@ -60,10 +61,16 @@ class UnitShards(FlatLayout):
     # -- the methods of FlatLayout -------------------------------------------------------------------------------------
 
     def shares(self, workers):
-        return [self.own]  # one worker, see ParallelConfig.check_run()
+        pages = even_slices(self.size // PAGE, workers)
+        return [slice(part.start * PAGE, part.stop * PAGE) for part in pages]
 
     def runs(self, share):
-        return [(part, self.first(unit)) for unit, part in self.parts.items()]
+        found = []
+        for unit, part in self.parts.items():
+            start, stop = max(part.start, share.start), min(part.stop, share.stop)
+            if start < stop:
+                found.append((slice(start, stop), self.first(unit) + start - part.start))
+        return found
 
     def gather(self, flat):
         pass  # no other rank updates what this rank stores

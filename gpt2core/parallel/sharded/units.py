@@ -2,9 +2,8 @@
 
 from gpt2core.architecture import unit_of
 from gpt2core.arena import PAGE, round_up
-from gpt2core.parallel.parameter import Parameter
-from gpt2core.parallel.sharded.unit_gradients import UnitGradients
-from gpt2core.parallel.sharded.unit_parameters import NotInMemory, UnitParameters
+from gpt2core.parallel.sharded.shard_sums import ShardSums
+from gpt2core.parallel.sharded.shared_parameters import SharedParameters
 
 
 def shard_lengths(arena, ranks):
@@ -22,28 +21,28 @@ def units_read(config, units, stored):
     return {unit: [each for each in reads[unit] if each in stored] for unit in units}
 
 
-def divided_units(work, units, zero, used_twice=()):
-    """(UnitParameters, UnitGradients) of a Workload whose layout is a UnitShards.
+def divided_units(work, units, zero, threads):
+    """(SharedParameters, ShardSums) of the Workload of a rank whose layout is a UnitShards.
 
-    units: those that this rank computes. zero: 2 or 3. used_twice: see UnitGradients.
+    units: those that this rank computes. zero: 2 or 3. threads: the number of workers.
     """
-    shards, backend, shapes = work.layout, work.backend, work.arena.shapes
-    reads = units_read(work.config, units, shards.parts)
-    tensors = {name: Parameter(NotInMemory(shape, backend.compute_dtype), backend) for name, shape in shapes.items()}
-    parameters = UnitParameters(shards, work.parameters, tensors, reads, keeps=zero == 2)
-    return parameters, UnitGradients(work, tensors, reads, used_twice)
+    reads = units_read(work.config, units, work.layout.parts)
+    return SharedParameters(work, reads, zero == 2, threads), ShardSums(work)
 
 
-def memory(work, zero):
+def memory(work, zero, threads):
     """(bytes of shards, largest number of bytes of whole parameters, the same of whole gradients) of this rank."""
     shards, gradients, parameters = work.layout, work.gradients, work.parameters
     units = [shards.whole_size(unit) for unit in shards.parts]
-    # One unit is computed, another is sent; and the gradient of a tied table waits for its second part.
-    few = (3 if work.config.tied else 2) * max(units)
-    stacked = (work.passes - 1).bit_length() * sum(units)  # 0: one pass
+    # One unit is computed, by all threads. The parameters of the next one arrive; the gradients of another are sent.
+    # The table of a tied model is read with the head; its gradient in each thread waits for its second part.
+    uses = 2 if work.config.tied else 1
+    read_units, whole_gradients = (1 + uses) * max(units), (1 + uses * threads) * max(units)
+    stacked = threads * (work.passes // threads - 1).bit_length() * sum(units)  # 0: one pass
     number, read = gradients.itemsize, parameters.itemsize  # bytes; of what kernels read
     copy = 0 if parameters.dtype == gradients.dtype else read
-    return (4 * number + copy) * shards.size, read * (sum(units) if zero == 2 else few), number * (stacked or few)
+    whole_parameters = sum(units) if zero == 2 else read_units
+    return (4 * number + copy) * shards.size, read * whole_parameters, number * (stacked or whole_gradients)
 
 
 def most_at_once(config, sizes):
