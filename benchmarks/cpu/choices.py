@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend

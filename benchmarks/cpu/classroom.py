@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import peak_bytes, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT

@@ -7,9 +7,9 @@ deviates by 25 % or more from the paper's, or if two runs differ in a bit.
     python -m benchmarks.cpu.curve --threads 1  # with one thread
 """
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train
 from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.output.loss_plot import Curve, write_plot

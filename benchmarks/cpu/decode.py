@@ -13,9 +13,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from gpt2core.presets import PRESETS
 
@@ -145,7 +145,7 @@ def main():
         parser.error(f"--only {args.only} --save: the results file has all cases; omit --only or --save")
 
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(args, tables, summarise, TABLES["cpu-decode"].print, TABLES["cpu-decode-batch"].print)
+    save_each(args, tables, summarise, TABLES["cpu-decode"].print)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import re
 import sys
 
 from benchmarks.cpu.classroom import measure
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from gpt2core.app.settings.flag_parser import to_path
 from gpt2core.app.shipped import NANO_WEIGHTS

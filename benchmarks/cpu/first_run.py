@@ -9,9 +9,9 @@ The times are of whole processes and include the start of Python.
 import sys
 
 from benchmarks.cpu.classroom import measure_all
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from gpt2core.app.shipped import WEIGHTS
 from testing.jobs import ROOT
 

@@ -8,9 +8,9 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
     python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from gpt2core.communicator import Solo
 from gpt2core.presets import PRESETS

@@ -22,9 +22,9 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
 
 # B batch, H heads, T time, D head size, C = H * D

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from testing.jobs import ROOT
 

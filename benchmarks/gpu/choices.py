@@ -11,10 +11,10 @@ import functools
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.presets import PRESETS

@@ -15,10 +15,10 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from gpt2core.errors import UserError
 from gpt2core.presets import PRESETS

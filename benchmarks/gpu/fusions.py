@@ -14,10 +14,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds

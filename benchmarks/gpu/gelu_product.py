@@ -17,10 +17,10 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.gpu.fusions import microseconds
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, random_batch
 from gpt2core.presets import PRESETS
 

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import random_batch
 from gpt2core.memory.gpu import BYTES, CONTEXT, training_memory
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig

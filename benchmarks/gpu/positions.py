@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import CEILINGS, TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import CEILINGS, TABLES
 from benchmarks.harness.rounds import SEED, median_seconds, random_batch
 from gpt2core.errors import ConfigError
 from gpt2core.presets import PRESETS

@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from benchmarks.gpu.step import OURS, PEERS, TITLES
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.shipped import BOOK, TOKENIZERS

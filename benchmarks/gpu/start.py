@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.start_trace import START
 from benchmarks.harness.table_format import Table
 from testing.jobs import ROOT
@@ -113,7 +113,7 @@ def main():
             if args.show_output:
                 print(output)
     if args.rounds:
-        TABLES["gpu-start"].print(results)
+        TABLES["start"].print(results)
     save(results, args)
 
 

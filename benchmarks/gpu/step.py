@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
 from gpt2core.architecture import flops_per_token
 from gpt2core.presets import PRESETS

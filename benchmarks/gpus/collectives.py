@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena

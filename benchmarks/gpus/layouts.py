@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data.strategies import STRATEGIES
@@ -28,6 +28,9 @@ from gpt2core.presets import PRESETS
 from testing.jobs import run_mpi
 
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
+COLUMNS = """
+    = {precision} | tied = {tied} | clip = {clip} | --tp = {tp} | ranks = {" ".join(map(str, ranks))}
+    runs = {runs} | with the same bits = {equal} | digest = {digest}"""
 BUCKETS = 0.1, 1.0, 25.0  # 10^6 bytes
 
 
@@ -127,7 +130,7 @@ def main(argv=None):
             runs.append((*case[:3], case[4].get("tp", 1), ranks, name, *result))
     progress("")
     results = results_of(runs)
-    TABLES["gpus-layouts"].print(results)
+    Table("", COLUMNS).print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
     save(results, args)

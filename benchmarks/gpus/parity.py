@@ -12,9 +12,9 @@ With --sockets, NCCL also sends through the network stack of the host, as betwee
 import statistics
 
 from benchmarks.gpus.scaling import gpus
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import train
 from benchmarks.ranks.parity import first_difference
 
@@ -29,6 +29,11 @@ SOCKETS = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO",
 }  # fmt: skip
+RUNS = Table("", """
+    = {precision}, {name} | compared with stage 2 = {"differs" if row.difference else "bit-identical"}
+    largest loss deviation = {row.largest_deviation or "0":cell .1e} | ms per step = {median * 1e3:.3g}
+    last loss = {losses[-1] if abs(losses[-1]) < float("inf") else "not finite":cell .6f}
+    difference | parameters_sha256 = {parameters_sha256:.12}""")  # fmt: skip
 OVER_SOCKETS = ", NCCL over sockets"  # the end of the name of such a run
 
 
@@ -114,7 +119,7 @@ def main(argv=None):
     for precision in args.precision:
         of_precision = compare(args, precision)
         print(f"\n{args.preset}, {args.steps} steps")
-        TABLES["gpus-parity"].print(of_precision)
+        RUNS.print(of_precision)
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision

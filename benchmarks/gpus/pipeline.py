@@ -19,9 +19,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.presets import PRESETS

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent

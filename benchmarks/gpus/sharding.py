@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.gpus import scaling
 from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of, reached, round_function, variant_name
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
 from gpt2core.memory.gpu import MARGIN, training_memory

@@ -10,9 +10,9 @@ baselines, because the deterministic mode uses other kernels for matrix products
 """
 
 from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, reached, variant_name
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.presets import PRESETS
 

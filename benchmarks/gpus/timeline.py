@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.gpus.scaling import add_sizes, parser_of
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from benchmarks.ranks.collectives import launch
 from gpt2core.data import Windows

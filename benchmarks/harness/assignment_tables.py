@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.harness import gpu_tables
+from benchmarks.harness import result_tables
 from benchmarks.harness.table_format import Table, beside, cell, fill, load
 
 KINDS = FORWARD, GRADIENTS, STEP = "forward", "forward + backward", "step"
@@ -219,7 +219,7 @@ TABLES = {
     "ddp-timeline": Table("torch/ddp_timeline", """
         = {way} | compute, ms = {compute:.1f} | communication, ms = {communication:.1f}
         communication during computation = {share:percent 0}""", overlaps),
-    "core-buckets": replace(gpu_tables.STRATEGIES, files="gpus/buckets"),
+    "core-buckets": replace(result_tables.GPU_STRATEGIES, files="gpus/buckets"),
     "ddp-fits": Table(("torch/ddp_model", "torch/ddp_model_sockets"), """
         settings | s, MB = {bytes:MB .0f} | w, GB/s = {w:GB .3g} | o, us = {o * 1e6:.3g}
         s / w, ms = {bytes / w * 1e3:.1f} | backward, ms = {base.backward.mean:.1f}

@@ -1,11 +1,17 @@
 """Tables of the documentation as descriptions: a Table has a template for each cell, and names its files in results/.
 
+To add a table, describe it in TABLES of result_tables.py (or assignment_tables.py), write the lines
+`<!-- table: NAME -->` and `<!-- end -->` into a page, and run `python -m benchmarks.harness.tables`. A script prints
+the results that it has just measured with TABLES[NAME].print(results). A comparison with PyTorch also gets a line in
+SUMMARY of result_tables.py.
+
 A description is text: "title = cell" for each column, separated by | or new lines; only "name" is the same as
 "name = {name}". Titles and cells are templates, as of str.format. Between the braces is a Python expression of the
 fields of a row, without : and ! outside of brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A point
 reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must exist.
-`file` is the content of the file. After the colon comes a format of Python, as in "{us:.1f}", or one of FORMATS, as in
-"{seconds:ms 3}". The text of None, of a missing field and of what is computed from them is "".
+`file` is the content of the file, with "name" and "machine". After the colon comes a format of Python, as in
+"{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None, of a missing field and of what is computed from
+them is "".
 """
 
 import functools
@@ -24,7 +30,19 @@ from testing.jobs import ROOT
 def load(name):
     """The content of results/<name>.json, a dictionary; {"results": []} if there is no such file."""
     path = ROOT / "results" / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {"results": []}
+    record = json.loads(path.read_text()) if path.exists() else {"results": []}
+    return record | {"name": name, "machine": machine(name, record)}
+
+
+MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # {end of the name of a file: machine}
+
+
+def machine(name, record):
+    """The machine of a file for a reader: "4 x H200", or the kind of the CPU."""
+    found = record.get("hardware", {})
+    if found.get("gpu") and not name.startswith(("cpu/", "ranks/")):
+        return f"{found['gpus']} x " * (found["gpus"] > 1) + FORMATS["gpu"](found["gpu"])
+    return MACHINES.get(name.split("_")[-1], "Intel Xeon" if "Intel" in found.get("cpu", "") else "AMD Zen 4")
 
 
 def source(name):
@@ -194,10 +212,11 @@ def beside(rows, is_base, *fields):
 class Table:
     """A table of one or more files in results/; table() returns (rows {title: cell}, names of the files).
 
-    description: of the columns; "" if the rows have the cells already. rows: function of the results of a file that
-    returns the rows, whose fields the templates name. console: description of columns of print() only. merged: rows
-    with the same first cell are one row. lines: each column is a line "title, result" of the table, unless its text is
-    "". order: the rows are sorted by this function of their cells.
+    files: names or patterns, as "cpu/decode*". description: of the columns; "" if the rows have the cells already.
+    rows: function of the results of a file that returns the rows, whose fields the templates name. console: description
+    of columns of print() only. merged: rows with the same first cell are one row; of two texts of a cell, the one of
+    the later file remains. also: tables with the same first column, whose rows and columns belong to this one. order:
+    the rows are sorted by this function of their cells.
     """
 
     files: str | tuple
@@ -205,33 +224,42 @@ class Table:
     rows: Callable = list
     console: str = ""
     merged: bool = False
-    lines: bool = False
+    also: tuple = ()
     order: Callable | None = None
 
     def __call__(self):
-        files = [self.files] if isinstance(self.files, str) else list(self.files)
-        return self.cells(map(load, files)), files
+        found, names = {}, {}
+        for table in (self, *self.also):
+            files = list(dict.fromkeys(name for pattern in table.patterns for name in matching(pattern)))
+            table.gather(map(load, files), found, self.merged)
+            names |= dict.fromkeys(files)
+        return filled_up(found, self.order), list(names)
+
+    @property
+    def patterns(self):
+        return (self.files,) if isinstance(self.files, str) else self.files
 
     def cells(self, records, console=False):
         """[{title: cell}] of the contents of files. console: with the columns of print()."""
-        found, columns = {}, columns_of(self.description + f"\n{self.console}" * console)
+        found = {}
+        self.gather(records, found, self.merged, console)
+        return filled_up(found, self.order)
+
+    def gather(self, records, found, merged, console=False):
+        """Add the rows of the contents of files to found {key: row}."""
+        columns = columns_of(self.description + f"\n{self.console}" * console)
         for record in filter(lambda record: record["results"], records):
             for row in self.rows(record["results"]):
                 if columns:
                     row = {fill(title, row, record): fill(text, row, record) for title, text in columns.items()}
-                key = next(iter(row.values())) if self.merged else len(found)
+                key = next(iter(row.values())) if merged else len(found)
                 before = found.setdefault(key, {})
                 before.update({title: text for title, text in row.items() if text or title not in before})
-        if self.lines:
-            return [{"": title, "result": text} for row in found.values() for title, text in row.items() if text]
-        titles = dict.fromkeys(title for row in found.values() for title in row)
-        rows = sorted(found.values(), key=self.order) if self.order else found.values()
-        return [{title: row.get(title, "") for title in titles} for row in rows]
 
     def print(self, results, title=""):
         """Print the rows of results that are not saved yet, below a title; nothing if there are no rows."""
         machine = {"cores": os.cpu_count(), "gpu": "no GPU", **gpu_hardware()}
-        record = {"results": summarised(results), "hardware": machine, "commit": ""}
+        record = {"results": summarised(results), "hardware": machine, "commit": "", "name": "", "machine": "here"}
         if rows := self.cells([record], console=True):
             print(f"\n{title}\n\n" if title else "", end="")
             print_table(rows)
@@ -239,5 +267,18 @@ class Table:
 
     def kinds(self, name, *kinds):
         """{"NAME": this table, "NAME-KIND": the same of the file with the suffix _KIND, for each kind}."""
-        files = {f"{name}-{kind}": f"{self.files}_{kind.replace('-', '_')}" for kind in kinds}
+        files = {f"{name}-{kind}": f"{self.files}_{kind}" for kind in kinds}
         return {name: self, **{other: replace(self, files=file) for other, file in files.items()}}
+
+
+def matching(pattern):
+    """The names of the files of a pattern; the pattern itself if there are none."""
+    paths = sorted((ROOT / "results").glob(f"{pattern}.json"), key=lambda path: path.stem)
+    return [str(path.relative_to(ROOT / "results").with_suffix("")) for path in paths] or [pattern]
+
+
+def filled_up(found, order):
+    """The rows of found {key: row}, sorted, all with the same titles."""
+    rows = sorted(found.values(), key=order) if order else found.values()
+    titles = dict.fromkeys(title for row in rows for title in row)
+    return [{title: row.get(title, "") for title in titles} for row in rows]

@@ -12,10 +12,10 @@ after their measurement: then the line shows the name that the script had at the
 import re
 import sys
 
-from benchmarks.harness import assignment_tables, cpu_tables, flag_tables, gpu_tables
+from benchmarks.harness import assignment_tables, flag_tables, result_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.table_format import fill, load, source
+from benchmarks.harness.table_format import load, source
 from testing.jobs import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -23,77 +23,37 @@ NUMBER = re.compile(r"[-+]?\d|$")  # matches a cell with a number, or an empty c
 PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", "data/*.md")
 
 
-# -- README's table ---------------------------------------------------------------------------------------------------
+# -- comparisons with PyTorch: all of them in docs/RESULTS.md, some in README -----------------------------------------
 
-STEP_TIME = "{seconds.median * 1e3:.4g} ms"
-HEADLINE = (  # (title, section of docs/RESULTS.md, file, arguments of pair(), cell, PyTorch's program)
-    (
-        "time per training step, preset `paper`, 2 threads, AMD Zen 4",
-        "cpu-training-step", "cpu/train_step", dict(ours="ours", torch="torch eager", threads=2), STEP_TIME, "eager",
-    ),
-    (
-        "the same on an Intel Xeon, with MKL (see the note)",
-        "cpu-training-step", "cpu/train_step_intel", dict(ours="ours", torch="torch eager", threads=2), STEP_TIME,
-        "eager",
-    ),
-    (
-        "the first row with 2 MPI ranks, one thread each",
-        "ranks", "ranks/ranks", dict(ours="stage 1", torch="torch DDP, gloo"), STEP_TIME, "DDP, gloo",
-    ),
-    (
-        "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one {file.hardware.gpu:gpu}",
-        "gpu-step", "gpu/step_gpt2", dict(ours="ours", torch="torch"), STEP_TIME, "compiled",
-    ),
-    (
-        "time per generated token, GPT-2 124M, bf16, one {file.hardware.gpu:gpu}",
-        "gpu-decode", "gpu/decode", dict(ours="ours", torch="torch", case="one"), "{token.median * 1e6:.0f} µs",
-        "{name.removeprefix('torch ').replace(' + each step a graph', ', CUDA graph')}",
-    ),
-    (
-        "training speed, GPT-2 124M, bf16, 4 {file.hardware.gpu:gpu}s",
-        "several-gpus", "gpus/scaling_64", dict(ours="ours, 4 GPUs --dp flat --zero 1", torch="DDP, 4 GPUs"),
-        "{tokens_per_second / 1e6:.2f} M tokens/s", "DDP, compiled",
-    ),
+HEADLINE = (  # (file, words of the question) of a row of README
+    ("cpu/train_step", "`paper`"), ("cpu/train_step_intel", "`paper`"), ("ranks/ranks", ""),
+    ("gpu/step_gpt2", ""), ("gpu/decode", ""), ("gpus/scaling_64", ""),
 )  # fmt: skip
 
 
-def pair(results, ours, torch, **wanted):
-    """(result of this project, of PyTorch, speedup). ours, torch: the start of the names; wanted: fields of both.
-
-    The fastest program of PyTorch is the peer.
-    """
-    results = results if isinstance(results, list) else results["scaling"][0]["rows"]
-    results = [result for result in results if wanted.items() <= result.items()]
-    ours = next(result for result in results if result["name"].startswith(ours))
-    peers = (result for result in results if result["name"].startswith(torch))
-    torch = min(peers, key=lambda result: (result.get("token") or result["seconds"])["median"])
-    speedup = ours.get("times_as_fast_as_eager") or ours["times_as_fast"]
-    return ours, torch, speedup.get(torch["name"], speedup)
+def summary():
+    """The rows of all comparisons, and no files: each row names its own."""
+    rows = [row for table in result_tables.SUMMARY for row in table()[0]]
+    titles = "question", "hardware", "ours", "strongest peer", "ratio", "limit", "share of the limit", "file"
+    return [{title: row.get(title, "") for title in titles} for row in rows], []
 
 
 def headline():
     """The rows of README's table. The title of a row is a link to the section of docs/RESULTS.md with all results."""
-    rows = []
-    for title, section, file, names, cell, program in HEADLINE:
-        ours, torch, speedup = pair(load(file)["results"], **names)
-        rows.append(
-            {
-                "": fill(f"[{title}](docs/RESULTS.md#{section})", {}, load(file)),
-                "this project": fill(cell, ours),
-                "PyTorch": fill(f"{cell} ({program})", torch),
-                "speedup": fill("{median:.2f}", speedup),
-            }
-        )
-    return rows
+    rows = [row for table in result_tables.SUMMARY for row in table()[0]]
+    titles = {"": "readme", "this project": "ours", "PyTorch": "strongest peer", "speedup": "ratio"}
+    for file, words in HEADLINE:
+        row = next(row for row in rows if row["file"].startswith(f"`{file}`") and words in row["question"])
+        yield {title: row[name] for title, name in titles.items()}
 
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
 # {name: Table, or function that returns (rows, names of the source files)}; a row is {column title: cell}
 TABLES = {
-    "headline": lambda: (headline(), []),
-    **cpu_tables.TABLES,
-    **gpu_tables.TABLES,
+    "headline": lambda: ([*headline()], []),
+    "summary": summary,
+    **result_tables.TABLES,
     **assignment_tables.TABLES,
     **flag_tables.TABLES,
 }
@@ -114,7 +74,8 @@ def block(name):
     numeric = {title: title != header[0] and all(NUMBER.match(str(row[title])) for row in rows) for title in header}
     lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if numeric[title] else "---|" for title in header)]
     lines += ["| " + " | ".join(str(row[title]) for title in header) + " |" for row in rows]
-    return "\n".join([*lines, *(line for file in files for line in ("", source(file)))]) + "\n"
+    sources = ["", "<br>".join(source(file) for file in files if load(file)["results"])] if files else []
+    return "\n".join([*lines, *sources]) + "\n"
 
 
 def filled(text):

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import CHOICES, NATIVE
 from testing.jobs import run_mpi

@@ -9,9 +9,9 @@ Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, 
 
 import statistics
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train as train_gpt2
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.shipped import BOOK, TOKENIZERS

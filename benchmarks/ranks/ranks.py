@@ -5,9 +5,9 @@ python -m benchmarks.ranks.ranks --with-threads --dp flat bucket    # more rows
 python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick trial
 """
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.codecs import CODECS

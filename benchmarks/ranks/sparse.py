@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_job, timed_steps
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding

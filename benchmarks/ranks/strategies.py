@@ -5,9 +5,9 @@ python -m benchmarks.ranks.strategies --ranks 2 --preset tiny --rounds 1  # a qu
 python -m benchmarks.ranks.strategies --ranks 2 --only zero               # only some variants
 """
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_job, timed_steps
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import BUCKET_MB, STRATEGIES

@@ -13,9 +13,9 @@ python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a
 
 import numpy as np
 
-from benchmarks.harness.cpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_job, timed_steps
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash

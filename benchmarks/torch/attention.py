@@ -16,9 +16,9 @@ import functools
 import time
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 
 # T time (queries and keys), D head size
@@ -203,7 +203,7 @@ def main():
     add_row_flags(parser)
     args = parser.parse_args()
     rows = run_rows(args, cases(args))
-    TABLES["torch-attention"].print(rows, "leaderboard")
+    TABLES["torch-kernels"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
 
 

@@ -17,9 +17,9 @@ import functools
 import itertools
 import statistics
 
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.harness.table_format import Table

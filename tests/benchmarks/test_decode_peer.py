@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.cpu import decode as cpu_decode  # noqa: E402
 from benchmarks.gpu import decode  # noqa: E402
-from benchmarks.harness import gpu_tables, report, tables  # noqa: E402
-from benchmarks.harness.cpu_tables import TABLES  # noqa: E402
+from benchmarks.harness import report, result_tables, table_format, tables  # noqa: E402
+from benchmarks.harness.result_tables import TABLES  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
 from gpt2core.architecture import GPT2Config  # noqa: E402
@@ -95,11 +95,10 @@ def test_decoding_on_the_cpu_is_compared_with_the_fastest_program_of_pytorch_in_
         results.append(result(name, "batch of 8", batch, batch=8))
     cpu_decode.summarise(results)
     record = {"results": report.summarised(results)}
-    rows, batch_rows = (TABLES[name].cells([record]) for name in ("cpu-decode", "cpu-decode-batch"))
-    column = "times as fast as torch"
-    assert [row[column] for row in rows] == ["2.00", "2.00", "0.67", "1.00", "1.00"]
-    assert [row[column] for row in batch_rows] == ["1.50", "1.00", "0.75"]
-    assert [row["times as fast as recomputing"] for row in rows] == ["4.0", "1.0", "2.7", "1.0", ""]
+    cached, batch = TABLES["cpu-decode"].cells([record])
+    assert (cached["1: times as fast"], batch["1: times as fast"]) == ("2.00", "1.50")
+    assert (cached["1: torch compiled, ms"], cached["1: torch eager, ms"]) == ("2,000", "3,000")
+    assert (cached["1: recomputing / cache"], batch["1: recomputing / cache"]) == ("4.0", "")
 
 
 @pytest.mark.parametrize("past", [0, 4])
@@ -195,13 +194,14 @@ def test_the_headline_uses_pytorch_s_fastest_program_and_the_row_names_its_varia
     variant = {"attention": "sums", "products": "library", "cut": 128, "tried": []}
     results = [result("ours", 1e-6, times_as_fast=speedups), result(graph, 3e-6, **variant), result(overhead, 2e-6)]
     results.append(result("ours", 9e-6) | {"case": "eight"})
-    real_load = tables.load
-    record = {"results": results, "hardware": {"gpu": "NVIDIA B300 SXM6 AC"}}
-    monkeypatch.setattr(tables, "load", lambda name: record if name == "gpu/decode" else real_load(name))
+    real_load = table_format.load
+    record = {"results": results, "machine": "B300", "name": "gpu/decode", "commit": "abc"}
+    monkeypatch.setattr(table_format, "load", lambda name: record if name == "gpu/decode" else real_load(name))
     row = next(row for row in tables.headline() if "generated token" in row[""])
     assert "bf16, one B300]" in row[""]
-    assert (row["this project"], row["PyTorch"], row["speedup"]) == ("1 µs", "2 µs (compiled, reduce-overhead)", "2.00")
-    assert gpu_tables.decode_variant(results[1]) == (
-        " (attention: sums, products: library, cache cut to a multiple of 128)"
+    assert (row["this project"], row["speedup"]) == ("1.000 us", "2.00")
+    assert row["PyTorch"] == "2.000 us (compiled, reduce-overhead)"
+    assert result_tables.decode_variant(results[1]) == (
+        "attention: sums, products: library, cache cut to a multiple of 128"
     )
-    assert gpu_tables.decode_variant(results[2]) == ""
+    assert result_tables.decode_variant(results[2]) == ""

@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from benchmarks.gpu import lesson as gpu_lesson
 from benchmarks.gpu import plain_kernels
 from benchmarks.gpu.plain_kernels import KERNEL_PAIRS, KernelPair, Sizes, check_close
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.report import summarised
+from benchmarks.harness.result_tables import TABLES
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 
 pytestmark = [] if interpreted() else [pytest.mark.gpu]  # with a GPU, these tests run on it

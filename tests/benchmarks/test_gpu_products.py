@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import products as gpu_products
 from benchmarks.harness import ours
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.processes import timed_round
+from benchmarks.harness.result_tables import TABLES
 from stage2_cuda.runtime.triton_launch import interpreted
 
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="on a GPU the benchmark itself compares the two")
@@ -80,7 +80,7 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
     ]  # fmt: skip
     gpu_products.summarise(pair)
     (row,) = TABLES["gpu-products"].cells([{"results": [pair]}])
-    assert list(row.values()) == ["bf16, 1000 x 500 x 2000", *["1", "1", "1.50"] * 3]
+    assert list(row.values()) == ["1000 x 500 x 2000", "1 (1.50), 1 (1.50), 1 (1.50)"]
     assert "different results" not in capsys.readouterr().out
     pair[1]["norms"][2] = 3.3
     gpu_products.summarise(pair)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cpu import curve, decode
-from benchmarks.harness import cpu_tables, report, speedups
+from benchmarks.harness import report, result_tables, speedups
 from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
 from gpt2core.errors import ConfigError
@@ -68,7 +68,7 @@ def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target():
         ranks.summarise(results)
         first, _ = ranks.verdicts(results)
         saved = report.summarised(results)
-        table = cpu_tables.TABLES["ranks-step"].cells([{"results": saved}])
+        table = result_tables.TABLES["ranks-step"].cells([{"results": saved}])
         cells = [row["times as fast as one process"] for row in table]
         # all ratios to the disturbed run are marked; PyTorch's kernels have no known ideal
         assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
@@ -198,7 +198,7 @@ def test_a_message_of_the_library_is_one_line_with_flags(capsys):
     assert capsys.readouterr().err.endswith(line)
 
 
-def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts():
+def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_one_row_beside_single_prompts():
     def result(name, case, seconds, **more):
         times = {key: [seconds] for key in ("first", "token", "total", "cpu")}
         return dict(name=name, case=case, threads=1, prompt=2, new=4, peak_bytes=2**20, ids=[], **times, **more)
@@ -207,12 +207,10 @@ def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_
     results += [result(decode.OURS, "batch of 8", 2.0, batch=8), result(decode.TORCH, "batch of 8", 8.0, batch=8)]
     decode.summarise(results)
     saved = report.summarised(results)
-    ours, torch = cpu_tables.TABLES["cpu-decode-batch"].cells([{"results": saved}])
-    assert torch["tokens/s"] == "4.000"
-    assert (ours["tokens/s"], ours["times as fast as torch"], torch["tokens"]) == ("16.00", "4.00", "8 x (2 + 4)")
-    single = cpu_tables.TABLES["cpu-decode"].cells([{"results": saved}])
-    assert [row[""] for row in single] == ["KV cache, ours", "KV cache, torch eager"]
-    assert [row["times as fast as recomputing"] for row in single] == ["", ""]  # not measured, with --only
+    single, batch = result_tables.TABLES["cpu-decode"].cells([{"results": saved}], console=True)
+    assert (batch["1: ours, tokens/s"], batch["1: torch eager, tokens/s"]) == ("16.00", "4.000")
+    assert (single["1: times as fast"], batch["1: times as fast"]) == ("2.00", "4.00")
+    assert single["1: ours, tokens/s"] == "" and single["1: recomputing / cache"] == ""  # not measured, with --only
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from benchmarks.gpu import real_run
-from benchmarks.harness.gpu_tables import TABLES
 from benchmarks.harness.report import summarised
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.peers import torch_real_run
 from gpt2core.data import Windows
 from gpt2core.errors import UserError
