@@ -190,8 +190,8 @@ def draw_rows(axes, chart, colours, limit):
         axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **spot)
         for value, _, colour, marker in row.marks:
             hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
-            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, markersize=8, zorder=2,
-                      clip_on=False)  # fmt: skip
+            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, zorder=2, clip_on=False,
+                      markersize=16 if marker == "|" else 8, markeredgewidth=1.5)  # fmt: skip
     axes.set_yticks(range(len(chart.rows)), [wrapped(row.label, limit) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)

@@ -4,6 +4,7 @@ from benchmarks import paper
 from benchmarks.harness.speedups import Speedup
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
+from benchmarks.report.measure import corpus_prompts
 from benchmarks.report.runs import THIS_MACHINE
 from benchmarks.report.trace import SEVERAL, collectives_of, time_by_op, waiting
 from benchmarks.report.units import Table, amount, number, seconds, tiny
@@ -12,6 +13,7 @@ from stage1_mpi.launch import choose
 
 KINDS = {"threads": "stage 0, threads", "ranks": "stage 1, ranks"}
 GPUS = "stage 3, GPUs (shipped)"
+INSTRUCTIONS = {"SkylakeX": "AVX-512", "Haswell": "AVX2", "Zen": "AVX2"}  # names of CPUs are names of kernels
 OPS = 14  # bars of a chart of ops; the other ops are one bar
 TRACES = {  # {part: title}
     "trace0": "stage 0",
@@ -89,13 +91,13 @@ def collectives(runs):
         step = runs.results(name)
         for row in collectives_of(step) if step else []:
             share = number(100 * row["seconds"] / step["seconds"])
-            sizes = row["calls"], number(row["bytes"] / 1e3), number(1e3 * row["seconds"]), share
+            sizes = row["calls"], f"{row['bytes']:,}", number(1e3 * row["seconds"]), share
             rows.append([trace_title(runs, name), row["name"], *sizes, number(1e3 * waiting(step))])
     caption = (
         "Collectives of one traced step on this machine. One in progress may wait for a slower rank. The last column: "
         "how long the workers of rank 0 wait for all collectives of the step."
     )
-    head = ["program", "collective", "calls", "arrays (kB)", "in progress (ms)", "of the step (%)", "wait (ms)"]
+    head = ["program", "collective", "calls", "arrays (bytes)", "in progress (ms)", "of the step (%)", "wait (ms)"]
     return Table(caption, head, rows, (2, 3, 4, 5, 6)) if rows else None
 
 
@@ -163,6 +165,7 @@ def scaling(runs):
 
 
 def samples(runs):
+    words = corpus_prompts(1)[0].split()
     rows = [
         [f"paper, {name} (its Figure {number})", "its training", text]
         for number, (name, text) in enumerate(paper.SAMPLES.items(), 6)
@@ -177,7 +180,8 @@ def samples(runs):
             rows.append([f"ours, {title}", weights[name], results["sample"]])
     caption = (
         "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
-        "paper's corpus and ours are different texts, so the continuations are about different things."
+        "paper's corpus and ours are different texts, so the continuations are about different things. Our 256 tokens "
+        f"begin and end so: “{' '.join(words[:12])} … {' '.join(words[-12:])}”"
     )
     return Table(caption, ["program", "weights", "30 new tokens"], rows)
 
@@ -191,6 +195,8 @@ def machine(hardware, runs, titles):
         "triton": "Triton",
     }  # fmt: skip
     known = {"memory": f"{hardware['memory_bytes'] / 2**30:.1f} GiB", "mpi": mpi_name()} | hardware
+    if extension := INSTRUCTIONS.get(known.get("blas_kernels")):
+        known["blas_kernels"] += f" (OpenBLAS's kernels for {extension})"
     skipped = [[titles.get(name, name), reason] for name, reason in runs.missing.items()]
     if not hardware.get("gpu"):
         known["gpu"] = "none (nvidia-smi lists no GPU)"
@@ -214,13 +220,15 @@ def remarks(runs):
     """[sentence]: other programs that ran during a measurement, and the GPU kernels in Triton's interpreter."""
     found = []
     timed = [name for name, record in runs.records.items() if record.get("times", True)]
-    if names := [name for name in timed if runs.is_busy(name)]:
-        titles = "; ".join(runs.records[name].get("title", name) for name in names)
-        titles = f" The parts: {titles}." if len(names) < len(timed) else ""
+    if names := runs.busy_parts():
+        cores = {name: runs.records[name].get("other_cores") for name in names}
+        texts = {name: "" if used is None else f": {used:.1f}" for name, used in cores.items()}
+        titles = "; ".join(f"{runs.records[name].get('title', name)}{text}" for name, text in texts.items())
         found.append(
             f"Other programs ran on this machine: {len(names)} of {counted(len(timed), 'part')} were measured "
             f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
-            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine.{titles}"
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. "
+            f"The parts, with the number of cores: {titles}."
         )
     if results := runs.results("interpreter"):
         first, *_ = curves = results["losses"].values()

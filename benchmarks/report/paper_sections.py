@@ -9,7 +9,7 @@ from benchmarks import paper
 from benchmarks.harness.speedups import Speedup, speedups
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
-from benchmarks.report.runs import PAPER_NAMES, PARTS, STAGE_NAMES
+from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES
 from benchmarks.report.trace import collectives_of, time_by_op
 from benchmarks.report.units import Cell, Table, amount, number, seconds, tiny
 from gpt2core.errors import counted
@@ -25,6 +25,26 @@ INFERENCE = {  # {part: (program, what is divided)}
 
 
 # -- the first screen --------------------------------------------------------------------------------------------------
+
+
+def scope(runs):
+    """Sentences: the stage of each program of the paper; which stages trained on this machine, and why others not."""
+    found = "; ".join(f"{PAPER_NAMES[stage]} is {name}" for stage, name in STAGE_NAMES.items())
+    text, stages = f"Its programs are our stages: {found}.", {}  # stages: {why they did not run, or "": [number]}
+    for stage, name in enumerate(PARTS["training"]):
+        reason = "" if runs.results(name) else runs.missing.get(name, "no GPU was found")
+        stages.setdefault(reason, []).append(str(stage))
+    for reason, numbers in stages.items():
+        who = f" Stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
+        ran = f" ran on this machine: {runs.steps} training steps of preset {runs.preset} (the paper: {PAPER_STEPS})."
+        text += f"{who} did not run: {reason}; numbers of other machines are marked." if reason else who + ran
+    return text
+
+
+def warning(runs):
+    """One line beside the first numbers if other programs ran, otherwise ""."""
+    names = runs.busy_parts()
+    return f"Measured {runs.meanwhile(*names)}: the times are not exact (see This machine)." if names else ""
 
 
 def largest_differences(runs):
@@ -106,7 +126,7 @@ def loss_chart(runs):
             groups.append(([label], run.value))
     for (labels, losses), colour in zip(groups, ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
         alone = len(groups) == 1 < len(labels)
-        label = f"our {len(labels)} curves" if alone else f"ours, {', '.join(labels)}"
+        label = f"our {len(labels)} curves, one on the other" if alone else f"ours, {', '.join(labels)}"
         lines.append(Line(label, steps(losses), losses, colour, width=2.8))
     return Chart(
         "loss", f"Loss of {runs.steps} steps, preset {runs.preset}",
@@ -115,9 +135,16 @@ def loss_chart(runs):
     )  # fmt: skip
 
 
+def loss_caption(runs):
+    short = runs.steps < PAPER_STEPS and runs.results("train0")
+    ends = f" Our runs on this machine have {runs.steps} steps, so their line ends early." if short else ""
+    text = f"{equality(runs)} Curves that lie on each other are one line.{ends}"
+    return f"{text} The paper's programs start with other parameters and read another corpus."
+
+
 def loss_table(runs):
     curves = runs.curves()
-    count = max([50, *(len(run.value) for run in curves.values())])
+    count = max([PAPER_STEPS, *(len(run.value) for run in curves.values())])
     columns = [*paper.LOSSES.values(), *(run.value for run in curves.values())]
     rows = [
         [step, *(f"{losses[step]:.6f}" if step < len(losses) else "" for losses in columns)] for step in range(count)
@@ -131,22 +158,30 @@ def loss_table(runs):
 
 
 def table_1(runs):
-    rows, grey = [], []
+    rows, grey, same = [], [], runs.steps == PAPER_STEPS
+    divisors = {} if same else {"training": (PAPER_STEPS, runs.steps)}  # of the paper's seconds and of ours
     for stage, name in STAGE_NAMES.items():
         row, ours = [name], {what: runs.run(what, stage) for what in PARTS}
         for (what, run), theirs in zip(ours.items(), paper.SECONDS[PAPER_NAMES[stage]], strict=True):
-            row.append(Cell(number(theirs), contradiction() if (stage, what) == (1, "training") else ""))
+            (paper_steps, steps), two = divisors.get(what, (1, 1)), (stage, what) == (1, "training")
+            times = " or ".join(number(time / paper_steps) for time in (theirs, *[paper.MPI_SECONDS_IN_TEXT] * two))
+            row.append(Cell(times, contradiction() if two else ""))
             missing = Cell("–", f"{what} not measured: {runs.reason_of(what, stage)}")
-            row.append(Cell(number(run.value), run.note) if run else missing)
+            row.append(Cell(number(run.value / steps), run.note) if run else missing)
         rows.append(row)
         if not any(run and not run.shipped for run in ours.values()):
             grey.append(stage)
+    long = f"the training ({PAPER_STEPS} steps of preset {runs.preset})"
+    short = (
+        f"one step of training (preset {runs.preset}; means of the paper's {PAPER_STEPS} and our {runs.steps} steps)"
+    )
     caption = (
-        f"Table 1. Seconds of the training ({runs.steps} steps of preset {runs.preset}) and of the inference (256 "
+        f"Table 1. Seconds of {long if same else short} and of the inference (256 "
         f"tokens of prompt, 30 new ones), without the start of the program. Grey: results of another machine, or none. "
         f"The paper: {paper.CPU}; {paper.GPU}."
     )
-    head = ["program", "training, paper", "training, ours", "inference, paper", "inference, ours"]
+    training = "training" if same else "step"
+    head = ["program", f"{training}, paper", f"{training}, ours", "inference, paper", "inference, ours"]
     return Table(caption, [head[0], *(f"{each} (s)" for each in head[1:])], rows, (1, 2, 3, 4), tuple(grey))
 
 
@@ -163,21 +198,23 @@ def inference_modes(runs):
     """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
     rows, grey, ratios = [], [], runs.inference_speedups()
     for name, (program, divided) in INFERENCE.items():
-        results, row = runs.results(name), ["", Cell("–", runs.reason(name)), "", ""]
+        results, row = runs.results(name), ["", Cell("–", runs.reason(name)), "", "", ""]
         if results:
             ranks, per_prompt = runs.records[name]["options"]["ranks"], results["seconds"] / results["prompts"]
             program += f", {ranks} ranks" if ranks and name != "infer0" else ""
             ratio = ratios[name].cell(number(ratios[name].times)) if name in ratios else "1"
-            row = [results["prompts"], number(results["seconds"]), number(per_prompt), ratio if ratios else ""]
+            ideal = f"{ratios[name].ideal:g}" if name in ratios else ""
+            row = [results["prompts"], number(results["seconds"]), number(per_prompt), ratio if ratios else "", ideal]
         else:
             grey.append(len(rows))
-        rows.append([program, divided, *row])
+        rows.append([program, *row, divided])
     names = [name for name in INFERENCE if name in runs.records]
     count = len(runs.results("infer0")["samples"]) if "infer0" in names else 0
     medians = f", medians of {count} runs" if count > 1 else ""
-    caption = f"Inference of stages 0 and 1 on this machine{medians}{runs.busy(names, ratios.values())}."
-    head = ["program", "what is divided", "prompts", "all prompts (s)", "one prompt (s)", "times as fast"]
-    return Table(caption, head, rows, (2, 3, 4, 5), tuple(grey))
+    caption = f"Inference of stages 0 and 1 on this machine{medians}{runs.busy(names, ratios.values())}. "
+    caption += "Ideal: several prompts share each matrix product, so that of --mode batch is the number of prompts."
+    head = ["program", "prompts", "all prompts (s)", "one prompt (s)", "times as fast", "ideal", "what is divided"]
+    return Table(caption, head, rows, (1, 2, 3, 4, 5), tuple(grey))
 
 
 # -- what each change gains --------------------------------------------------------------------------------------------
@@ -210,7 +247,8 @@ def gains(runs):
         Gain("serial to CUDA, inference (9.2)", {"": paper_ratio(0, 2, 1)}, *gain_pair(runs, 0, 2, "inference")),
         Gain("one GPU to several, training (9.3)", {"": paper_ratio(2, 3, 0)}, *gain_gpus(runs)),
         Gain(
-            "MPI to MPI and CUDA, training (9.3)", {"": paper.MPI_SECONDS_IN_TEXT / paper.SECONDS["MPI and CUDA"][0]},
+            "MPI to MPI and CUDA, training (9.3)",
+            {"Table 1": paper_ratio(1, 3, 0), "text": paper.MPI_SECONDS_IN_TEXT / paper.SECONDS["MPI and CUDA"][0]},
             *gain_pair(runs, 1, 3, "training"),
         ),
         Gain("MPI to MPI and CUDA, inference (9.3)", {"": paper_ratio(1, 3, 1)}, *gain_pair(runs, 1, 3, "inference")),
@@ -288,6 +326,14 @@ def gain_chart(found):
     )  # fmt: skip
 
 
+def gain_legend(chart):
+    """The caption of gain_chart(): only the marks that are drawn."""
+    drawn = {mark for row in chart.rows for *_, mark in row.marks}
+    found = {"|": "vertical lines: the ideal", "X": "crosses: above the ideal, so disturbed and no result"}
+    texts = [text for mark, text in found.items() if mark in drawn]
+    return f"{'; '.join(['Circles: the paper; dots: ours', *texts])}. The numbers: paper → ours."
+
+
 def gain_table(found):
     rows = []
     for gain in found:
@@ -299,7 +345,13 @@ def gain_table(found):
         theirs = " or ".join(map(number, gain.theirs.values()))
         rows.append([gain.title, theirs, ours, f"{gain.ideal:g}" if gain.ideal else ""])
     head = ["change (section of the paper)", "paper", "ours", "ideal"]
-    return Table("How many times as fast.", head, rows, (1, 2, 3))
+    caption = (
+        "How many times as fast. Training from serial to MPI: ours compares one thread with two ranks of one thread, "
+        "in other runs than Table 1, where stage 0 uses all cores: the times there have another ratio. "
+        f"Two values of the paper: training with MPI takes {number(paper.MPI_SECONDS_IN_TEXT)} s in its text and "
+        f"{number(paper.SECONDS['MPI'][0])} s in its Table 1."
+    )
+    return Table(caption, head, rows, (1, 2, 3))
 
 
 def reasons(runs):

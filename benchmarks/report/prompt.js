@@ -60,7 +60,7 @@
   }
 
   function drawHeads() {
-    let grid = "";
+    let grid = "<span>head</span>" + Array.from({ length: heads }, (_, head) => `<span class="name">${head + 1}</span>`).join("");
     for (let layer = 0; layer < layers; layer++) {
       grid += `<span>layer ${layer + 1}</span>`;
       for (let head = 0; head < heads; head++) {

@@ -19,6 +19,7 @@ PARTS = {  # {what is compared: the parts of stages 0 to 3}; --mode replicate is
     "training": ("train0", "train1-2", "train2", "train3"),
     "inference": ("infer0", "infer1-replicate", "infer2", "infer3"),
 }
+PAPER_STEPS = 50
 RANKS = 1, 2, 4, 8  # of the trainings of stage 1; 2 without --full
 THIS_MACHINE = "this machine"
 
@@ -54,7 +55,7 @@ class Runs:
     @property
     def is_paper(self):
         """Whether the training runs are those of the paper, so that shipped results can stand beside them."""
-        return (self.preset, self.steps) == ("paper", 50)
+        return (self.preset, self.steps) == ("paper", PAPER_STEPS)
 
     def results(self, name):
         """The results of a part, or None."""
@@ -88,7 +89,7 @@ class Runs:
     def place(self, name):
         options = self.records[name]["options"]
         ranks = options.get("ranks")
-        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "") + self.busy([name])
+        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "")
 
     # -- other programs ------------------------------------------------------------------------------------------------
 
@@ -107,10 +108,13 @@ class Runs:
         load = max(record.get("load_average", 0.0) for record in records)
         return f"with a load average of {load:.1f} before the measurements"
 
-    def busy(self, names, ratios=()):
-        """The text of meanwhile() after a comma; "" if no other programs ran and no Speedup of them is disturbed."""
-        matters = any(map(self.is_busy, names)) or any(each.disturbed for each in ratios)
-        return f", {self.meanwhile(*names)}" if matters else ""
+    def busy_parts(self):
+        """The names of the parts with times during which other programs ran."""
+        return [name for name, record in self.records.items() if record.get("times", True) and self.is_busy(name)]
+
+    def busy(self, names, ratios):
+        """The text of meanwhile() after a comma; "" if no Speedup of these parts is disturbed."""
+        return f", {self.meanwhile(*names)}" if any(each.disturbed for each in ratios) else ""
 
     # -- ratios with an ideal ------------------------------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class Runs:
         for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
             if results := self.results(f"train{stage}"):
                 found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))
-            elif self.is_paper:
+            elif self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
                 where = f"fp32; {shipped.origin('gpus/parity', ranks)}"
                 found[f"stage {stage}"] = Run(shipped.curve(name, ranks), where, True)
         return found

@@ -357,7 +357,8 @@ def test_a_speed_up_above_its_ideal_is_marked_with_the_load_and_not_stated_as_a_
     assert ", disturbed" in paper_sections.table_1(runs).rows[0][4].note
     table = paper_sections.inference_modes(runs)
     # the time of stage 0 is too long, so all ratios to it are too large, also those below their ideals
-    assert [row[5] for row in table.rows][1:] == [
+    assert [row[5] for row in table.rows] == ["", "1", "4", "2"]  # the ideals
+    assert [row[4] for row in table.rows][1:] == [
         "disturbed (7.48; ideal: 1)", "disturbed (3.32; ideal: 4)", "disturbed (1.50; ideal: 2)"
     ]  # fmt: skip
     assert load in table.caption
@@ -370,9 +371,14 @@ def test_a_speed_up_above_its_ideal_is_marked_with_the_load_and_not_stated_as_a_
 
 
 def test_speed_ups_up_to_their_ideals_are_results_beside_their_ideals():
-    training = paper_sections.gains(Runs(small_records(), {}, "nano", 4))[0]
+    runs = Runs(small_records(), {}, "nano", 4)
+    training = paper_sections.gains(runs)[0]
     assert str(training.ours) == "1.9 times as fast (ideal: 2)" and training.ideal == 2
-    assert "2.00 s, while other programs used 1.7 cores" in training.note
+    assert training.note.endswith("2.00 s")  # that other programs ran is said once, with the first numbers
+    assert paper_sections.warning(runs).startswith("Measured while other programs used up to 1.7 cores: ")
+    for record in runs.records.values():
+        record["other_cores"] = 0.1
+    assert paper_sections.warning(runs) == ""
     noise = speedups.speedups(2.0, {"two ranks": (0.96, 2)})  # 2.08: noise of less than 5 %
     assert str(noise["two ranks"]) == "2.08 times as fast (ideal: 2)" and noise["two ranks"].cell("2.08") == "2.08"
     assert speedups.Speedup(float("nan"), 2).disturbed
@@ -401,8 +407,25 @@ def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, 
     runs = Runs(records, {}, "nano", 4)
     drawn = [line.label for line in paper_sections.loss_chart(runs).lines]
     assert drawn[:4] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
-    assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 curves"]) == (lines == 1)
+    assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 curves, one on the other"]) == (lines == 1)
     assert "differ from stage 0 by at most" in paper_sections.equality(runs)
+
+
+def test_a_training_with_fewer_steps_than_the_papers_is_compared_by_the_seconds_of_a_step():
+    short, whole = (paper_sections.table_1(Runs(small_records(), {}, "paper", steps)) for steps in (4, 50))
+    texts = [[cell.text for cell in table.rows[1][1:3]] for table in (short, whole)]  # of MPI: the paper's, ours
+    assert texts == [["25.8 or 258", "2.38"], ["1,288 or 12,878", "9.50"]]
+    assert "one step of training (preset paper; means of the paper's 50 and our 4 steps)" in short.caption
+    assert "the training (50 steps of preset paper)" in whole.caption
+    lines = paper_sections.loss_chart(Runs(small_records(), {}, "paper", 4)).lines
+    assert [len(line.x) for line in lines] == [50] * 4 + [4, 50]  # the shipped run of stage 2 shows how ours continues
+
+
+def test_the_legend_of_the_gains_explains_only_the_marks_that_are_drawn():
+    gains = paper_sections.gains(Runs({}, {}, "nano", 4))
+    for ideals, text in ((True, "vertical lines"), (False, "ours. The numbers")):
+        chart = paper_sections.gain_chart([gain for gain in gains if bool(gain.ideal) == ideals])
+        assert text in paper_sections.gain_legend(chart) and "crosses" not in paper_sections.gain_legend(chart)
 
 
 @pytest.mark.skipif(speedups.busy_seconds() is None, reason="this system has no /proc/stat")
@@ -850,6 +873,10 @@ def test_the_page_and_its_picture_files_are_complete(page):
     text = page.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
     assert len(text) < 2e6
     assert "&lt;b&gt;cats&lt;/b&gt; &amp; all" in text and "no MPI was found &lt;here&gt;" in text  # escaped
+    assert (
+        "MPI and CUDA is stage 3, CUDA, MPI and NCCL. Stages 0 and 1 ran on this machine: 4 training steps of" in text
+    )
+    assert "Stages 2 and 3 did not run: no GPU was found;" in text and text.count("used up to 1.7 cores") == 2
     assert "its Table 1 has 1,287.76 s" in text and "15.6 % less" in text
     assert "inference not measured: no GPU was found" in text and "there is no training of stage 2: no GPU was" in text
     assert "the shipped result is of preset paper and 50 steps, not of preset nano and 4 steps" in text
