@@ -65,6 +65,7 @@ SEVERAL_SEQUENCES = {
     "pdl": [False, True],
     "block_n": [16, 32, 64],
     "block_k": [64, 128, 256],
+    "stages": [3, 4, 7],
     "split_k": [2, 4, 6, 8, 12],
     "split_block_n": [32, 64, 128],
     "block_keys": [64, 128, 256],

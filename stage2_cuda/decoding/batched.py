@@ -57,6 +57,7 @@ class DecodeTiling(NamedTuple):
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K
     elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
     block_k: int = 128  # rows per tl.dot of a 16-bit weight, for two or more sequences; half as many of an fp32 weight
+    stages: int = 4  # tiles of a weight in shared memory at once, for two or more sequences; in the logits 3
     pdl: bool = False
 
 
@@ -112,7 +113,8 @@ def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, y.shape[1], block
     options = dict(BLOCK_B=padded_batch(B), BLOCK_K=block_k(tiling, w), BLOCK_N=tiling.block_n, PRECISION=precision)
-    launch_tiled(linear_kernel, (triton.cdiv(N, tiling.block_n),), *arguments, tiling=tiling, num_stages=3, **options)
+    grid = (triton.cdiv(N, tiling.block_n),)
+    launch_tiled(linear_kernel, grid, *arguments, tiling=tiling, num_stages=tiling.stages, **options)
 
 
 def attention(y, q, cache, lengths, n_head, tiling, rotation=None):
@@ -142,7 +144,8 @@ def split_k_product(partials, x, w, tiling, precision):
     arguments = partials, x, w, B, K, N, split_k(K, tiling).rows
     block_n = tiling.split_block_n
     options = dict(BLOCK_B=padded_batch(B), BLOCK_K=block_k(tiling, w), BLOCK_N=block_n, PRECISION=precision)
-    launch_tiled(split_k_kernel, (triton.cdiv(N, block_n), parts), *arguments, tiling=tiling, num_stages=3, **options)
+    grid = triton.cdiv(N, block_n), parts
+    launch_tiled(split_k_kernel, grid, *arguments, tiling=tiling, num_stages=tiling.stages, **options)
 
 
 def vocab_tiles(V, tiling):
