@@ -241,6 +241,7 @@ def survivals(results):
 # -- tables that the scripts print; docs/RESULTS.md has their last column in the table "choices" ----------------------
 
 FASTEST, CORES = "fastest step, ms = {min * 1e3:.4g}", "cores used = {cores_used:.2f}"  # on the console only
+IMPORTS = "imports MiB = {import_bytes:memory}"
 RATIOS = {
     "cpu-choices": Table("cpu/choices*", """
         choice = `{choice}` | naive, us = {naive_seconds:us} | ours, us = {our_seconds:us}
@@ -390,7 +391,7 @@ TABLES = {
         floor / ours = {share_of_floor if row.ratio else None:percent 0}
         ours: peak MiB = {peak_bytes if row.ratio else None:memory}
         torch eager: peak MiB = {peak_bytes if name == "torch eager" else None:memory}""",
-        threads, f"{FASTEST} | {CORES} | imports MiB = {{import_bytes:memory}}", merged=True),
+        threads, " | ".join(f"{{name}}, {each}" for each in (FASTEST, CORES, IMPORTS)), merged=True),
     "cpu-decode": Table("cpu/decode*", """
         = {case}, {file.machine} | {threads}: {name}, ms = {token:ms 3} | {threads}: times as fast = {row.ratio:ratio}
         {threads}: {name}, first token, ms = {first:ms 3}
@@ -428,8 +429,9 @@ TABLES = {
         if PyTorch reads losses at the end = {times_as_fast_as_unread[peer.name] if row.ratio else None:ratio}
         MFU of ours = {mfu if row.ratio else None:percent} | {name}, GiB = {held_bytes:GiB}""",
         steps, """
-        tokens/s = {tokens_per_second:,.0f} | fastest step, ms = {min * 1e3:.4g} | tensors GiB = {allocated_bytes:GiB}
-        driver GiB = {driver_bytes:GiB} | last loss = {last_loss:.4f}""", merged=True),
+        {name}, tokens/s = {tokens_per_second:,.0f} | {name}, fastest step, ms = {min * 1e3:.4g}
+        {name}, tensors GiB = {allocated_bytes:GiB} | {name}, driver GiB = {driver_bytes:GiB}
+        {name}, last loss = {last_loss:.4f}""", merged=True),
     "gpu-real-run": Table("gpu/real_run", """
         = {name}, {parameters / 1e6:.1f} M parameters
         tokens = {tokens / 1e6:.1f} M | training loss, last {recipe.eval_every} steps = {final_loss:.4f}
@@ -462,7 +464,7 @@ TABLES = {
         torch, first token, ms = {first if "compiled" in name else None:ms 3}
         fastest variant of PyTorch = {variant}""",
         lambda results: (row | {"variant": decode_variant(row)} for row in decoding(results)),
-        "cold start, ms = {cold * 1e3:.0f} | {name}, quartiles = {token:quartiles us}", merged=True),
+        "{name}, cold start, ms = {cold * 1e3:.0f} | {name}, quartiles = {token:quartiles us}", merged=True),
     "gpu-decode-tried": Table(("gpu/decode", "gpu/decode_eight", "gpu/decode_many"), """
         products, attention = {products}, {attention} | cache cut to a multiple of = {row.cut or "not cut"}
         sequences = {batch} | us per token = {row.us_per_token:.0f}{row.error}""", decode_variants),

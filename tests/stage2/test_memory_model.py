@@ -303,6 +303,7 @@ def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ran
     data = EqualRanks(ranks)
     mesh = SimpleNamespace(data=data, gradients=data, tensor=tensor, pipeline=Solo(), groups=dict, replica=tensor)
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
+    mesh.groups_of_workers = lambda count: [mesh] * count
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     mesh.world = EqualRanks(ranks * parallel.tp)
@@ -337,6 +338,7 @@ def test_the_model_of_zero_2_and_3_equals_the_memory_in_cupy_s_pools(
     data, solo = EqualRanks(ranks), Solo()
     mesh = SimpleNamespace(data=data, gradients=data, tensor=solo, pipeline=solo, groups=dict, replica=solo)
     mesh.total_loss = lambda losses, signal=0: (sum(losses), signal)
+    mesh.groups_of_workers = lambda count: [mesh] * count
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=config.block_size, micro_batches=micro_batches * ranks)
     mesh.world = EqualRanks(ranks)
