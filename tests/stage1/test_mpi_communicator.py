@@ -286,7 +286,7 @@ def test_a_started_collective_completes_without_calls_from_the_caller():
 
 
 def one_aborts(comm):
-    print(f"rank {comm.rank} is here", flush=True)
+    print(f"rank {comm.rank} is here\n", end="", flush=True)
     if comm.rank == 1:
         print("the cause", end="", file=sys.stderr)
         comm.abort(7)

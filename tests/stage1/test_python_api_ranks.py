@@ -11,9 +11,10 @@ from tests.support.mpi import mpiexec
 PROGRAM = """
 import sys
 import staged_gpt2 as sg
-run = sg.train(preset="nano", steps=4, on_step=lambda step: print("step", step.step, flush=True))
+write = sys.stdout.write  # in one call: the launcher may mix the parts of two ranks' lines
+run = sg.train(preset="nano", steps=4, on_step=lambda step: write(f"step {step.step}\\n"))
 run.model.save_pretrained(sys.argv[1])
-print(run.losses, run.model.generate("the model", 2), flush=True)
+write(f"{run.losses} {run.model.generate('the model', 2)}\\n")
 """
 
 
