@@ -194,15 +194,12 @@ class Backend(ABC):
         """dy (B, T, 3C) -> dqkv (B, T, 3C): the rotation by the opposite angles, which is the transposed matrix."""
 
     @abstractmethod
-    def attention_forward(self, qkv, n_head, position=0):
-        """qkv (B, T, 3C): columns of q, k, v -> y (B, T, C): for each head causal softmax(q k' / sqrt(D)) v; aux.
-
-        position: of the first query; y (B, T - position, C) has no rows before it. A backend may have only 0.
-        """
+    def attention_forward(self, qkv, n_head):
+        """qkv (B, T, 3C): columns of q, k, v -> y (B, T, C): for each head causal softmax(q k' / sqrt(D)) v; aux."""
 
     @abstractmethod
-    def attention_backward(self, dy, qkv, y, aux, n_head, position=0):
-        """dy (B, T - position, C) -> dqkv (B, T, 3C)."""
+    def attention_backward(self, dy, qkv, y, aux, n_head):
+        """dy (B, T, C) -> dqkv (B, T, 3C)."""
 
     @abstractmethod
     def attention_cached(self, qkv, keys, values, position, n_head):

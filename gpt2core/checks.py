@@ -33,15 +33,6 @@ def attention(qkv, n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
 
 
-def all_queries(backend, position):
-    """The first query is at position 0: for attention kernels that compute those of all positions."""
-    if position:
-        raise ConfigError(
-            f"attention: `position={position}`, but the first query of the {backend.name} backend is at position 0: "
-            "use PlainBackend"
-        )
-
-
 def rotary(qkv, n_head):
     axes("rotary", qkv.backend, qkv.shape, 3)
     if qkv.shape[-1] % (6 * n_head):

@@ -100,22 +100,21 @@ class PlainBackend(ComposedKernels):
         cos, sin = rotation(position + np.arange(dy.shape[-2]), dy.shape[-1] // 3 // n_head, dy.dtype)
         return rotate(dy, n_head, cos, -sin)
 
-    # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf for keys after the query, y = P v -------
+    # -- attention: for each head P = softmax(S), S = q k' / sqrt(D) with -inf above the diagonal, y = P v -------------
     #    dv = P' dy,  dP = dy v',  dS = P (dP - rowsum(P dP)),  dq = dS k / sqrt(D),  dk = dS' q / sqrt(D), because
     #    ∂P_j/∂S_i = P_j ((1 if i = j else 0) - P_i) in each row
 
-    def attention_forward(self, qkv, n_head, position=0):
-        q, k, v = split_heads(qkv, n_head, position)
+    def attention_forward(self, qkv, n_head):
+        q, k, v = split_heads(qkv, n_head)
         p = softmax(causal(q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])))
         return merge_heads(p @ v), p
 
-    def attention_backward(self, dy, qkv, y, aux, n_head, position=0):
-        (q, k, v), p = split_heads(qkv, n_head, position), aux
+    def attention_backward(self, dy, qkv, y, aux, n_head):
+        (q, k, v), p = split_heads(qkv, n_head), aux
         dy = dy.reshape(*y.shape[:2], n_head, -1).swapaxes(1, 2)
         dp = dy @ v.swapaxes(2, 3)
         ds, scale = p * (dp - (p * dp).sum(-1, keepdims=True)), 1 / math.sqrt(q.shape[3])
         dq, dk, dv = ds @ k * scale, ds.swapaxes(2, 3) @ q * scale, p.swapaxes(2, 3) @ dy
-        dq = np.pad(dq, [(0, 0), (0, 0), (position, 0), (0, 0)])  # the rows before the first query
         return np.concatenate([merge_heads(each) for each in (dq, dk, dv)], -1)
 
     # -- embedding: y = wte[ids] + wpe[positions];  each row of dy is added to the row of its token and its position ---
@@ -196,7 +195,7 @@ class PlainBackend(ComposedKernels):
         q, k, v = split_heads(qkv, n_head)
         end = position + q.shape[2]
         keys[..., position:end], values[:, :, position:end] = k.swapaxes(2, 3), v
-        p = softmax(causal(q @ keys[..., :end] / math.sqrt(q.shape[3])))
+        p = softmax(causal(q @ keys[..., :end] / math.sqrt(q.shape[3]), position))
         return merge_heads(p @ values[:, :, :end])
 
 
@@ -220,10 +219,9 @@ def rotate(qkv, n_head, cos, sin):
     return y.reshape(qkv.shape)
 
 
-def split_heads(qkv, n_head, position=0):
-    """(B, T, 3C) -> q, k, v, each (B, H, T, D); q only from `position` on."""
-    q, k, v = (x.reshape(*x.shape[:2], n_head, -1).swapaxes(1, 2) for x in np.split(qkv, 3, -1))
-    return q[:, :, position:], k, v
+def split_heads(qkv, n_head):
+    """(B, T, 3C) -> q, k, v, each (B, H, T, D)."""
+    return (x.reshape(*x.shape[:2], n_head, -1).swapaxes(1, 2) for x in np.split(qkv, 3, -1))
 
 
 def merge_heads(x):
@@ -231,10 +229,9 @@ def merge_heads(x):
     return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
-def causal(s):
-    """Scores (B, H, t, T) of the queries of the last t of T positions: -inf for keys after the query."""
-    t, T = s.shape[2:]
-    return np.where(np.tri(t, T, T - t, dtype=bool), s, s.dtype.type(-np.inf))
+def causal(s, position=0):
+    """Scores (B, H, t, T) of the queries from `position` on: -inf for keys after the query."""
+    return np.where(np.tri(*s.shape[2:], position, dtype=bool), s, s.dtype.type(-np.inf))
 
 
 def softmax(s):

@@ -14,7 +14,7 @@ def limit_blas(threads):
 
 
 @contextlib.contextmanager
-def leaving(barrier):
+def abort_on_error(barrier):
     """In this context of one of the threads that wait at a threading.Barrier: an error lets the others return soon.
 
     They leave the context without an error, because that of the first thread is raised.
@@ -53,7 +53,7 @@ class WorkerPool:
         a call that waits for something else, such as a message, continues as after an interruption.
         """
         self.wait()
-        function = leaving(barrier)(function) if barrier else function
+        function = abort_on_error(barrier)(function) if barrier else function
         calls, jobs = list(zip(*items, strict=True)), []  # calls: the arguments of each worker's call
         if self.executor is None:
             return [function(*arguments) for arguments in calls]

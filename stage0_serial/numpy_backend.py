@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from gpt2core import checks
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.codecs import Codec
 from gpt2core.data import even_slices
@@ -311,8 +310,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     # -- attention: E = exp(S - c), S = scale q k', causal; y = E v / rowsum(E); c: see exp_of_scores() ---------------
     #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
 
-    def attention_forward(self, qkv, n_head, position=0):
-        checks.all_queries(self, position)
+    def attention_forward(self, qkv, n_head):
         shape, qkv = qkv.shape, sequences(qkv)
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
@@ -350,8 +348,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             np.subtract(e, np.where(extreme, maxima, 0)[:, :, None], out=e)
             np.matmul(np.exp(e, out=e), ones, out=sums)
 
-    def attention_backward(self, dy, qkv, y, aux, n_head, position=0):
-        checks.all_queries(self, position)
+    def attention_backward(self, dy, qkv, y, aux, n_head):
         exps, inverse_sums = aux
         shape, dy, qkv, y = qkv.shape, sequences(dy), sequences(qkv), sequences(y)
         q3, B, T, D = split_heads(qkv, n_head)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core import checks
 from gpt2core.arena import PAGE, SEGMENTS
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
@@ -355,8 +354,7 @@ class CudaBackend(FusedHead, Backend):
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    def attention_forward(self, qkv, n_head, position=0):
-        checks.all_queries(self, position)
+    def attention_forward(self, qkv, n_head):
         B, T, C3 = qkv.shape
         y, lse = self.xp.empty((B, T, C3 // 3), qkv.dtype), self.floats(B, n_head, T)
 
@@ -366,8 +364,7 @@ class CudaBackend(FusedHead, Backend):
         run(tuned_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot_precision))
         return y, lse
 
-    def attention_backward(self, dy, qkv, y, aux, n_head, position=0):
-        checks.all_queries(self, position)
+    def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
 
         def run(tiles, dy):

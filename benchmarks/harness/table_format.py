@@ -38,11 +38,16 @@ MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # 
 
 
 def machine(name, record):
-    """The machine of a file for a reader: "4 x H200", or the kind of the CPU."""
+    """The machine of a file for a reader: "4 x H200", or the kind of the CPU.
+
+    Hardware of an AMD server CPU does not name its generation: a file that is not of Zen 4 must end as in MACHINES.
+    """
     found = record.get("hardware", {})
     if found.get("gpu") and not name.startswith(("cpu/", "ranks/")):
         return f"{found['gpus']} x " * (found["gpus"] > 1) + FORMATS["gpu"](found["gpu"])
-    return MACHINES.get(name.split("_")[-1], "Intel Xeon" if "Intel" in found.get("cpu", "") else "AMD Zen 4")
+    cpu = found.get("cpu", "AMD EPYC")
+    kinds = {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
+    return MACHINES.get(name.split("_")[-1]) or next((kinds[word] for word in kinds if word in cpu), cpu)
 
 
 def source(name):

@@ -245,51 +245,6 @@ def test_attention_never_sees_the_future(backend, rng, now):
     assert not dqkv[:, now + 1 :].any() and np.isfinite(dqkv).all()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("edges", [(0, 7), (0, 1, 7), (0, 3, 4, 9), (0, 20, 65)])
-def test_attention_of_shards_of_columns_joined_is_that_of_the_whole(precision, edges, rng):
-    """A shard has the queries of its own positions, and the keys and values of these and of the earlier ones."""
-    backend, B, H, D, T = PlainBackend(precision), 2, 3, 4, edges[-1]
-    qkv, dy = normal(rng, backend, B, T, 3 * H * D), normal(rng, backend, B, T, H * D)
-    want, (gradient,) = oracle(lambda qkv: torch_gpt2.attention(qkv, H), (qkv,), dy)
-    shards, total = [], np.zeros(qkv.shape, np.float64)
-    for start, end in zip(edges, edges[1:], strict=False):
-        known = qkv[:, :end].copy()
-        known[:, :start, : H * D] = np.nan  # the queries of other shards are not read
-        y, aux = backend.attention_forward(sealed(known), H, start)
-        dqkv = repeatable(lambda dy: [backend.attention_backward(dy, known, y, aux, H, start)], dy[:, start:end])[0]  # noqa: B023
-        assert not dqkv[:, :start, : H * D].any()
-        shards.append(y)
-        total[:, :end] += dqkv
-    check(backend, [np.concatenate(shards, 1), total.astype(backend.dtype)], [*want, gradient])
-
-
-@pytest.mark.parametrize("position", [0, 1, 5])
-def test_the_gradient_of_attention_from_a_position_on_is_its_finite_difference(position, rng):
-    backend, step = PlainBackend("fp64"), 1e-5
-    qkv, dy = rng.standard_normal((2, 6, 24)), rng.standard_normal((2, 6 - position, 8))
-    y, aux = backend.attention_forward(qkv, 2, position)
-    dqkv = backend.attention_backward(dy, qkv, y, aux, 2, position)
-    for columns in (slice(0, 8), slice(8, 16), slice(16, 24)):  # q, k, v
-        direction = np.zeros_like(qkv)
-        direction[..., columns] = rng.standard_normal((2, 6, 8))
-        above, below = (backend.attention_forward(qkv + sign * step * direction, 2, position)[0] for sign in (1, -1))
-        slope = ((above - below) * dy).sum() / (2 * step)
-        # step^2 = 1e-10 times a third derivative, and 1e-16 / step = 1e-11 of rounding
-        assert abs(slope - (dqkv * direction).sum()) <= 1e-7 * (1 + abs(slope))
-
-
-def test_a_backend_without_attention_from_a_position_on_says_so(rng):
-    backend = NumpyBackend("fp64")
-    qkv = rng.standard_normal((1, 4, 12))
-    y, aux = backend.attention_forward(qkv, 1)
-    for call in (
-        lambda: backend.attention_forward(qkv, 1, 2), lambda: backend.attention_backward(y[:, 2:], qkv, y, aux, 1, 2)
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match="`position=2`, but .* numpy backend is at position 0: use PlainBackend"):
-            call()
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["fp32", "fp64"]), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_cached_attention_equals_attention_for_any_pieces(precision, pieces, seed):

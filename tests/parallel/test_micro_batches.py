@@ -1,13 +1,11 @@
 """The bits of a gradient do not depend on threads, ranks or micro-batches; the optimizer equals PyTorch's."""
 
 import _thread
-import functools
 import gc
 import math
 import re
 import threading
 import time
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -25,7 +23,6 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError, Diverged, UserError
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.optimizer import AdamW, Optimizer, Schedule
-from gpt2core.parallel import parallel_trainer
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data.strategies import BUCKET_MB, make_data_parallel
 from gpt2core.parallel.divided.arena import DividedArena
@@ -57,7 +54,6 @@ from gpt2core.training_loop import read_batch
 from gpt2core.tree_sum import additions, tree_reduce, tree_sum
 from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.support.training import make_trainer
 
 torch = pytest.importorskip("torch")
 
@@ -1010,29 +1006,3 @@ def test_the_possible_numbers_of_ranks_are_those_for_which_a_step_can_be_planned
     micro_batches = plan(1) if deterministic else given
     if possible:
         assert possible_ranks(batch, micro_batches, deterministic) == possible
-
-
-@pytest.mark.parametrize("ranks, threads, options", [(1, 2, {}), (2, 1, dict(pp=2)), (2, 1, dict(zero=3))])
-def test_training_and_evaluation_begin_at_the_position_of_the_workload(ranks, threads, options, monkeypatch):
-    """The bits are those of positions from 0 on whose embeddings are moved by `shift` rows."""
-    config, shift, wpe = replace(CONFIG, block_size=24), 5, "transformer.wpe.weight"
-    tokens = np.random.default_rng().integers(0, config.vocab_size, 1000)
-
-    def losses_of(trainer):
-        windows = Windows(tokens, 16)
-        evaluated = evaluate(trainer, windows)
-        return [evaluated, *(trainer.step(read_batch(trainer, windows), 3e-3).loss for _ in range(3))]
-
-    def main(comm):
-        trainer = make_trainer(comm, ParallelConfig(**options), config, threads, clip=0)
-        return losses_of(trainer), named_parameters(trainer)
-
-    serial = make_trainer(Solo(), ParallelConfig(), config, clip=0)
-    parameters = {name: np.array(array) for name, array in named_parameters(serial).items()}
-    load(serial, parameters | {wpe: np.roll(parameters[wpe], -shift, 0)})
-    want, parameters = losses_of(serial), named_parameters(serial)
-    monkeypatch.setattr(parallel_trainer, "Workload", functools.partial(Workload, position=shift))
-    for losses, got in run_ranks(ranks, main):
-        assert losses == want
-        for name, array in got.items():
-            assert_array_equal(array, np.roll(parameters[name], shift, 0) if name == wpe else parameters[name])

@@ -313,14 +313,6 @@ def test_the_backend_uses_the_gluon_kernels_and_equals_float64(rng, monkeypatch,
     near(host(dqkv), want_dqkv, TOLERANCE[precision])
 
 
-def test_the_backend_refuses_queries_from_a_position_on():
-    from stage2_cuda.cuda_backend import CudaBackend
-
-    backend, qkv = CudaBackend("fp32", deterministic=True), xp.zeros((1, 4, 24), np.float32)
-    with pytest.raises(ConfigError, match="`position=1`, but the first query of the .* backend is at position 0"):
-        backend.attention_forward(qkv, 1, 1)
-
-
 def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
     assert (gluon_kind((9, 0), "NVIDIA H100 80GB HBM3"), gluon_kind((9, 0), "NVIDIA H200")) == ("H100", "H200")
     assert [gluon_kind(capability, "a GPU") for capability in ((8, 0), (8, 9), (10, 0), (12, 0))] == [None] * 4

@@ -22,8 +22,7 @@ class Workload:
     batch_shape: (B, T) of all micro-batches of the rank. dloss: the array of shape () with which backward begins.
     recompute: see parts_of(). merged: the micro-batches of one pass, which is one call of each kernel. slices: those of
     each layer that the rank has (ParallelConfig.slices). dropout: the probability with which a number is dropped.
-    first_rows: the row of the first sequence of each micro-batch in the global batch. position: of the first token of
-    each sequence.
+    first_rows: the row of the first sequence of each micro-batch in the global batch.
     """
 
     config: GPT2Config
@@ -39,7 +38,6 @@ class Workload:
     slices: int = 1
     dropout: float = 0.0
     first_rows: tuple = ()
-    position: int = 0
 
     @property
     def arena(self):
@@ -57,11 +55,7 @@ class Workload:
         one follow those of the one before it.
         """
         dropout = None if key is None else Dropout(self.dropout, key, self.first_rows[number * self.merged])
-        return ForwardArguments(self.position, targets, scale, self.dloss, dropout)
-
-    def evaluation_arguments(self, targets, scale):
-        """The ForwardArguments of a pass without gradients and dropout."""
-        return ForwardArguments(self.position, targets, scale)
+        return ForwardArguments(targets=targets, scale=scale, dloss=self.dloss, dropout=dropout)
 
     @property
     def used_twice(self):

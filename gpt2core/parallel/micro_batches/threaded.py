@@ -13,6 +13,7 @@ from dataclasses import replace
 from gpt2core.architecture import unit_names
 from gpt2core.data import even_slices
 from gpt2core.errors import ConfigError
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.divided.async_all_gather import NoGather
 from gpt2core.parallel.micro_batches.accumulator import Accumulator, compute_passes
 from gpt2core.parallel.micro_batches.merged import merged_micro_batches
@@ -51,7 +52,7 @@ class Worker:
         """See Accumulator.losses; batch: [(ids, targets) of each micro-batch]."""
 
         def loss(ids, targets):
-            return forward_pass(self.parts, ids, self.work.evaluation_arguments(targets, scale))[1].item()
+            return forward_pass(self.parts, ids, ForwardArguments(targets=targets, scale=scale))[1].item()
 
         return [loss(ids, targets) if len(ids) else 0.0 for ids, targets in batch]
 

@@ -1,6 +1,7 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
 from gpt2core.communicator import Handle
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
 from gpt2core.tensor import no_grad
@@ -59,7 +60,7 @@ class Executor:
     @no_grad()
     def evaluate(self, batch, scale):
         """{m: loss} on the last rank, without gradients and dropout; an empty micro-batch has none."""
-        self.begin(batch, [self.work.evaluation_arguments(targets, scale) for _, targets in batch])
+        self.begin(batch, [ForwardArguments(targets=targets, scale=scale) for _, targets in batch])
         for m, (ids, _) in enumerate(batch):
             for c in sorted(self.chunks):
                 if len(ids):

@@ -9,6 +9,7 @@ a rank compute the same unit at the same time, each with its own micro-batches.
 from dataclasses import replace
 
 from gpt2core.architecture import unit_names
+from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.micro_batches.accumulator import compute_passes
 from gpt2core.parallel.micro_batches.merged import merged_micro_batches
 from gpt2core.parallel.micro_batches.threaded import ThreadedMicroBatches
@@ -74,7 +75,7 @@ class ShardedWorker:
         for part in self.parts:
             part.skip()  # gathers, also if all micro-batches of this worker are empty
             streams = [
-                part.forward(x, self.work.evaluation_arguments(targets, scale)).y.data if len(x) else x
+                part.forward(x, ForwardArguments(targets=targets, scale=scale)).y.data if len(x) else x
                 for x, (_, targets) in zip(streams, batch, strict=True)
             ]
         return [loss.item() if len(ids) else 0.0 for loss, (ids, _) in zip(streams, batch, strict=True)]
