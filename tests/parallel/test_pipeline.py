@@ -1,5 +1,6 @@
 """A pipeline has the bits of one rank: for every schedule, number of ranks and replicas, and across checkpoints."""
 
+import contextlib
 import functools
 import re
 
@@ -29,6 +30,7 @@ from gpt2core.parallel.whole_parameters import (
 )
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.training_loop import read_batch
+from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
 from tests.support.mpi import run_mpi
 from tests.support.training import assert_same, make_trainer, train
@@ -348,6 +350,51 @@ def test_a_parameter_that_is_not_finite_on_one_rank_is_found_by_all():
             check_finite(trainer)
 
     run_ranks(2, check)
+
+
+# -- two streams of a GPU ----------------------------------------------------------------------------------------------
+
+
+class TwoStreams(NumpyBackend):
+    """A backend that notes whether there is work on the side stream for which the main stream has not waited."""
+
+    def __init__(self, precision):
+        super().__init__(precision)
+        self.unfinished, self.runtime.after, self.runtime.join = False, self.after, self.join
+
+    def after(self, *operands):
+        self.unfinished = True
+        return contextlib.nullcontext()
+
+    def join(self):
+        self.unfinished = False
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks, pp", [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_an_update_begins_after_the_work_of_the_side_stream(ranks, pp, zero, tied):
+    """Also if the last action of a rank adds to a tied table, and if one rank has all shards of its parameters."""
+
+    def unfinished(comm, schedule):
+        """Whether there was such work when the update read the gradients."""
+        parallel = ParallelConfig(pp=pp, zero=zero, dp="flat", pp_schedule=schedule)
+        trainer, found = make_trainer(comm, parallel, config=model(tied=tied), backend=TwoStreams), []
+        norm_and_factor = trainer.optimizer.norm_and_factor
+
+        def noted(gradients):
+            found.append(trainer.backend.unfinished)
+            return norm_and_factor(gradients)
+
+        trainer.optimizer.norm_and_factor = noted
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 1e-3)
+        return found
+
+    def check(comm):
+        for schedule in SCHEDULES if pp > 1 else ["1f1b"]:
+            assert unfinished(comm, schedule) == [False], schedule
+
+    run_ranks(ranks, check)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

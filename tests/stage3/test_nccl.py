@@ -372,7 +372,7 @@ def test_four_slices_have_the_same_bits_on_every_number_of_ranks(gpus, transport
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("transport, ranks", [("nccl", 4), ("mpi", 4)])
+@pytest.mark.parametrize("transport, ranks", [("nccl", 2), ("nccl", 4), ("mpi", 4)])
 def test_zero_2_and_3_in_a_pipeline_have_stage_2_s_bits(gpus, transport, ranks, precision):
     gpus(ranks if transport == "nccl" else 1)
     how = dict(precision=precision, layers=4, tied=True)

@@ -12,8 +12,8 @@ class ShardSums(WorkerSums):
     sum over workers and ranks.
 
     On a GPU, kernels write the gradients on a side stream. send() starts after all of them, on both streams. The main
-    stream allocates the arrays and reuses their memory; before that, finish() lets it wait for the reduce-scatter, and
-    so for everything on the side stream that came before.
+    stream allocates the arrays and reuses their memory; before that, wait() lets it wait for the reduce-scatter. A
+    group of one only copies, on the side stream, so finish() also lets the main stream wait for that stream.
     """
 
     def __init__(self, work):
@@ -38,12 +38,17 @@ class ShardSums(WorkerSums):
 
     def send(self, unit, array):
         """Start the reduce-scatter of a unit's gradients, after that of the unit before it has ended."""
-        self.finish()
+        self.wait()
         out = self.gradients[self.shards.parts[unit]]
-        with self.backend.runtime.after(array):  # a group of one copies the array on the side stream
+        with self.backend.runtime.after(array):
             self.sending.append((self.shards.group.reduce_scatter_start(array, out=out), array))
+
+    def wait(self):
+        """Wait for the sums over the ranks that were started."""
+        while self.sending:
+            self.sending.pop()[0].wait()
 
     def finish(self):
         """Return when the shards of all units that were sent are in `gradients`."""
-        while self.sending:
-            self.sending.pop()[0].wait()
+        self.wait()
+        self.backend.runtime.join()
