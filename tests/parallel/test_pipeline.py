@@ -397,6 +397,40 @@ def test_an_update_begins_after_the_work_of_the_side_stream(ranks, pp, zero, tie
     run_ranks(ranks, check)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_gradients_that_are_computed_later_wait_for_the_memory_of_their_destinations(zero, tied):
+    """The events for which these gradients wait were recorded before their destinations were allocated."""
+
+    def check(comm):
+        parallel, calls = ParallelConfig(pp=2, zero=zero, dp="flat", pp_schedule="zero-bubble"), []
+        trainer = make_trainer(comm, parallel, config=model(tied=tied), backend=TwoStreams)
+        executor, backend = trainer.accumulator.executor, trainer.backend
+        set_destinations, compute, after = executor.gradients.set_destinations, executor.actions["W"], backend.after
+
+        def noted(name, function):
+            def call(*arguments):
+                calls.append(name)
+                return function(*arguments)
+
+            return call
+
+        def parameter_gradients(m, c):
+            executor.later[m, c] = [noted("gradient", function) for function in executor.later[m, c]]
+            calls.clear()
+            compute(m, c)
+            first = calls.index("gradient")
+            assert "after" in calls[calls.index("destinations") : first], calls[: first + 1]
+
+        executor.gradients.set_destinations = noted("destinations", set_destinations)
+        backend.runtime.after = noted("after", after)
+        executor.actions["W"] = parameter_gradients
+        trainer.step(read_batch(trainer, Windows(TOKENS, 16)), 1e-3)
+        assert calls
+
+    run_ranks(2, check)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

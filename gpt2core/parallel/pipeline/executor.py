@@ -118,6 +118,8 @@ class Executor:
 
     def parameter_gradients(self, m, c):
         self.gradients.set_destinations(c)
+        with self.backend.runtime.after():
+            pass  # the side stream may not write to a new destination before earlier readers of its memory are done
         with self.backend.runtime.range("backward"):
             for compute in self.later.pop((m, c)):
                 compute()
