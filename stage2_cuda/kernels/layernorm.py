@@ -168,10 +168,13 @@ def backward_kernel(
         dw += dy * h
         db += dy
         g = dy * w[None, :]
-        dx = (g - (tl.sum(g, 1) * inv_n_cols)[:, None] - h * (tl.sum(g * h, 1) * inv_n_cols)[:, None]) * rstd
+        dx = g - (tl.sum(g, 1) * inv_n_cols)[:, None] - h * (tl.sum(g * h, 1) * inv_n_cols)[:, None]
+        ds = tl.zeros_like(dx)
         if ds_ptr is not None:
-            dx += tl.load(ds_ptr + offs, mask, 0).to(tl.float32)
-        dx = dx.to(dx_ptr.dtype.element_ty)  # round first: a model that is cut here adds the stored dx
+            ds = tl.load(ds_ptr + offs, mask, 0).to(tl.float32)
+        # round first: a model that is cut here adds the stored dx. Without the explicit fma, a compiler may round
+        # da_bias + dx rstd only once
+        dx = tl.fma(dx, rstd.broadcast_to(dx.shape), ds).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offs, dx, mask)
         da_bias += dx.to(tl.float32)  # rows >= n add 0, because their rstd and ds are 0
     own_partials, size = partials_ptr + tl.program_id(0) * n_cols + cols, tl.num_programs(0) * n_cols

@@ -168,8 +168,9 @@ CUT_ROWS += [pytest.param(*shape, marks=gpu) for shape in [(64 << 10, 768), (819
 CUT_ROWS += [pytest.param(*shape, marks=gpu) for shape in [(8191, 256), (8191, 64), (4099, 172), (4099, 1024)]]
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["a block", "the last block"])  # after it nothing gives a ds
 @pytest.mark.parametrize("n, channels", CUT_ROWS)
-def test_a_residual_addition_apart_from_its_layernorm_has_the_bits_of_the_fused_kernel(rng, dtype, n, channels):
+def test_a_residual_addition_apart_from_its_layernorm_has_the_bits_of_the_fused_kernel(rng, dtype, n, channels, last):
     (x, _), (a, _), (ds, _), (dy, _) = (normal(rng, dtype, n, channels) for _ in range(4))
     (a_bias, _), (w, _), (b, _) = (normal(rng, dtype, channels) for _ in range(3))
     matrix, vector, statistics = ((n, channels), dtype), ((channels,), FP32), ((n,), FP32)
@@ -184,7 +185,8 @@ def test_a_residual_addition_apart_from_its_layernorm_has_the_bits_of_the_fused_
 
     mean, rstd = map(device, fused[1:])
     shape = layernorm.layernorm_partials_shape(n, channels, dtype)
-    dx, partials = run(layernorm.residual_layernorm_backward, [matrix, (shape, FP32)], ds, dy, s, w, mean, rstd)
+    arguments = None if last else ds, dy, s, w, mean, rstd
+    dx, partials = run(layernorm.residual_layernorm_backward, [matrix, (shape, FP32)], *arguments)
     da_bias, _ = run(layernorm.residual_bias_gradient, [vector, (shape[1:], FP32)], device(dx))
     assert_equal_bits(da_bias, sum_of_rows(partials[2]))
 
