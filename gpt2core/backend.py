@@ -251,8 +251,8 @@ class Backend(ABC):
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, gradient=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (..., C), w (V, C).
 
-        gradient: a HeadGradient (kernel_arguments.py). If it is given, if w has the whole vocabulary, and if backward
-        may follow (is_recording), forward may compute the gradients and keep them in aux.
+        gradient: a HeadGradient (kernel_arguments.py), or None. If it is given, and if w has the whole vocabulary,
+        forward may compute the gradients and keep them in aux.
         """
 
     @abstractmethod

@@ -31,9 +31,10 @@ class HeadGradient(NamedTuple):
     """What unembed_cross_entropy_forward must know to compute the gradients before backward() is called.
 
     scale: that of the loss. vocabulary: the number of tokens of all ranks, because the gradients need the maximum and
-    the sum of a whole row. dloss: dy of backward; None if it is not known.
+    the sum of a whole row. dloss: the array of shape () with which backward() will be called. It is 1, except in fp16,
+    where it scales the loss: a kernel multiplies by it before it rounds the gradients to fp16.
     """
 
     scale: float
     vocabulary: int
-    dloss: object = None
+    dloss: object

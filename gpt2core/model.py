@@ -105,10 +105,10 @@ class Head:
 
     def __call__(self, x, arguments):
         """The loss of a Stream: see GPT2.loss."""
-        targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
+        _, targets, scale, gradient, _ = arguments
         x, y = self.ln_f(x)
         y = ops.copy_to_group(y, self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.vocabulary, dloss)
+        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.vocabulary, gradient)
 
 
 class Block:

@@ -1,7 +1,6 @@
 """One function per differentiable operation: it computes the result and defines how backward() computes gradients."""
 
 from gpt2core import checks
-from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.tensor import Tensor
 from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 
@@ -9,6 +8,8 @@ from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. An operation first checks shapes (checks.py). The
 # graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor, and reads w.data in
 # backward: with ZeRO-3 that is another array. Parameters are the first parents: their gradients are passed on first.
+# The model calls fused operations, which stand after their parts: mlp for gelu, stream_layernorm and residual_layernorm
+# for layernorm, unembed_cross_entropy for cross_entropy.
 
 
 def linear(x, w, b=None):
@@ -24,6 +25,12 @@ def linear(x, w, b=None):
     return Tensor.from_op(y, (w, b, x), backward)
 
 
+def gelu(x):
+    """GPT-2's activation: the tanh approximation of x * Phi(x), where Phi is the normal distribution function."""
+    backend = x.backend
+    return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
+
+
 def mlp(x, w, b, w2):
     """linear(gelu(linear(x, w, b)), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
     checks.mlp(x, w, b, w2)
@@ -35,6 +42,19 @@ def mlp(x, w, b, w2):
         return dw2, dw, db, dx
 
     return Tensor.from_op(y, (w2, w, b, x), backward)
+
+
+def layernorm(x, w, b, eps=1e-5):
+    """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
+    checks.last_axis("layernorm", x, w, b)
+    backend = x.backend
+    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
+
+    def backward(dy):
+        dx, dw, db = backend.layernorm_backward(dy, w.data, aux)
+        return dw, db, dx
+
+    return Tensor.from_op(y, (w, b, x), backward)
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
@@ -139,58 +159,6 @@ def embedding(ids, wte, wpe=None, position=0, vocabulary=None):
     return Tensor.from_op(y, (wte, wpe), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, dloss=None):
-    """cross_entropy(unembed(x, w), targets, scale, vocabulary), fused: not all logits are in memory at once.
-
-    dloss: see ForwardArguments. A backend may compute the gradients in forward, while it has the logits.
-    """
-    vocabulary = vocabulary or Vocabulary(w.shape[0])
-    checks.unembed_cross_entropy(x, w, targets, vocabulary)
-    scale = 1 / targets.size if scale is None else scale
-    backend, first, targets = x.backend, vocabulary.first, targets.reshape(-1)
-    gradient = HeadGradient(scale, vocabulary.size, dloss)
-    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, gradient)
-    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
-
-    def backward(dy):
-        known = targets, scale, maxima, sums, aux, first
-        dx, dw = backend.unembed_cross_entropy_backward(dy, x.data, w.data, *known)
-        return dw, dx
-
-    return Tensor.from_op(loss, (w, x), backward)
-
-
-def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
-    """(loss, maxima, sums) over the whole vocabulary, from this rank's results of cross_entropy_forward."""
-    row_maxima = group.all_reduce(maxima, "max")
-    rescaled = backend.loss_rows(maxima, sums, target_logits, row_maxima)
-    sums, target_logits = group.all_reduce(rescaled)  # a target's logit is 0 except on the rank that holds the target
-    return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
-
-
-# -- operations that GPT-2's model does not call: for lessons, and as the parts of mlp, stream_layernorm,
-# -- residual_layernorm and unembed_cross_entropy ----------------------------------------------------------------------
-
-
-def gelu(x):
-    """GPT-2's activation: the tanh approximation of x * Phi(x), where Phi is the normal distribution function."""
-    backend = x.backend
-    return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
-
-
-def layernorm(x, w, b, eps=1e-5):
-    """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
-    checks.last_axis("layernorm", x, w, b)
-    backend = x.backend
-    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
-
-    def backward(dy):
-        dx, dw, db = backend.layernorm_backward(dy, w.data, aux)
-        return dw, db, dx
-
-    return Tensor.from_op(y, (w, b, x), backward)
-
-
 def cross_entropy(logits, targets, scale=None, vocabulary=None):
     """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
 
@@ -210,6 +178,34 @@ def cross_entropy(logits, targets, scale=None, vocabulary=None):
         return (dlogits.reshape(shape),)
 
     return Tensor.from_op(loss, (logits,), backward)
+
+
+def unembed_cross_entropy(x, w, targets, scale=None, vocabulary=None, gradient=None):
+    """cross_entropy(unembed(x, w), targets, scale, vocabulary), fused: not all logits are in memory at once.
+
+    gradient: see ForwardArguments.
+    """
+    vocabulary = vocabulary or Vocabulary(w.shape[0])
+    checks.unembed_cross_entropy(x, w, targets, vocabulary)
+    scale = 1 / targets.size if scale is None else scale
+    backend, first, targets = x.backend, vocabulary.first, targets.reshape(-1)
+    *statistics, aux = backend.unembed_cross_entropy_forward(x.data, w.data, targets, first, gradient)
+    loss, maxima, sums = loss_of_rows(*statistics, scale, vocabulary.group, backend)
+
+    def backward(dy):
+        known = targets, scale, maxima, sums, aux, first
+        dx, dw = backend.unembed_cross_entropy_backward(dy, x.data, w.data, *known)
+        return dw, dx
+
+    return Tensor.from_op(loss, (w, x), backward)
+
+
+def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
+    """(loss, maxima, sums) over the whole vocabulary, from this rank's results of cross_entropy_forward."""
+    row_maxima = group.all_reduce(maxima, "max")
+    rescaled = backend.loss_rows(maxima, sums, target_logits, row_maxima)
+    sums, target_logits = group.all_reduce(rescaled)  # a target's logit is 0 except on the rank that holds the target
+    return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
 
 
 # -- operations that call collectives: forward is a linear map of all ranks' x, and backward is its transpose ---------

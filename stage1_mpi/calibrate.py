@@ -81,7 +81,7 @@ def unit_times(world, sequences):
     parts = parts_of(GPT2(CONFIG, parameters).units, backend, separate=True)
     ids = rng.integers(0, CONFIG.vocab_size, (sequences, CONFIG.block_size))
     dloss, samples = backend.ones((), np.float64), []
-    arguments = ForwardArguments(targets=ids, scale=1 / ids.size, dloss=dloss)
+    arguments = ForwardArguments(targets=ids, scale=1 / ids.size)
     for _ in range(REPEATS):
         for name, tensor in parameters.items():
             tensor.send_to(buffers[name])

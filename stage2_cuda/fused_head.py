@@ -5,9 +5,8 @@
 import numpy as np
 
 from gpt2core.memory.gpu_sizes import CHUNK_LOGITS, LOGITS_ALIGNMENT
-from gpt2core.recording import AutogradError, is_recording
+from gpt2core.recording import AutogradError
 from stage2_cuda.kernels import cross_entropy, losses
-from stage2_cuda.kernels.cast import scale_in_place
 
 
 class FusedHead:
@@ -39,7 +38,7 @@ class FusedHead:
         chunks, w = self.logit_chunks(x, w), self.padded_operand(w)
         statistics = self.floats(3, len(x))  # maxima, sums, target_logits
         # they need the maximum and the sum of a whole row
-        with_gradients = gradient is not None and V == gradient.vocabulary and is_recording()
+        with_gradients = gradient is not None and V == gradient.vocabulary
         if with_gradients:
             dx, dw = self.like(x), self.floats(*w.shape)
         for number, (chunk, logits) in enumerate(chunks):
@@ -53,11 +52,9 @@ class FusedHead:
         return *statistics, (dx, dw[:V], gradient.dloss) if with_gradients else None
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
-        if aux is not None:  # forward has computed the gradients, for dy if it was known, otherwise for dy = 1
+        if aux is not None:  # forward has computed the gradients for dloss
             dx, dw, dloss = aux
-            if dloss is None:
-                dx, dw = self.times(dx, dy), self.times(dw, dy)
-            elif dy is not dloss:
+            if dy is not dloss:
                 raise AutogradError("unembed_cross_entropy: call backward() with the dloss that forward was given")
             return dx.reshape(x.shape), dw
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
@@ -70,12 +67,6 @@ class FusedHead:
             cross_entropy.cross_entropy_backward(logits, logits, *arguments)
             self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
         return dx.reshape(shape), dw[:V]
-
-    def times(self, gradient, dy):
-        """gradient * dy as a new array: a second backward through the same graph needs `gradient` again."""
-        product = gradient.copy()
-        scale_in_place(product, self.asarray(dy, np.float32).reshape(1))
-        return product
 
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
         rescaled = self.floats(2, len(sums))

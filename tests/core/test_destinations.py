@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives  # noqa: F401 - primitives defines +, *, sum
 from gpt2core.communicator import SOLO
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.ops import copy_to_group
 from gpt2core.parallel.parameter import Destination, Parameter, call, deliver
 from gpt2core.plain_backend import PlainBackend
@@ -421,13 +422,14 @@ def test_positions_outside_the_block_are_refused(backend, position):
 # -- dloss of the fused loss -------------------------------------------------------------------------------------------
 
 
-def test_a_seeded_gradient_is_the_seed_times_the_gradient_without_one(backend):
+def test_a_known_gradient_is_its_dloss_times_the_gradient_without_one(backend):
     leaves = Leaves(backend)
     operands = leaves.x, leaves.wte, leaves.targets
     ops.unembed_cross_entropy(*operands).backward()
     want = [8.0 * leaf.grad for leaf in operands[:2]]
     leaves.x.grad = leaves.wte.grad = None
     dloss = backend.asarray(np.array(8.0))
-    ops.unembed_cross_entropy(*operands, dloss=dloss).backward(dloss)
+    gradient = HeadGradient(1 / leaves.targets.size, leaves.wte.shape[0], dloss)
+    ops.unembed_cross_entropy(*operands, gradient=gradient).backward(dloss)
     for leaf, wanted in zip(operands[:2], want, strict=True):
         assert_allclose(leaf.grad, wanted, rtol=0, atol=1e-12 * np.abs(wanted).max())  # a power of two rounds nothing

@@ -45,9 +45,7 @@ def run_parts(parts, ids, targets, dloss, later=None):
     """Forward and backward through consecutive parts -> the loss. With `later`, its functions are called at the end."""
     x, graphs, dy = ids, [], dloss
     for part in parts:
-        graphs.append(
-            part.forward(x, ForwardArguments(targets=targets, dloss=dloss)) if part is parts[-1] else part.forward(x)
-        )
+        graphs.append(part.forward(x, ForwardArguments(targets=targets)) if part is parts[-1] else part.forward(x))
         x = graphs[-1].y.data
     value = x
     for graph in reversed(graphs):

@@ -87,7 +87,7 @@ def test_with_later_the_gradients_of_recomputed_blocks_are_deferred(rng):
         leaves = {name: Tensor(array, backend, True) for name, array in initial_parameters(FOUR_LAYERS, 1)}
         model, order, graphs, x, dx = GPT2(FOUR_LAYERS, leaves), [], [], ids, dloss
         for part in parts_of(model.units, backend, recompute, completed=order.append):
-            graphs.append(part.forward(x, ForwardArguments(targets=targets, dloss=dloss)))
+            graphs.append(part.forward(x, ForwardArguments(targets=targets)))
             x = graphs[-1].y.data
         while graphs:
             dx = graphs.pop().backward(dx, later.append if recompute == "block" else call)

@@ -200,7 +200,6 @@ def launch_adamw(a):
 def launch_cast(a):
     for n in (1, 5001):
         cast.cast(a.x(n), a.f(n))
-        cast.scale_in_place(a.x(n), a.f(1))
 
 
 def attend_separately(a, shape, precision, tiles=None):

@@ -10,6 +10,7 @@ from gpt2core.backend import Backend
 from gpt2core.data import even_slices
 from gpt2core.dropout import Dropout
 from gpt2core.forward_arguments import ForwardArguments
+from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.parallel.part import backward_pass, forward_pass
 from gpt2core.parallel.tensor.shards import whole_name
 
@@ -55,7 +56,8 @@ class Workload:
         one follow those of the one before it.
         """
         dropout = None if key is None else Dropout(self.dropout, key, self.first_rows[number * self.merged])
-        return ForwardArguments(targets=targets, scale=scale, dloss=self.dloss, dropout=dropout)
+        gradient = HeadGradient(scale, self.config.vocab_size, self.dloss)
+        return ForwardArguments(targets=targets, scale=scale, gradient=gradient, dropout=dropout)
 
     @property
     def used_twice(self):

@@ -8,7 +8,6 @@ A slice is computed as if it was that of a rank. These operations add the slices
 
 from gpt2core import checks
 from gpt2core.communicator import Solo
-from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.tensor import Tensor
 from gpt2core.tree_sum import tree_reduce
 from gpt2core.vocabulary import Vocabulary
@@ -50,15 +49,14 @@ def sum_of_slices(arrays, group, backend):
     return group.all_reduce(own).astype(arrays[0].dtype, copy=False)
 
 
-def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, dloss):
+def sliced_cross_entropy(xs, ws, targets, scale, vocabulary, gradient):
     """ops.unembed_cross_entropy of a rank with several slices of the vocabulary.
 
     ws: their matrices (V/S, C). xs: for each of them a tensor (..., C) with the same values: see copies(). vocabulary:
-    that of the rank, a Vocabulary.
+    that of the rank, a Vocabulary. gradient: see ForwardArguments.
     """
     backend, rows = xs[0].backend, targets.reshape(-1)
     scale = 1 / targets.size if scale is None else scale
-    gradient = HeadGradient(scale, vocabulary.size, dloss)
     group, statistics, slices = vocabulary.group, [], []
     for x, w, part in zip(xs, ws, own_parts(group, len(ws)), strict=True):
         own = Vocabulary(vocabulary.size, part)

@@ -53,10 +53,10 @@ class SlicedHead(Head):
         self.ws = [parameters[config.head] for parameters in slices]
 
     def __call__(self, x, arguments):
-        targets, scale, dloss = arguments.targets, arguments.scale, arguments.dloss
+        _, targets, scale, gradient, _ = arguments
         x, y = self.ln_f(x)
         ys = copies(y, len(self.ws), self.group)
-        return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, dloss)
+        return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, gradient)
 
 
 class SlicedBlock(Block):
