@@ -127,6 +127,12 @@ def runs_on_gpus(results):
     ])  # fmt: skip
 
 
+def runs_over_sockets(results):
+    name = "GPT-2 124M, 15 steps, bf16, NCCL over sockets"
+    runs = [run for run in results if "--deterministic" in run["name"] and "sockets" in run["name"]]
+    return counted([(name, [run["ranks"]], 1, run["difference"] is None, 0.0) for run in runs])
+
+
 def random_layouts(results):
     name = "random layouts, `small`, 20 steps, "
     return counted([(name + row["precision"], row["ranks"], row["runs"], row["equal"], 0.0) for row in results])
@@ -376,7 +382,7 @@ KILLS = """
     = `kill -9` of one of 4 ranks, {file.machine} | kills = {times} | ended cleanly = {row.summary.clean_ends}
     median and longest time, s = {summary.median_seconds:.2f}, {summary.longest_seconds:.2f}
     readable checkpoints = {row.summary.readable} | resumed with the same bits = {row.summary.equal}"""
-SURVIVE = Table("ranks/survive_intel", """
+SURVIVE = Table(("ranks/survive_intel", "gpus/survive"), """
     = one run with `--max-restarts`, {file.machine} | kills = {summary.kills}
     median and longest time, s = {summary.median_seconds:.2f}, {summary.longest_seconds:.2f}
     readable checkpoints = all; {summary.incomplete} incomplete ones are not read
@@ -510,6 +516,7 @@ TABLES = {
     "parity": Table("ranks/parity*", PARITY % "{file.machine}", runs_of_ranks, merged=True, also=(
         Table("gpus/parity", PARITY % "{file.machine}", runs_on_gpus),
         Table("gpus/layouts", PARITY % "{file.machine}", random_layouts),
+        Table("gpus/parity_sockets", PARITY % "{file.machine}", runs_over_sockets),
     )),
     "kill": Table(("ranks/kill", "gpus/kill"), KILLS, lambda results: [results], also=(SURVIVE,)),
     "choices": Table((), also=tuple(condensed(name, measured) for name, measured in CHOICES.items())),
