@@ -83,9 +83,8 @@ class Embedding:
 
     name = "embedding"
 
-    def __init__(self, config, parameters, group, adds_positions=True):
-        self.wte, self.group, learned = parameters["transformer.wte.weight"], group, config.learns_positions
-        self.wpe = parameters["transformer.wpe.weight"] if learned and adds_positions else None
+    def __init__(self, config, parameters, group):
+        self.wte, self.wpe = parameters["transformer.wte.weight"], parameters.get("transformer.wpe.weight")
         self.vocabulary = Vocabulary(config.vocab_size, group)
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
@@ -105,10 +104,9 @@ class Head:
 
     def __call__(self, x, arguments):
         """The loss of a Stream: see GPT2.loss."""
-        _, targets, scale, gradient, _ = arguments
         x, y = self.ln_f(x)
-        y = ops.copy_to_group(y, self.group)
-        return ops.unembed_cross_entropy(y, self.w, targets, scale, self.vocabulary, gradient)
+        y, targets = ops.copy_to_group(y, self.group), arguments.targets
+        return ops.unembed_cross_entropy(y, self.w, targets, arguments.scale, self.vocabulary, arguments.gradient)
 
 
 class Block:

@@ -25,6 +25,12 @@ class Stream:
     """The residual stream (B, T, C): the sum x + branch, or x if branch is None.
 
     The LayerNorm that reads the stream computes the sum: one kernel reads x and the branch, and writes both results.
+    With separate kernels, layernorm() would be
+
+        s = self.tensor()
+        return Stream(s), ops.layernorm(s, w, b, eps)
+
+    Then s has two uses, and the chain rule adds their gradients; the fused operation adds them in its backward pass.
     """
 
     x: Tensor

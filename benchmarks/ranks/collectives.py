@@ -230,7 +230,7 @@ def compare(args, operation):
         progress("")
         print(f"{operation}:")
         summarise(of_ranks, ranks)
-        TABLES["ranks-collectives"].print({"all_reduce": of_ranks})
+        TABLES["ranks-collectives"].print({operation: of_ranks})
         fits[ranks] = fit(of_ranks)
         TABLES["ranks-fit"].print({"alpha_beta": {ranks: fits[ranks]}})
         results += of_ranks

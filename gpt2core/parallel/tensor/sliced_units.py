@@ -37,9 +37,10 @@ class SlicedEmbedding(Embedding):
 
     def __init__(self, name, config, slices, group):
         super().__init__(config, slices[0], group)
-        parts = enumerate(zip(slices, own_parts(group, len(slices)), strict=True))
-        # one slice adds positions, otherwise their gradient would be added once for each slice
-        self.slices = [Embedding(config, parameters, part, i == 0) for i, (parameters, part) in parts]
+        self.group = group
+        self.slices = [Embedding(config, *each) for each in zip(slices, own_parts(group, len(slices)), strict=True)]
+        for each in self.slices[1:]:
+            each.wpe = None  # one slice adds positions: otherwise their gradient would be added once for each slice
 
     def __call__(self, ids, arguments=FIRST_TOKENS):
         return Stream(total([each(ids, arguments).tensor() for each in self.slices], self.group))
@@ -53,10 +54,10 @@ class SlicedHead(Head):
         self.ws = [parameters[config.head] for parameters in slices]
 
     def __call__(self, x, arguments):
-        _, targets, scale, gradient, _ = arguments
+        targets, scale = arguments.targets, arguments.scale
         x, y = self.ln_f(x)
         ys = copies(y, len(self.ws), self.group)
-        return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, gradient)
+        return sliced_cross_entropy(ys, self.ws, targets, scale, self.vocabulary, arguments.gradient)
 
 
 class SlicedBlock(Block):
