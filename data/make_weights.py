@@ -33,7 +33,7 @@ from gpt2core.app.shipped import DATA, SHIPPED, TOKENIZERS
 from gpt2core.app.stage import Stage
 from gpt2core.app.training.command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.parallel.tensor.shards import load_inference_model
+from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer

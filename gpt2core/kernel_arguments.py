@@ -10,7 +10,7 @@ class ParameterCopy(NamedTuple):
     """
 
     array: object
-    key: object = None  # (1) int64 on the host, from rounding_key() of parallel/divided/optimizer.py
+    key: object = None  # (1) int64 on the host, from rounding_key() of parallel/divided/rounding.py
     offset: int = 0
 
 

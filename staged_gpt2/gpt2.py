@@ -27,7 +27,7 @@ from gpt2core.app.shipped import check_downloaded
 from gpt2core.architecture import GPT2Config, parameter_count
 from gpt2core.errors import CheckpointError, ConfigError, DataError, ShapeError
 from gpt2core.parallel.launcher_env import read_launcher_env
-from gpt2core.parallel.tensor.shards import load_inference_model
+from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.recording import no_grad
 from gpt2core.text.tokenizer import Tokenizer
 from staged_gpt2.arguments import checked, checked_path, python_errors, token_array, warn

@@ -20,7 +20,7 @@ from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_inference_model
+from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import generate
 

@@ -14,7 +14,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.tensor import no_grad
 from gpt2core.training_loop import read_batch

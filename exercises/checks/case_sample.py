@@ -8,7 +8,7 @@ from exercises.checks.common import random
 from exercises.compare import expect_equal
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.errors import counted
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.sampler import generate_batch
 from stage0_serial.numpy_backend import NumpyBackend
 

@@ -114,7 +114,7 @@ def cache_several():
 
 def cache_model():
     from gpt2core.architecture import parameter_shapes
-    from gpt2core.parallel.tensor.shards import load_model
+    from gpt2core.parallel.tensor.loaded_model import load_model
     from gpt2core.sampler import KVCache
     from stage0_serial.numpy_backend import NumpyBackend
 

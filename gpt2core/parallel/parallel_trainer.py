@@ -18,7 +18,8 @@ from gpt2core.parallel.divided.arena import DividedArena
 from gpt2core.parallel.divided.arena_layout import ArenaLayout
 from gpt2core.parallel.divided.async_all_gather import PIECE_MB, AsyncAllGather
 from gpt2core.parallel.divided.model_pages import ModelPages
-from gpt2core.parallel.divided.optimizer import DividedOptimizer, check_rounding
+from gpt2core.parallel.divided.optimizer import DividedOptimizer
+from gpt2core.parallel.divided.rounding import check_rounding
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches.accumulator import Workload
 from gpt2core.parallel.micro_batches.threaded import MicroBatches

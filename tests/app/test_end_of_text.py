@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Library
 from gpt2core.app.inference.continuations import continue_prompts, text_pieces
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.text.tokenizer import END_OF_TEXT, Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 

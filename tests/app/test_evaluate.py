@@ -12,7 +12,7 @@ from gpt2core.app.inference.evaluation import BATCH, evaluate_file, read_questio
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import DataError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.text.tokenizer import Tokenizer

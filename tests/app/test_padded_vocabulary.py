@@ -14,7 +14,7 @@ from gpt2core.app.inference.continuations import continue_prompts, text_pieces
 from gpt2core.app.stage import Stage
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.sampler import Greedy, chooser, generate
 from gpt2core.text.only_tokens import OnlyTokens

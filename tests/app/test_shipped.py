@@ -13,7 +13,7 @@ from gpt2core.app import cli
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.app.settings.final_values import resolve_flags
 from gpt2core.app.shipped import BOOK, BOOK_WEIGHTS, CORPUS, NANO_WEIGHTS, WEIGHTS
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import generate
 from gpt2core.text.token_file import read_text

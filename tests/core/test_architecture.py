@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from gpt2core import architecture
 from gpt2core.architecture import GPT2Config, forward_plan, parameter_shapes
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.sampler import generate
 from stage0_serial.numpy_backend import NumpyBackend
 

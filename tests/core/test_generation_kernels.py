@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core.architecture import GPT2Config
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial.blas import mkl

@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.optimizer import AdamW
-from gpt2core.parallel.divided.optimizer import rounding_key  # noqa: E402
+from gpt2core.parallel.divided.rounding import rounding_key  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402
 from stage2_cuda.decoding import cached_attention, gather  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402

@@ -15,7 +15,7 @@ from gpt2core.architecture import GPT2Config, flops_per_token, parameter_count, 
 from gpt2core.communicator import Solo
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch

@@ -17,15 +17,8 @@ from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.communicator import SOLO, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
-from gpt2core.parallel.tensor.shards import (
-    check_tensor_parallel,
-    gather,
-    is_replicated,
-    load_model,
-    shard,
-    shard_shapes,
-    unshard,
-)
+from gpt2core.parallel.tensor.loaded_model import load_model
+from gpt2core.parallel.tensor.shards import check_tensor_parallel, gather, is_replicated, shard, shard_shapes, unshard
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import KVCache, Sampling, generate

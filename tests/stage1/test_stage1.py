@@ -223,7 +223,7 @@ def assert_transformers_reads(directory, val_loss):
 
 
 def logits(checkpoint, ids):
-    from gpt2core.parallel.tensor.shards import load_model
+    from gpt2core.parallel.tensor.loaded_model import load_model
     from gpt2core.tensor import no_grad
     from stage0_serial.numpy_backend import NumpyBackend
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from gpt2core.architecture import POSITIONS, GPT2Config
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.plain_backend import rotate, rotation
 from gpt2core.sampler import Greedy, generate, generate_batch
 from stage0_serial.numpy_backend import NumpyBackend

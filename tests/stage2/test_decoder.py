@@ -20,7 +20,7 @@ from gpt2core.architecture import GPT2Config
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import Decoder, Greedy, Sampling, generate, generate_batch
 from gpt2core.text.only_tokens import OnlyTokens

@@ -16,7 +16,8 @@ from gpt2core.engine.fast_trainer import FastTrainer as Trainer  # noqa: E402
 from gpt2core.kernel_arguments import ParameterCopy  # noqa: E402
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
-from gpt2core.parallel.divided.optimizer import DividedOptimizer, rounding_key  # noqa: E402
+from gpt2core.parallel.divided.optimizer import DividedOptimizer  # noqa: E402
+from gpt2core.parallel.divided.rounding import rounding_key  # noqa: E402
 from gpt2core.parallel.tensor.shards import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify

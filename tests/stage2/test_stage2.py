@@ -29,7 +29,7 @@ from gpt2core.kernel_arguments import HeadGradient
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
-from gpt2core.parallel.tensor.shards import load_model
+from gpt2core.parallel.tensor.loaded_model import load_model
 from gpt2core.parallel.whole_parameters import current_model, gathered, load, parameter_hash
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import Greedy, generate

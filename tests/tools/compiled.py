@@ -43,7 +43,7 @@ from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.parallel import parallel_trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.parallel.evaluation import evaluate  # noqa: E402
-from gpt2core.parallel.tensor.shards import load_model  # noqa: E402
+from gpt2core.parallel.tensor.loaded_model import load_model  # noqa: E402
 from gpt2core.presets import PRESETS  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.text.only_tokens import OnlyTokens  # noqa: E402

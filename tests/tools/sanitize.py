@@ -28,7 +28,7 @@ from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.dropout import Dropout, Mask  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import AdamW  # noqa: E402
-from gpt2core.parallel.divided.optimizer import rounding_key  # noqa: E402
+from gpt2core.parallel.divided.rounding import rounding_key  # noqa: E402
 from stage2_cuda import attention as attention_package  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402

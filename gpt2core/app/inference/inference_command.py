@@ -22,7 +22,8 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.tensor.shards import check_tensor_parallel, load_inference_model
+from gpt2core.parallel.tensor.loaded_model import load_inference_model
+from gpt2core.parallel.tensor.shards import check_tensor_parallel
 from gpt2core.sampler import chooser
 from gpt2core.threads import limit_blas
 
@@ -61,7 +62,7 @@ def inference_command(stage, world, args, cores):
         if args.mode == "evaluate":
             # here: generation starts faster without them
             from gpt2core.app.inference.evaluation import evaluate_file
-            from gpt2core.parallel.tensor.shards import load_model
+            from gpt2core.parallel.tensor.loaded_model import load_model
 
             evaluate_file(world, load_model(config, arrays, backend, group), tokenizer, args.data, emit)
             return 0

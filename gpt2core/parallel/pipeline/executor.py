@@ -1,9 +1,9 @@
 """Run the actions of one rank of a pipeline: the same code for every schedule."""
 
-from gpt2core.communicator import Handle
 from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.parallel.parameter import call
 from gpt2core.parallel.part import forward_pass
+from gpt2core.parallel.pipeline.messages import Messages
 from gpt2core.tensor import no_grad
 
 
@@ -11,25 +11,26 @@ class Executor:
     """The chunks of one rank, and its messages to the ranks that have the chunks before and after them.
 
     work: the Workload of this rank. chunks: {chunk: its parts}; chunk c is on rank c % (ranks of the pipeline);
-    `count`: the number of chunks on all ranks. groups: {kind of an action: the group that sends its messages}:
-    Mesh.pipeline for F and B, and if the model is tied Mesh.ends for E. gradients: an object with set_destinations(c),
+    `count`: the number of chunks on all ranks. groups: see Messages. gradients: an object with set_destinations(c),
     which is called before gradients of parameters of chunk c are computed, and for a tied model with
     add_embedding(ids, dy), which is called for an E action. peak: the largest number of graphs of one chunk and one
     micro-batch that were kept at the same time; what W actions still need is not counted. times: {action: (start, end)}
     of the last run(), where an action starts when its message is there, as results of Runtime.timestamp(); empty
     without record_times().
-
-    Messages need no tags: in every schedule, the messages from one rank to another are received in the order in which
-    they are sent. Only those of E are not, so they have a group of their own.
     """
 
     def __init__(self, work, chunks, count, groups, gradients):
         self.work, self.backend, self.dloss = work, work.backend, work.dloss
-        self.width = work.config.n_embd  # of the arrays (B, T, C) that are sent
-        self.chunks, self.last, self.groups, self.gradients = chunks, count - 1, groups, gradients
+        self.chunks, self.last, self.gradients = chunks, count - 1, gradients
+        self.messages, self.is_tied = Messages(groups, self.last, self.empty_message), "E" in groups
         self.actions = {"F": self.forward, "B": self.backward, "W": self.parameter_gradients, "E": self.embedding}
         self.peak, self.times, self.timestamp, self.started = 0, {}, None, None
         self.begin((), ())
+
+    def empty_message(self, m):
+        """A new array (B, T, C) for a message of micro-batch m."""
+        shape = *self.batch[m][0].shape, self.work.config.n_embd
+        return self.backend.empty(shape, self.backend.compute_dtype)
 
     def record_times(self):
         """From now on, run() records the time of each action in `times`; called before the first step."""
@@ -47,9 +48,9 @@ class Executor:
         self.begin(batch, arguments, splits=any(kind == "W" for kind, _, _ in actions))
         self.times = {}
         for action, following in zip(actions, [*actions[1:], None], strict=True):
-            self.expect(action)
+            self.messages.expect(action)
             if following:
-                self.expect(following)
+                self.messages.expect(following)
             kind, m, c = action
             self.note_start()
             self.actions[kind](m, c)
@@ -64,7 +65,7 @@ class Executor:
         for m, (ids, _) in enumerate(batch):
             for c in sorted(self.chunks):
                 if len(ids):
-                    self.expect(("F", m, c))
+                    self.messages.expect(("F", m, c))
                     self.forward(m, c)
                     self.graphs.clear()
                 else:
@@ -75,15 +76,20 @@ class Executor:
     def begin(self, batch, arguments, splits=False):
         self.batch, self.arguments, self.splits, self.losses = batch, arguments, splits, {}
         self.graphs, self.later = {}, {}  # {(m, c): list}: graphs of the parts; functions for W
-        self.local, self.arriving, self.sent = {}, {}, {}  # {key of a message: array, or Handle}
+        self.messages.begin()
 
     def finish(self):
-        for handle in self.sent.values():
-            handle.wait()
+        self.messages.finish()
         return self.losses
 
     def note_start(self):
         self.started = self.timestamp() if self.timestamp else None
+
+    def receive(self, kind, m, c):
+        """The array that the action (kind, m, c) reads; the action starts when it is there."""
+        array = self.messages.receive(kind, m, c)
+        self.note_start()
+        return array
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -95,23 +101,22 @@ class Executor:
         if c == self.last:
             self.losses[m] = x
         else:
-            self.send("F", m, c, c + 1, x)
+            self.messages.send("F", m, c, c + 1, x)
 
     def backward(self, m, c):
         dx = self.dloss if c == self.last else self.receive("B", m, c)
-        if ("F", m, c) in self.sent:
-            self.sent.pop(("F", m, c)).wait()  # at once: the receiver has used the array
+        self.messages.wait("F", m, c)  # at once: the receiver has used the array
         graphs, later = self.graphs.pop((m, c)), []
         if not self.splits:
             self.gradients.set_destinations(c)
         with self.backend.runtime.range("backward"):
             while graphs:
-                if "E" in self.groups and c == 0 and len(graphs) == 1:  # the last one left is that of the embedding
-                    self.send("E", m, c, self.last, self.before_dropout(m, dx))
+                if self.is_tied and c == 0 and len(graphs) == 1:  # the last one left is that of the embedding
+                    self.messages.send("E", m, c, self.last, self.before_dropout(m, dx))
                 dx = graphs.pop().backward(dx, later.append if self.splits else call)
         if c:
-            self.sent.pop(("B", m - 1, c), Handle()).wait()
-            self.send("B", m, c, c - 1, dx)
+            self.messages.wait("B", m - 1, c)
+            self.messages.send("B", m, c, c - 1, dx)
         if self.splits:
             self.later[m, c] = later
         self.backend.runtime.join()  # frees the arrays of the pass, as in MicroBatches
@@ -132,39 +137,3 @@ class Executor:
 
     def embedding(self, m, c):
         self.gradients.add_embedding(self.batch[m][0], self.receive("E", m, c))
-
-    # -- messages: their key is (kind, m, c) of the action that sends them ---------------------------------------------
-
-    def key(self, kind, m, c):
-        """The key of the message that an action reads, or None."""
-        source = {"F": c - 1, "B": c + 1, "W": -1, "E": 0}[kind]
-        return (kind, m, source) if 0 <= source <= self.last else None
-
-    def expect(self, action):
-        """Start to receive the message that an action reads, unless it was started, or this rank sends it."""
-        key = self.key(*action)
-        if key and key not in self.arriving:
-            group, rank = self.peer(key[0], key[2])
-            if rank != group.rank:
-                out = self.backend.empty((*self.batch[key[1]][0].shape, self.width), self.backend.compute_dtype)
-                self.arriving[key] = group.recv_start(out, rank)
-
-    def receive(self, kind, m, c):
-        """The array that the action (kind, m, c) reads."""
-        key = self.key(kind, m, c)
-        array = self.local.pop(key) if key in self.local else self.arriving.pop(key).wait()
-        self.note_start()
-        return array
-
-    def send(self, kind, m, c, to, array):
-        """Start to send a result of chunk c to chunk `to`."""
-        group, rank = self.peer(kind, to)
-        if rank == group.rank:
-            self.local[kind, m, c] = array
-        else:
-            self.sent[kind, m, c] = group.send_start(array, rank)
-
-    def peer(self, kind, c):
-        """(the group that sends messages of this kind, the rank in it that has chunk c)."""
-        group = self.groups[kind]
-        return group, (1 if c else 0) if kind == "E" else c % group.size

@@ -11,19 +11,13 @@
 #     attention, MLP   its columns, then its heads or gelu, then its rows; all-reduce   all-reduce of dx
 #     cross-entropy    its logits; all-reduces of 3 numbers for each token              all-reduce of dx
 #
-# dx is the gradient of the input. The embedding is divided by tokens (its rows), and so are the logits. If the number
-# of ranks does not divide the vocabulary, the last rank has fewer tokens. No array is padded, except in a message.
-#
-# model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split: in
-# one slice for each rank, or in several (ParallelConfig.canonical_tp), which sliced_units.py computes.
+# dx is the gradient of the input. If the number of ranks does not divide the vocabulary, the last rank has fewer
+# tokens. No array is padded, except in a message. model.py contains the forward pass. This file defines how parameters
+# are split: in one slice for each rank, or in several (ParallelConfig.canonical_tp), which sliced_units.py computes.
 
 import numpy as np
 
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
-from gpt2core.communicator import SOLO
 from gpt2core.errors import ConfigError
-from gpt2core.inference_model import InferenceModel
 from gpt2core.parallel.config import are_slices_of
 from gpt2core.vocabulary import own_slice
 
@@ -77,8 +71,7 @@ def shard_shapes(shapes, rank, parts, slices=1):
 def own_slices(name, rank, slices):
     """[(name of an array of this rank, the number of its slice among those of all ranks)] of a parameter.
 
-    A rank has the whole parameter if it is replicated, and otherwise `slices` consecutive slices of it: NAME if it is
-    one, or NAME/0, NAME/1, ...
+    A rank has a replicated parameter whole, and otherwise `slices` consecutive slices: NAME, or NAME/0, NAME/1, ...
     """
     if slices == 1 or is_replicated(name):
         return [(name, rank)]
@@ -118,28 +111,6 @@ def joined_blocks(name, array):
     """The inverse of in_blocks()."""
     axis, _ = split_of(name)
     return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
-
-
-def load_inference_model(config, arrays, backend, group=SOLO):
-    """An InferenceModel. arrays: {name: whole host array}; it gets this rank's shards, copied to one arena.
-
-    Kernels read weights faster from one large buffer than from many small buffers.
-    """
-    backend.check_model(config)
-    arena = Arena(shard_shapes(parameter_shapes(config), group.rank, group.size))
-    views = arena.views(backend.zeros((arena.size,), backend.compute_dtype))
-    for name, view in views.items():
-        view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
-    return InferenceModel(config, views, backend, group)
-
-
-def load_model(config, arrays, backend, group=SOLO):
-    """A GPT2 with the arrays of load_inference_model()."""
-    from gpt2core.model import GPT2  # here, because a program that only generates text does not import autograd
-    from gpt2core.tensor import Tensor
-
-    views = load_inference_model(config, arrays, backend, group).arrays
-    return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
 
 def gather(name, slices, shape, group):
