@@ -484,7 +484,7 @@ TABLES = {
         difference = {difference * 100:+.1f} % | held according to the driver, GiB = {driver_bytes:GiB}""",
         memory_cases, "largest terms, GiB = {largest}"),
     "gpus-scaling": Table(
-        tuple(f"gpus/scaling{name}" for name in ("_strong", "_two", "_16", "", "_64")), """
+        tuple(f"gpus/scaling{name}" for name in ("_strong", "_two", "_16", "", "_64", "_64_two")), """
         = {name} | {title} = {seconds:ms}; {marked}; {times_as_fast:ratio}; {file.commit}""", scaling_tables, """
         tokens/s = {tokens_per_second:,.0f} | MB sent per rank = {bytes_sent:MB ,.1f}
         optimizer MB per rank = {optimizer_bytes:MB ,.1f} | last loss = {last_loss:.4f}""",
