@@ -206,8 +206,9 @@ grade: $(exercise_ready)  ## grade the functions in DIR: score, first mistakes, 
 packages:
 	@"$(python)" -c 'import gpt2core.app.cli'
 
-# Two tests run at the same time if pytest-xdist is installed. An interpreter given as PYTHON may not have it.
-parallel = $(shell "$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
+# Three tests run at the same time if pytest-xdist is installed, because many wait for processes that they have started.
+# An interpreter given as PYTHON may not have pytest-xdist.
+parallel = $(shell "$(python)" -c 'import xdist; print("-n 3 --dist loadgroup")' 2>/dev/null)
 
 test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)

@@ -1,5 +1,6 @@
 """Fixtures that run the commands of stages 0 and 2 in this process, and the options that select tests."""
 
+import atexit
 import gc
 import os
 import secrets
@@ -51,6 +52,8 @@ def pytest_configure(config):
     """Without a GPU, select Triton's interpreter before any test imports triton, as transformers does."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles every module
     sys.dont_write_bytecode = False
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has sent all results before it ends
+        atexit.register(os._exit, 0)  # Python would delete a million objects one by one, in several seconds
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -72,6 +75,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def runs_of_the_reader():
     return {str(path) for path in (run_folders.ROOT / "out").glob("stage*")}
+
+
+def pytest_make_parametrize_id(val):
+    """Shorten the id of a long text, because pytest-xdist sends ids between processes several times for each test."""
+    if isinstance(val, str | bytes) and len(val) > 1000:
+        return f"{ascii(val[:40])}... of {len(val)}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -108,8 +117,9 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # otherwise extension modules report at exit that their objects were not freed
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()  # otherwise extension modules report at exit that their objects were not freed
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -130,7 +130,7 @@ class ThreadCommunicator(Communicator):
             world.check()
             number, self._posted[channel] = self._posted[channel], self._posted[channel] + 1
             members = [group.members[rank] for rank in ranks]
-            operation = group.pending.setdefault((channel, number), _Operation(members, call))
+            operation = group.pending.setdefault((channel, number), _Operation(members, call, world.lock))
             if call != operation.call:
                 calls = f"rank {min(operation.posted)} called {operation.call}, rank {me} called {call}"
                 world.fail(f"{calls}: all ranks of a group must make the same calls in order")
@@ -143,7 +143,7 @@ class ThreadCommunicator(Communicator):
             with world.changed:
                 del group.pending[channel, number]
                 operation.done = True
-                world.changed.notify_all()
+                operation.changed.notify_all()
         return _PendingOperation(world, me, operation, take, part, original)
 
 
@@ -167,12 +167,13 @@ class _PendingOperation(Handle):
 class _Operation:
     """One collective or one message: the parts posted so far, and later their combination.
 
-    members, posted: the ranks that take part, and those that have posted, as ranks of the world.
+    members, posted: the ranks that take part, and those that have posted, as ranks of the world. changed: a Condition
+    of its own, so that the end of an operation wakes only the threads that wait for this operation.
     """
 
-    def __init__(self, members, call):
+    def __init__(self, members, call, lock):
         self.members, self.call, self.posted, self.parts = members, call, set(), {}
-        self.combined, self.done = None, False
+        self.combined, self.done, self.changed = None, False, threading.Condition(lock)
 
 
 class _Group:
@@ -189,7 +190,8 @@ class _World:
     """State shared by all groups of a run_ranks() call: the lock, the operations that ranks wait for, the failure."""
 
     def __init__(self, size, timeout):
-        self.size, self.timeout, self.changed = size, timeout, threading.Condition()
+        self.size, self.timeout, self.lock = size, timeout, threading.RLock()
+        self.changed = threading.Condition(self.lock)  # that a rank has returned or failed
         self.waiting = collections.defaultdict(list)  # rank -> operations that its threads wait for
         self.returned = set()  # ranks whose function has ended
         self.failure = None  # message of the CommunicatorError that every rank raises at its next call, or None
@@ -202,7 +204,7 @@ class _World:
     def fail(self, message):
         with self.changed:
             self.failure = self.failure or message
-            self.changed.notify_all()
+            self.notify_all()
 
     def end(self, rank, error=None):
         """Record that rank `rank` has returned, or that it has raised `error`."""
@@ -211,17 +213,23 @@ class _World:
                 self.origin = self.origin or (rank, error)
                 self.fail(f"rank {rank} ended with {type(error).__name__}: {error}")
             self.returned.add(rank)
-            self.changed.notify_all()
+            self.notify_all()
+
+    def notify_all(self):
+        """Wake run_ranks() and every thread that waits for an operation."""
+        for condition in [self.changed, *(each.changed for waiting in self.waiting.values() for each in waiting)]:
+            condition.notify_all()
 
     def wait_for(self, operation, rank):
         """Wait in rank `rank` until `operation` is done; raises CommunicatorError after a failure or the timeout."""
 
-        def never_completes():
-            return self.returned.intersection(operation.members) - operation.posted
+        def is_over():
+            never_completes = self.returned.intersection(operation.members) - operation.posted
+            return self.failure or operation.done or never_completes
 
         with self.changed:
             self.waiting[rank].append(operation)
-            in_time = self.changed.wait_for(lambda: self.failure or operation.done or never_completes(), self.timeout)
+            in_time = operation.changed.wait_for(is_over, self.timeout)
             if not (self.failure or operation.done):
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))

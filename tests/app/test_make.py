@@ -175,7 +175,7 @@ def test_an_interpreter_that_does_not_exist_is_one_line_that_names_it(goal, pyth
 
 def test_the_command_of_the_tests_is_printed_as_it_runs():
     shown = make("-n", "test-fast").stdout
-    assert re.search(r'" -m pytest -m "not gpu" --fast (-n 2 --dist loadgroup)? *$', shown) and "$(" not in shown
+    assert re.search(r'" -m pytest -m "not gpu" --fast (-n 3 --dist loadgroup)? *$', shown) and "$(" not in shown
 
 
 def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():

@@ -70,7 +70,7 @@ def test_the_order_of_earlier_tokens_matters(rng):
     ids = rng.permutation(config.vocab_size)[None, :8]
     with no_grad():
         whole, swapped = (model.logits(x).numpy()[:, -1] for x in (ids, ids[:, [1, 0, *range(2, 8)]]))
-    assert relative(swapped, whole) > 1e-3
+    assert relative(swapped, whole) > 1e-6  # usually 1e-2, for some seeds below 1e-3; rounding errors are 1e-15
 
 
 def test_a_rotary_model_has_no_position_embedding():

@@ -25,7 +25,7 @@ from benchmarks.harness.report import commit, hardware  # noqa: E402
 RECORD = ROOT / "results" / "cpu" / "test_long.json"
 RANDOM_TESTS = ("core", "parallel", "text", "stage2")  # folders of tests/ whose tests use new random data in every run
 MUTATION_TEST = "tests/app/misuse/test_mutations.py"  # runs commands with randomly changed input files
-XDIST_FLAGS = ("-n", "2", "--dist", "loadgroup") if find_spec("xdist") else ()
+XDIST_FLAGS = ("-n", "3", "--dist", "loadgroup") if find_spec("xdist") else ()
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")  # in the last line that pytest prints
 
 
