@@ -1,59 +1,60 @@
 """Measure the constants of the planner on two ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
 
-Both ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}.
+Both ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
+a median. Of a computation, it is that in which the thread computes, without that of other programs on its core.
 """
 
 import json
+import statistics
 import time
 
 import numpy as np
 
-from gpt2core.architecture import GPT2Config, parameter_shapes
+from gpt2core.architecture import GPT2Config, unit_names
+from gpt2core.arena import PAGE
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.forward_arguments import ForwardArguments
+from gpt2core.memory.gpu import FP32
+from gpt2core.memory.kernel_sizes import GELU, NORMS, UPDATE
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.parameter import Parameter
 from gpt2core.parallel.part import parts_of
+from gpt2core.parallel.tensor.shards import shard
+from gpt2core.parallel.tensor.sliced_ops import Slice
 from gpt2core.threads import limit_blas
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-CONFIG = GPT2Config(172, 64, 2, 4, 64, tied=False)  # the preset tiny
+CONFIG = GPT2Config(172, 64, 4, 4, 64, tied=False)  # the preset tiny with 4 layers
 SEQUENCES = (1, 8)  # of a pass: a small and a large number
-REPEATS = 30
-SIZES = (1 << 10, 1 << 20)  # numbers of a small and a large array
-STEPS = 20
+MERGED, SLICES = 4, 2  # micro-batches of a merged pass; ranks that divide a layer
+REPEATS = 40
+SIZES = (1 << 10, 1 << 18)  # numbers of a small and a large array
+CALLS = 8  # of a collective in a row
+LARGER_THAN_CACHE = 1 << 23  # numbers
 
 
 def main():
     limit_blas(1)
     world = MpiCommunicator()
-    numbers = {**unit_rates(world), **links(world)}
-    numbers |= update_rates(world, numbers)
+    numbers = measure(world)
     if world.is_root:
         print(json.dumps(numbers), flush=True)
 
 
-def fastest(world, function, repeats=REPEATS, clock=time.thread_time):
-    """The seconds of the fastest of some calls of function(), on the slower rank.
-
-    clock: by default the time that this thread computes, without that of other programs on its core.
-    """
-    samples = []
-    for _ in range(repeats):
-        world.barrier()
-        start = clock()
-        function()
-        samples.append(clock() - start)
-    return max(world.all_gather_object(min(samples)))
+def measure(world):
+    """{name of a field of Machine: [its numbers]}; the group `world` has two ranks."""
+    bandwidth = update_bandwidth(world)
+    return {**unit_rates(world), **links(world), **overheads(world, bandwidth), "bandwidth": [bandwidth]}
 
 
 def line(sizes, seconds):
-    """(seconds at size 0, not below 0; seconds per size) of the line through two points."""
-    slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+    """(seconds at size 0; seconds per size) of the line through two points; neither is below 0."""
+    slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
     return max(0.0, seconds[0] - slope * sizes[0]), slope
 
 
@@ -61,31 +62,75 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together, as [overhead, operations per second]."""
+    """The Rates of a block, and of embedding and head together, as [overhead, operations per second].
+
+    And from a merged and from a divided pass `micro_batch` and `activations`: see Machine.
+    """
     T, C, V = CONFIG.block_size, CONFIG.n_embd, CONFIG.vocab_size
-    times = [unit_times(world, sequences) for sequences in SEQUENCES]
+    few, many = SEQUENCES
+    shapes = [(few, 1, 1), (many, 1, 1), (many, MERGED, 1), (many, 1, SLICES)]
+    *times, one_part = pass_times(world, [make_pass(*shape) for shape in shapes] + [make_pass(few, 1, 1, False)])
+    ends = [each[:, 0] + each[:, -1] for each in times[:2]]
+    small, large, merged, divided = (each[:, 1:-1].mean(axis=1) for each in times)  # of a block
+    # a block that is a part of its own takes longer than one in the middle of a part
+    extra = np.clip((times[0].sum(axis=1) - one_part[:, 0]) / (len(times[0][0]) - 1), 0, small / 2)
+    lines = {
+        "block": rising_lines([few * T, many * T], small - extra, large - extra),
+        "ends": rising_lines([few * T, many * T], *ends),
+    }
+    slopes = np.array([slope for _, slope in lines["block"]])  # seconds per token, forward and backward
+    saved = (large - divided) / (1 - 1 / SLICES) / (many * T)  # the part of them that a group divides
+    # what every rank computes: the LayerNorms of forward, and twice as much in backward; products take most of the time
+    norms = np.clip((slopes - saved).sum(), 0.01 * slopes.sum(), slopes.sum() / 3).item()
+    activations = 3 * NORMS * C * FP32 / norms
+    stream = {"block": (NORMS + GELU) * C * FP32 / activations, "ends": 0.0}
     operations = {"block": 24 * C * C + 4 * C * T, "ends": 2 * V * C}  # per token, in forward
-    rates = {}
-    for number, direction in enumerate(("forward", "backward")):
-        for kind, count in operations.items():
-            overhead, slope = line([n * T for n in SEQUENCES], [each[kind][number] for each in times])
-            rates[f"{kind}_{direction}"] = [overhead, count * (1 + number) / slope]
+    rates = {"micro_batch": [max(0.0, (merged - large)[1]) / (MERGED - 1)], "activations": [activations]}
+    for kind, count in operations.items():
+        for (overhead, slope), direction, passes in zip(lines[kind], ("forward", "backward"), (1, 2), strict=True):
+            rates[f"{kind}_{direction}"] = [overhead, count / max(slope / passes - stream[kind], 0.1 * slope)]
     return rates
 
 
-def unit_times(world, sequences):
-    """{"block", "ends": (forward, backward) seconds} for a pass of so many sequences."""
-    backend, rng = NumpyBackend(), np.random.default_rng(0)
-    parameters = {name: Parameter(array, backend) for name, array in initial_parameters(CONFIG, 0)}
-    buffers = {name: backend.zeros(shape, backend.dtype) for name, shape in parameter_shapes(CONFIG)}
-    parts = parts_of(GPT2(CONFIG, parameters).units, backend, separate=True)
-    ids = rng.integers(0, CONFIG.vocab_size, (sequences, CONFIG.block_size))
-    dloss, samples = backend.ones((), np.float64), []
-    arguments = ForwardArguments(targets=ids, scale=1 / ids.size)
+def rising_lines(sizes, *seconds):
+    """[line() of forward, of backward], whose slopes are not 0. seconds: (forward, backward) at each of two sizes."""
+    pairs = np.transpose(seconds).tolist()
+    lines = [line(sizes, pair) for pair in pairs]
+    return [(start, max(slope, 0.01 * pair[1] / sizes[1])) for (start, slope), pair in zip(lines, pairs, strict=True)]
+
+
+def pass_times(world, passes):
+    """[(2, parts) seconds] of the results of make_pass(), on the slower rank.
+
+    The passes alternate, because the speed of a machine changes.
+    """
+    samples = [[] for _ in passes]
     for _ in range(REPEATS):
+        for each, run in zip(samples, passes, strict=True):
+            world.barrier()
+            each.append(run())
+    ranks = world.all_gather_object([np.median(each, axis=0) for each in samples])
+    return [np.max(each, axis=0) for each in zip(*ranks, strict=True)]
+
+
+def make_pass(sequences, micro_batches, slices, separate=True):
+    """A function -> [[forward seconds of each part], [backward seconds of each part]] of a pass.
+
+    The pass has `micro_batches` merged micro-batches, and is that of the first of `slices` ranks that divide each
+    layer. separate: whether each unit is a part; otherwise the model is one part.
+    """
+    backend, rng, group = NumpyBackend(), np.random.default_rng(0), Slice(0, slices)
+    own = {name: shard(name, array, 0, slices) for name, array in initial_parameters(CONFIG, 0)}
+    parameters = {name: Parameter(array, backend) for name, array in own.items()}
+    buffers = {name: backend.zeros(parameter.shape, backend.dtype) for name, parameter in parameters.items()}
+    parts = parts_of(GPT2(CONFIG, parameters, group).units, backend, separate=separate)
+    shape = (micro_batches, sequences // micro_batches) if micro_batches > 1 else (sequences,)
+    ids = rng.integers(0, CONFIG.vocab_size, (*shape, CONFIG.block_size))
+    arguments, dloss = ForwardArguments(targets=ids, scale=1 / ids.size), backend.ones((), np.float64)
+
+    def run():
         for name, tensor in parameters.items():
             tensor.send_to(buffers[name])
-        world.barrier()
         x, dy, graphs, forward, backward = backend.prepare_tokens(ids, CONFIG.vocab_size), dloss, [], [], []
         for part in parts:
             start = time.thread_time()
@@ -96,69 +141,129 @@ def unit_times(world, sequences):
             start = time.thread_time()
             dy = graphs.pop().backward(dy)
             backward.append(time.thread_time() - start)
-        backward.reverse()
-        samples.append([forward[1], backward[1], forward[0] + forward[-1], backward[0] + backward[-1]])
-    best = [min(column) for column in zip(*samples, strict=True)]
-    slowest = np.max(world.all_gather_object(best), axis=0).tolist()
-    return {"block": slowest[:2], "ends": slowest[2:]}
+        return forward, backward[::-1]
+
+    return run
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def links(world):
-    """The Links of an all-reduce, an all-gather and a message, as [alpha, beta]; alpha is that of one round."""
-    arrays = [np.zeros(size, np.float32) for size in SIZES]
+    """The Links of Machine that are measured, as [alpha, beta]; alpha is that of one round.
+
+    Before an all-reduce, and while a reduce-scatter runs, each rank computes: then a call takes longer, because the
+    ranks are not ready at the same time, and the caches have other data.
+    """
     p, rounds = world.size, (world.size - 1).bit_length()
+    part, compute = (p - 1) / p, make_computation()
+
+    def all_reduce(x):
+        compute()
+        world.all_reduce(x)
+
+    def reduce_scatter(x):
+        handle = world.reduce_scatter_start(x)
+        compute()
+        handle.wait()
+
     calls = {
-        "collective": (lambda x: world.all_reduce(x, out=x), 2 * rounds, lambda n: 2 * (p - 1) * n / p),
-        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds, lambda n: (p - 1) * n / p),
-        "message": (lambda x: ping_pong(world, x), 2, lambda n: 2 * n),
+        "collective": (all_reduce, compute, 2 * rounds, 2 * part),
+        "gather": (lambda x: world.all_gather(x[: len(x) // p]), None, rounds, part),
+        "message": (lambda x: ping_pong(world, x), None, 2, 2),
+        "background": (reduce_scatter, compute, rounds, part),
     }
+    arrays = [np.zeros(size, np.float32) for size in SIZES]
+    functions = {
+        (name, size): lambda call=call, x=x: call(x)
+        for name, (call, *_) in calls.items()
+        for size, x in zip(SIZES, arrays, strict=True)
+    }
+    seconds = call_seconds(world, functions | {None: compute})
     found = {}
-    for name, (call, alphas, sent) in calls.items():
-        seconds = [fastest(world, lambda x=x, call=call: call(x), clock=time.perf_counter) for x in arrays]
-        start, beta = line([sent(x.nbytes) for x in arrays], seconds)
+    for name, (_, besides, alphas, sent) in calls.items():
+        times = [seconds[name, size] - (seconds[None] if besides else 0.0) for size in SIZES]
+        start, beta = line([sent * x.nbytes for x in arrays], times)
         found[name] = [start / alphas, beta]
     return found
 
 
+def call_seconds(world, functions):
+    """{key: seconds of a call} of these {key: function}, on the slower rank. They alternate: see pass_times()."""
+    samples = {key: [] for key in functions}
+    for _ in range(REPEATS):
+        for key, function in functions.items():
+            world.barrier()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            samples[key].append((time.perf_counter() - start) / CALLS)
+    ranks = world.all_gather_object({key: statistics.median(each) for key, each in samples.items()})
+    return {key: max(each[key] for each in ranks) for key in functions}
+
+
+def make_computation():
+    """A function that computes for less than a millisecond."""
+    backend, C, rows = NumpyBackend(), CONFIG.n_embd, SEQUENCES[1] * CONFIG.block_size
+    arguments = [np.ones(shape, np.float32) for shape in ((rows, C), (C, 4 * C), 4 * C)]
+    return lambda: backend.linear_gelu_forward(*arguments)
+
+
 def ping_pong(world, x):
     """Send x from rank 0 to rank 1 and back, in a world of two ranks."""
-    other = 1 - world.rank
     for sender in (0, 1):
         if world.rank == sender:
-            world.send(x, other)
+            world.send(x, 1 - sender)
         else:
-            world.recv(x, other)
+            world.recv(x, 1 - world.rank)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
 
 
-def update_rates(world, rates):
-    """The bandwidth of the update and the seconds of a step besides, from a few steps on each rank by itself."""
-    size, backend = 1 << 20, NumpyBackend()
+def update_bandwidth(world):
+    """Bytes per second of the update of arrays that are not in the cache."""
+    size, backend, other = 1 << 20, NumpyBackend(), np.zeros(LARGER_THAN_CACHE, np.float32)
     p, m, v, g = (np.zeros(size, np.float32) for _ in range(4))
-    decays, coefficients = np.zeros(size // 1024, np.int32), np.array([1e-3, 1e-8, 1.0])
+    decays, coefficients = np.zeros(size // PAGE, np.int32), np.array([1e-3, 1e-8, 1.0])
 
     def update():
         backend.page_sums(g)
         backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.999))
 
-    bandwidth = 8 * p.nbytes / fastest(world, update, 10)
-    trainer = FastTrainer(CONFIG, [backend], batch_size=8, seq_len=CONFIG.block_size, micro_batches=1, world=Solo())
-    windows = Windows(np.random.default_rng(0).integers(0, CONFIG.vocab_size, 2000), CONFIG.block_size)
-    batch = read_batch(trainer, windows)
-    step = fastest(world, lambda: trainer.step(batch, 1e-3), STEPS)
-    tokens, T, C = 8 * CONFIG.block_size, CONFIG.block_size, CONFIG.n_embd
-    counts = {"block": CONFIG.n_layer * (24 * C * C + 4 * C * T), "ends": 2 * CONFIG.vocab_size * C}
-    for kind, count in counts.items():
-        for number, direction in enumerate(("forward", "backward")):
-            overhead, flops = rates[f"{kind}_{direction}"]
-            step -= overhead * (CONFIG.n_layer if kind == "block" else 1) + (1 + number) * count * tokens / flops
-    step -= 32 * trainer.arena.size / bandwidth
-    return {"bandwidth": [bandwidth], "step": [max(0.0, step)]}
+    samples = []
+    for _ in range(REPEATS):
+        np.add(other, 1, out=other)
+        world.barrier()
+        start = time.thread_time()
+        update()
+        samples.append(time.thread_time() - start)
+    return UPDATE * p.nbytes / max(world.all_gather_object(statistics.median(samples)))
+
+
+def overheads(world, bandwidth):
+    """`step` and `started` of Machine, from steps of each rank by itself, with ZeRO-0 and ZeRO-2.
+
+    Passes and steps alternate: see pass_times().
+    """
+    sizes, trainers = dict(batch_size=SEQUENCES[1], seq_len=CONFIG.block_size, micro_batches=1), []
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 2000)
+    for zero in (0, 2):
+        trainer = FastTrainer(CONFIG, [NumpyBackend()], world=Solo(), parallel=ParallelConfig(zero=zero), **sizes)
+        trainers.append((trainer, read_batch(trainer, Windows(tokens, CONFIG.block_size))))
+    compute, samples = make_pass(SEQUENCES[1], 1, 1, separate=False), []
+    for _ in range(REPEATS):
+        world.barrier()
+        seconds = [np.sum(compute())]
+        for trainer, batch in trainers:
+            start = time.thread_time()
+            trainer.step(batch, 1e-3)
+            seconds.append(time.thread_time() - start)
+        samples.append(seconds)
+    passes, whole, divided = np.max(world.all_gather_object(np.median(samples, axis=0)), axis=0).tolist()
+    step = whole - passes - UPDATE * FP32 * trainers[0][0].arena.size / bandwidth
+    calls = 2 * len(unit_names(CONFIG))  # an all-gather and a reduce-scatter of each unit
+    return {"step": [max(0.0, step)], "started": [max(0.0, divided - whole) / calls]}
 
 
 if __name__ == "__main__":

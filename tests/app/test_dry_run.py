@@ -2,20 +2,25 @@
 
 import json
 import re
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from gpt2core.app.planning.dry_run import layout_of
 from gpt2core.app.planning.flops import forward_flops, step_flops
 from gpt2core.app.planning.layout import Layout
 from gpt2core.app.planning.memory import device_terms, host_terms
 from gpt2core.architecture import flops_per_token, parameter_count
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
 from gpt2core.memory.gpu import training_memory
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.sharded.units import memory
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.presets import PRESETS
+from gpt2core.training_loop import read_batch
 from tests.support.jobs import succeeded
 from tests.support.training import make_trainer
 
@@ -156,11 +161,26 @@ def test_the_flat_arrays_in_the_memory_of_a_rank_are_those_of_a_trainer(options,
         return host_terms(plan, place), trainer.parameters.nbytes + moments + sum(sums)
 
     for terms, stored in run_ranks(ranks, arrays):
-        assert terms.pop("activations") > 0
+        assert terms.pop("activations") > 0 and (ranks == 1) == (terms.pop("buffers of messages", 0) == 0)
         if options.get("zero", 0) < 2:
             assert sum(terms.values()) == stored
         else:  # memory() is an upper bound: of two units, and of three if the table is tied
             assert stored / 2 <= sum(terms.values()) <= stored
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_the_memory_of_a_rank_is_that_which_numpy_allocates(recompute):
+    config, tokens = replace(PRESETS["tiny"], n_layer=4, block_size=16), np.random.default_rng().integers(0, 172, 999)
+    tracemalloc.start()
+    try:
+        trainer = make_trainer(Solo(), ParallelConfig(recompute=recompute), config, batch_size=64)
+        for _ in range(2):
+            trainer.step(read_batch(trainer, Windows(tokens, 16)), 3e-3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    plan = layout_of(trainer)
+    assert sum(host_terms(plan, *plan.places()).values()) == pytest.approx(peak, rel=0.15)
 
 
 def test_the_memory_of_a_gpu_is_that_of_the_memory_model():

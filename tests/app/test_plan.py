@@ -11,9 +11,8 @@ from gpt2core.app.planning import machine as machines
 from gpt2core.app.planning.layout import Layout
 from gpt2core.app.planning.layouts import Devices, estimate, estimates, layouts
 from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machine, save_calibration
-from gpt2core.app.planning.step_time import step_seconds, update_seconds
+from gpt2core.app.planning.step_time import step_seconds, unit_seconds, update_seconds
 from gpt2core.architecture import GPT2Config, flops_per_token
-from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -26,16 +25,20 @@ CPU = Devices(4, 1e9, True, "fp32")
 NUMBERS = {
     "block_forward": [1e-4, 2e10], "block_backward": [2e-4, 3e10], "ends_forward": [1e-4, 1e10],
     "ends_backward": [1e-4, 1e10], "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10],
-    "bandwidth": [8e9], "step": [1e-3],
+    "background": [1e-4, 3e-10], "bandwidth": [8e9], "activations": [5e9], "micro_batch": [6e-5], "started": [1e-4],
+    "step": [1e-3],
 }  # fmt: skip
-FREE = Link(0.0, 0.0)
+FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
 
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
     return replace(
-        Machine("test", rate, rate, rate, rate, FREE, FREE, FREE, FREE, infinite, infinite, 0.0, 8, False), **options
+        Machine(
+            "test", rate, rate, rate, rate, FREE, FREE, FREE, FREE, FREE, infinite, infinite, 0.0, 0.0, 0.0, 8, False
+        ),
+        **options,
     )
 
 
@@ -113,11 +116,12 @@ def test_ranks_need_a_calibration(run, monkeypatch):
     assert run("--calibrate")[2] == "error: --calibrate: two ranks cannot run here: no MPI\n"
 
 
-def test_a_calibration_measures_the_update_and_the_step_of_stage_0(monkeypatch):
-    monkeypatch.setattr(calibrate, "STEPS", 1)
-    passes = {f"{kind}_{way}": (1e-6, 1e12) for kind in ("block", "ends") for way in ("forward", "backward")}
-    found = calibrate.update_rates(Solo(), passes)
-    assert set(found) == {"bandwidth", "step"} and found["bandwidth"][0] > 0 and found["step"][0] >= 0
+def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch):
+    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    found, _ = run_ranks(2, calibrate.measure)
+    assert set(found) == set(machines.MEASURED) == set(NUMBERS)
+    machine = machines.machine_of(found, 2)
+    assert min(machine.block_forward.flops, machine.ends_backward.flops, machine.activations, machine.bandwidth) > 0
 
 
 def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
@@ -205,7 +209,7 @@ def sizes(config):
 
 
 def test_overlapped_gradients_cost_nothing_if_computation_hides_them():
-    slow = simple(collective=Link(0.0, 1e-3))
+    slow = simple(background=Link(0.0, 1e-3))
     bucket = layout(2, dp="bucket", bucket_mb=0.002)
     hidden = step_seconds(bucket, replace(slow, overlaps=True))
     assert "messages of gradients and parameters" not in hidden
@@ -224,6 +228,27 @@ def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():
     assert update_seconds(layout(4, zero=1), machine) == pytest.approx(update_seconds(layout(4), machine) / 4)
     once, twice = (step_seconds(layout(recompute=how), simple())["computation"] for how in ("none", "block"))
     assert 1 < twice / once < 4 / 3
+
+
+def test_tensor_parallelism_divides_a_block_but_not_its_layernorms():
+    seconds = [unit_seconds(layout(tp=tp), simple(activations=1.0, block_forward=FAST), "h.0", 16) for tp in (1, 2)]
+    (whole, _), (half, _) = seconds
+    numbers = 4 * 16 * MODEL.n_embd  # bytes of one array (N, C): 16 of them, of which GELU has 8
+    assert (whole, half) == (16 * numbers, (8 + 8 / 2) * numbers)
+
+
+def test_merged_micro_batches_have_gradients_of_their_own():
+    machine = simple(micro_batch=1e6)
+    one, four = (step_seconds(replace(layout(), merged=merged), machine)["computation"] for merged in (1, 4))
+    assert four - one == pytest.approx(3e6 * (MODEL.n_layer + 1))  # the blocks and the head
+
+
+def test_each_collective_that_a_rank_starts_while_it_computes_takes_time():
+    terms = step_seconds(layout(2, zero=2), simple(started=1.0))
+    assert terms["messages of gradients and parameters"] == 2 * (MODEL.n_layer + 2)
+    slow = step_seconds(layout(2, zero=2), simple(background=Link(3.0, 0.0)))
+    assert slow["messages of gradients and parameters"] == 3 * 2 * (MODEL.n_layer + 2)
+    assert "messages of gradients and parameters" not in step_seconds(layout(2), simple(started=1.0))
 
 
 def test_a_step_on_an_h100_takes_the_time_of_its_products_and_more():

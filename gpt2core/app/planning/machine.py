@@ -1,6 +1,5 @@
 """The constants of the model of time: documented defaults for H100 GPUs, or those that `plan --calibrate` measured."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -8,7 +7,10 @@ import numpy as np
 
 from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
-MEASURED = ("block_forward", "block_backward", "ends_forward", "ends_backward", "collective", "gather", "message")
+MEASURED = (  # on the CPU
+    "block_forward", "block_backward", "ends_forward", "ends_backward", "collective", "gather", "message", "background",
+    "bandwidth", "activations", "micro_batch", "started", "step",
+)  # fmt: skip
 
 
 class Rate(NamedTuple):
@@ -30,9 +32,12 @@ class Machine:
     """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
 
     collective, gather, message: the Links of an all-reduce, of the other collectives, and of a message on one host.
-    far: the Link between hosts, each of which has host_ranks ranks. bandwidth: bytes per second of the memory, for the
-    update and for sums of gradients. activations: the same for what kernels read and write besides products; inf if the
-    Rates include it. step: seconds of a step for everything else. overlaps: whether messages run while a rank computes.
+    background: of a collective that a rank starts while it computes. far: the Link between hosts, each of which has
+    host_ranks ranks. bandwidth: bytes per second of the memory, for the update and for sums of gradients. activations:
+    the same for what kernels read and write besides products. micro_batch: seconds of the backward pass of a unit for
+    each merged micro-batch after the first one, whose gradients of parameters are products of their own. started:
+    seconds of a rank for each collective that it starts while it computes. step: seconds of a step for everything else.
+    overlaps: whether messages run while a rank computes.
     """
 
     name: str
@@ -43,9 +48,12 @@ class Machine:
     collective: Link
     gather: Link
     message: Link
+    background: Link
     far: Link
     bandwidth: float
     activations: float
+    micro_batch: float
+    started: float
     step: float
     host_ranks: int
     overlaps: bool
@@ -64,8 +72,8 @@ def h100(precision):
     rate = Rate(0.0, EFFICIENCY * PEAK[precision])
     memory = HBM_EFFICIENCY * HBM
     return Machine(
-        f"H100, {precision}, defaults", rate, rate, rate, rate, NVLINK, NVLINK, NVLINK, NETWORK, memory, memory,
-        100e-6, 8, True,
+        f"H100, {precision}, defaults", rate, rate, rate, rate, NVLINK, NVLINK, NVLINK, NVLINK, NETWORK, memory, memory,
+        0.0, 0.0, 100e-6, 8, True,
     )  # fmt: skip
 
 
@@ -99,8 +107,7 @@ def machine_of(numbers, ranks):
     """The Machine with these numbers of a calibration: see save_calibration()."""
     kinds = {each.name: each.type for each in fields(Machine)}
     measured = {name: kinds[name](*numbers[name]) for name in MEASURED}
-    (bandwidth,), (step,) = numbers["bandwidth"], numbers["step"]
     return Machine(
-        f"this machine: {processor()}, calibrated", **measured, far=measured["message"], bandwidth=bandwidth,
-        activations=math.inf, step=step, host_ranks=ranks, overlaps=False,
+        f"this machine: {processor()}, calibrated", **measured, far=measured["message"], host_ranks=ranks,
+        overlaps=False,
     )  # fmt: skip

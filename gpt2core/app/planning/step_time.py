@@ -6,14 +6,9 @@ from gpt2core.app.planning.flops import forward_flops
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
 from gpt2core.communicator import textbook_bytes
+from gpt2core.memory.kernel_sizes import ADD, GELU, NORMS, UPDATE
 from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.simulator import simulate
-
-UPDATE = 8  # numbers that clipping and AdamW read and write for each parameter: g; p, m, v, g; p, m, v
-ADD = 3  # numbers that a sum of gradients reads and writes for each parameter
-# Numbers, times C, that the kernels of a block besides products and attention read or write for each token in forward:
-# each of two LayerNorms reads x and a branch, and writes x and y; GELU reads and writes the hidden layer
-STREAM = 2 * 4 + 2 * 4
 
 
 def rounds(name, size):
@@ -31,20 +26,24 @@ def call_seconds(layout, machine, call):
         link = machine.far
     elif call.name == "send":
         link = machine.message
+    elif call.eager:
+        link = machine.background
     else:
         link = machine.collective if call.name == "all_reduce" else machine.gather
     sent = textbook_bytes(call.name, call.elements * call.itemsize, size)
-    return rounds(call.name, size) * link.alpha + sent * link.beta
+    return rounds(call.name, size) * link.alpha + sent * link.beta + machine.started * call.eager
 
 
 def unit_seconds(layout, machine, unit, tokens):
-    """(forward, backward) seconds of a unit on one rank for `tokens`, without messages."""
+    """(forward, backward) seconds of a unit on one rank for `tokens` of a pass, without messages."""
     block, tp = unit.startswith("h."), layout.parallel.tp
+    stream = (NORMS + GELU / tp) * block * layout.config.n_embd * layout.compute_bytes * tokens / machine.activations
     rates = (machine.block_forward, machine.block_backward) if block else (machine.ends_forward, machine.ends_backward)
     flops = forward_flops(layout.config, layout.seq_len)[unit] * tokens / tp
-    stream = STREAM * block * layout.config.n_embd * layout.compute_bytes * tokens / machine.activations
-    overheads = [rate.overhead * (block or unit == "head") for rate in rates]  # of both ends together
-    return overheads[0] + flops / rates[0].flops + stream, overheads[1] + 2 * flops / rates[1].flops + 2 * stream
+    once = block or unit == "head"  # the overheads of embedding and head are those of both together
+    forward = rates[0].overhead * once + flops / rates[0].flops + stream
+    merged = machine.micro_batch * (layout.merged - 1)
+    return forward, (rates[1].overhead + merged) * once + 2 * flops / rates[1].flops + 2 * stream
 
 
 def chunk_seconds(layout, machine, units, sequences):
