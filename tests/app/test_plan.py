@@ -36,7 +36,24 @@ def simple(**options):
     rate, infinite = Rate(0.0, 1.0), float("inf")
     return replace(
         Machine(
-            "test", rate, rate, rate, rate, FREE, FREE, FREE, FREE, FREE, infinite, infinite, 0.0, 0.0, 0.0, 8, False
+            "test",
+            rate,
+            rate,
+            rate,
+            rate,
+            FREE,
+            FREE,
+            FREE,
+            FREE,
+            FREE,
+            infinite,
+            infinite,
+            0.0,
+            0.0,
+            0.0,
+            8,
+            False,
+            None,
         ),
         **options,
     )

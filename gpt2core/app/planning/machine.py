@@ -37,7 +37,7 @@ class Machine:
     the same for what kernels read and write besides products. micro_batch: seconds of the backward pass of a unit for
     each merged micro-batch after the first one, whose gradients of parameters are products of their own. started:
     seconds of a rank for each collective that it starts while it computes. step: seconds of a step for everything else.
-    overlaps: whether messages run while a rank computes.
+    overlaps: whether messages run while a rank computes. processors: the multiprocessors of a GPU; None: a CPU.
     """
 
     name: str
@@ -57,10 +57,12 @@ class Machine:
     step: float
     host_ranks: int
     overlaps: bool
+    processors: int | None
 
 
 PEAK = {"fp32": 989e12 / 3, "tf32": 494e12, "bf16": 989e12, "fp16": 989e12}  # NVIDIA's data sheet of the H100 SXM
 EFFICIENCY = 0.7  # of the peak, that large products reach: 0.69 to 0.77 in docs/RESULTS.md, "GPU products"
+PROCESSORS = 132  # multiprocessors: the same data sheet
 HBM = 3.35e12  # bytes per second: the same data sheet
 HBM_EFFICIENCY = 0.8  # the part of it that a kernel reaches which only reads and writes
 NVLINK = Link(10e-6, 1 / 350e9)  # bytes per second of an all-reduce of 4 H100 by NCCL; alpha: a launch of NCCL
@@ -73,7 +75,7 @@ def h100(precision):
     memory = HBM_EFFICIENCY * HBM
     return Machine(
         f"H100, {precision}, defaults", rate, rate, rate, rate, NVLINK, NVLINK, NVLINK, NVLINK, NETWORK, memory, memory,
-        0.0, 0.0, 100e-6, 8, True,
+        0.0, 0.0, 100e-6, 8, True, PROCESSORS,
     )  # fmt: skip
 
 
@@ -109,5 +111,5 @@ def machine_of(numbers, ranks):
     measured = {name: kinds[name](*numbers[name]) for name in MEASURED}
     return Machine(
         f"this machine: {processor()}, calibrated", **measured, far=measured["message"], host_ranks=ranks,
-        overlaps=False,
+        overlaps=False, processors=None,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import math
 from gpt2core.app.planning.flops import forward_flops
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
+from gpt2core.app.planning.waves import idle_flops
 from gpt2core.communicator import textbook_bytes
 from gpt2core.memory.kernel_sizes import ADD, GELU, NORMS, UPDATE
 from gpt2core.parallel.mesh import Grid
@@ -40,10 +41,11 @@ def unit_seconds(layout, machine, unit, tokens):
     stream = (NORMS + GELU / tp) * block * layout.config.n_embd * layout.compute_bytes * tokens / machine.activations
     rates = (machine.block_forward, machine.block_backward) if block else (machine.ends_forward, machine.ends_backward)
     flops = forward_flops(layout.config, layout.seq_len)[unit] * tokens / tp
+    idle = idle_flops(layout.config, tp, tokens, machine.processors) if block else (0.0, 0.0)
     once = block or unit == "head"  # the overheads of embedding and head are those of both together
-    forward = rates[0].overhead * once + flops / rates[0].flops + stream
+    forward = rates[0].overhead * once + (flops + idle[0]) / rates[0].flops + stream
     merged = machine.micro_batch * (layout.merged - 1)
-    return forward, (rates[1].overhead + merged) * once + 2 * flops / rates[1].flops + 2 * stream
+    return forward, (rates[1].overhead + merged) * once + (2 * flops + idle[1]) / rates[1].flops + 2 * stream
 
 
 def chunk_seconds(layout, machine, units, sequences):
