@@ -31,6 +31,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 FLAGS = (
     "--headless", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+    "--disable-smooth-scrolling",  # otherwise a key scrolls for some frames after it was pressed
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
 )  # fmt: skip
 
