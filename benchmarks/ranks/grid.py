@@ -1,10 +1,10 @@
 """How close are the predictions of the planner to what every layout of two and four ranks measures?
 
 The constants of the prediction are those of `python -m gpt2core.app.plan --calibrate`, which measures other steps.
-Memory, calls and bytes are those of the rank with most. The time is that of the fastest step: other programs on this
-machine can only make a step longer. A time is predicted only if each rank has a core. The CPU time of a rank is
-compared with the predicted computation and update; it depends less on other programs, but a rank that polls for a
-message computes too.
+Memory, calls and bytes are those of the rank with most. The time is that of the fastest step of two rounds: other
+programs on this machine can only make a step longer. A time is predicted only if each rank has a core. The CPU time of
+a rank is compared with the predicted computation and update; it depends less on other programs, but a rank that polls
+for a message computes too.
 
     python -m benchmarks.ranks.grid                      # two and four ranks
     python -m benchmarks.ranks.grid --ranks 2 --steps 3  # a quick trial

@@ -15,12 +15,24 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-MICRO_BATCHES, LR = 8, 3e-4
+MICRO_BATCHES, LR, ROUNDS = 8, 3e-4, 2
 
 
 def train_all(world, configs, model, batch_size, steps):
-    """[(Layout, measurements of this rank)] of each ParallelConfig."""
-    return [train_one(world, parallel, model, batch_size, steps) for parallel in configs]
+    """[(Layout, measurements of this rank)] of each ParallelConfig.
+
+    All are trained ROUNDS times, because the speed of a machine can change for longer than a few steps.
+    """
+    rounds = [[train_one(world, each, model, batch_size, steps) for each in configs] for _ in range(ROUNDS)]
+    return [joined(each) for each in zip(*rounds, strict=True)]
+
+
+def joined(results):
+    """One result of train_one() from those of all rounds: all steps, the least CPU time, the smallest bubble."""
+    (layout, first), *_ = results
+    seconds = [second for _, found in results for second in found["seconds"]]
+    least = {name: min(found[name] for _, found in results) for name in ("cpu", "bubble")}
+    return layout, first | least | {"seconds": seconds}
 
 
 def train_one(world, parallel, model, batch_size, steps):
