@@ -14,7 +14,8 @@ import shlex
 from benchmarks.gpus import pipeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.table_format import Table, load
+from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.table_format import load
 from benchmarks.ranks.grid import PUBLISHED
 from gpt2core.app.planning.layout import Layout
 from gpt2core.app.planning.machine import h100
@@ -24,9 +25,6 @@ from gpt2core.presets import PRESETS
 
 SCALING = "scaling_strong", "scaling_16", "scaling_64", "scaling_64_two"
 OTHERS = "deterministic", "compress", "zero_gather"  # options whose time the planner does not predict
-COLUMNS = """
-    = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f}
-    error = {error:+.1%}"""
 
 
 def measured_steps():
@@ -65,7 +63,7 @@ def main(argv=None):
         predicted = sum(step_seconds(layout, h100("bf16")).values())
         row = {"name": name, "measured": measured, "predicted": predicted, "error": predicted / measured - 1}
         results.append(row)
-    Table("", COLUMNS).print(results)
+    TABLES["gpus-plan"].print(results)
     errors = [abs(row["error"]) for row in results]
     print(f"error of {len(errors)} steps: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
     print(f"published errors: {PUBLISHED}")

@@ -428,6 +428,14 @@ TABLES = {
         order=lambda cells: (cells[""].split(", ")[0], float(cells[""].split()[1]))),
     "ranks-fit": RANKS_FIT,
     "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
+    "ranks-grid": Table("ranks/grid", """
+        measured; predicted = {name} | ms per step = {measured.ms:.1f}; {predicted.ms:.1f}
+        bubble = {measured.bubble:percent}; {predicted.bubble:percent}
+        memory of a rank, MB = {measured.memory:MB .1f}; {predicted.memory:MB .1f}
+        messages = {measured.calls}; {predicted.calls}
+        MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
+    "gpus-plan": Table("gpus/plan", """
+        = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f} | error = {error:percent}"""),
     "gpu-step": Table(
         tuple(f"gpu/step_{name}" for name in ("gpt2*", "recompute", "paper", "paper_fp32")), """
         = {preset}, {precision}, {batch_size} x {seq_len}, {file.machine}{" (again)" * ("recompute" in str(file.name))}
