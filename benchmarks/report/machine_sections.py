@@ -50,8 +50,8 @@ def ops(runs):
         chart = op_chart("trace2", "stage 2, preset paper, bf16", shipped.kernels())
         found.append(("stage 2", chart, f"Preset paper, bf16. Shipped result: {shipped.origin('gpu/profile_paper')}."))
     if not runs.results("trace3"):
-        title, step = shipped.timelines()[-1]
-        where = f"GPT-2 124M, bf16, {title}, rank 0, without the kernels of NCCL"
+        step = shipped.timelines()[-1]
+        where = f"GPT-2 124M, bf16, {step['name']}, rank 0, without the kernels of NCCL"
         chart = op_chart("trace3", f"stage 3, {where}", time_by_op(step))
         found.append(("stage 3", chart, f"{where}. Shipped result: {shipped.origin('gpus/timeline')}.{NO_MODULES}"))
     return found

@@ -134,7 +134,7 @@ def test_the_live_activations_of_a_pipeline_view_have_the_peaks_of_the_simulator
 
 
 def test_the_kernels_of_a_shipped_step_have_a_phase():
-    for _, step in shipped.timelines():
+    for step in shipped.timelines():
         events = [event for lane in views.by_phase(step)["lanes"] for event in lane["events"]]
         assert {event[3] for event in events} == {"forward", "backward", "optimizer", "collective"}
         assert {event[3] for event in events if "adamw" in event[0]} == {"optimizer"}
