@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
 from benchmarks.report import architecture, machine_sections, paper_sections
+from benchmarks.report.charts import style_sheet
 from benchmarks.report.runs import STAGE_NAMES, Runs
-from benchmarks.report.theme import style_sheet
 from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
