@@ -119,12 +119,10 @@ def decoded(x, ranks):
     return number, [rank for rank in range(ranks) if value >> (ranks * number + rank) & 1]
 
 
-# -- the recorded algorithms: each takes a communicator and the number of elements, and returns its Recorder -----------
+# -- the recorded algorithms: each takes a communicator and the gradients of a rank, and returns its Recorder ----------
 
 
-def ring_all_reduce(comm, size):
-    """The ring all-reduce of the gradients, in place, as with `--collectives ring`."""
-    gradients = marked(size, comm.rank, comm.size)
+def ring_all_reduce(comm, gradients):
     recorder = Recorder(comm, {"gradients": (gradients, comm.size)})
     recorder.begin("reduce-scatter phase")
     collectives.all_reduce(recorder, gradients, out=gradients, algorithm="ring")
@@ -132,28 +130,24 @@ def ring_all_reduce(comm, size):
     return recorder
 
 
-def ring_reduce_scatter(comm, size):
-    """The reduce-scatter of the ring: rank r ends with slice r of the sum."""
-    gradients, own = marked(size, comm.rank, comm.size), np.zeros(size // comm.size, np.float32)
+def ring_reduce_scatter(comm, gradients):
+    own = np.zeros(gradients.size // comm.size, np.float32)
     recorder = Recorder(comm, {"gradients": (gradients, comm.size), "own slice of the sum": (own, 1)})
     recorder.begin("reduce-scatter")
     collectives.reduce_scatter(recorder, gradients, out=own, algorithm="ring")
     return recorder
 
 
-def zero_1(comm, size):
-    """A step of ZeRO-1: reduce-scatter the gradients, update the own slice of the parameters, all-gather the slices.
-
-    The parameters are zeros before the update; the update of rank r writes its mark into slice r.
-    """
-    own = even_slices(size, comm.size)[comm.rank]
-    parameters, gradients = np.zeros(size, np.float32), marked(size, comm.rank, comm.size)
+def zero_1(comm, gradients):
+    """The parameters are zeros before the update; the update of rank r writes its mark into slice r."""
+    own, parameters = even_slices(gradients.size, comm.size)[comm.rank], np.zeros_like(gradients)
     arrays = {"gradients": (gradients, comm.size), "parameters": (parameters, comm.size)}
     recorder = Recorder(comm, arrays, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
+    mark = gradients[own].copy()
     recorder.begin("reduce-scatter of the gradients")
     collectives.reduce_scatter(recorder, gradients, out=gradients[own], algorithm="ring")
     recorder.begin("AdamW on the own slice")
-    parameters[own] = marked(size, comm.rank, comm.size)[own]
+    parameters[own] = mark
     recorder.begin("all-gather of the parameters")
     collectives.all_gather(recorder, parameters[own], out=parameters)
     return recorder
@@ -169,13 +163,13 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
     "reduce-scatter": (
         "reduce-scatter",
         ring_reduce_scatter,
-        "The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. " + FOUR_BUFFERS,
+        f"The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. {FOUR_BUFFERS}",
     ),
     "zero-1": (
         "ZeRO-1",
         zero_1,
         "Each rank has the AdamW moments of one slice. It receives the summed gradient of this slice and updates this "
-        "slice of the parameters. An all-gather copies all updated slices to all ranks. " + FOUR_BUFFERS,
+        f"slice of the parameters. An all-gather copies all updated slices to all ranks. {FOUR_BUFFERS}",
     ),
 }
 
@@ -189,7 +183,7 @@ def record(name, ranks=MAX_RANKS, preset="nano"):
     size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
 
     def run(comm):
-        recorder = function(comm, size)
+        recorder = function(comm, marked(size, comm.rank, ranks))
         recorder.note()
         return recorder
 
@@ -260,24 +254,21 @@ class UnitRecorder:
             {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
             for unit, array in moving for a in ranks for b in ranks if a != b
         ]  # fmt: skip
-        sent = sum(array.nbytes for _, array in self.sending)
+        sent, sums = sum(array.nbytes for _, array in self.sending), self.gradients.sums
         held = {
             "shards of parameters, gradients and moments": 4 * (2 + MOMENTS) * self.shards.size,
             "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),
-            "whole gradients": sum(sizes[unit] for unit in self.gradients.sums) + sent,
+            "whole gradients": sum(sizes[unit] for unit in sums) + sent,
         }
-        states = [{"cells": self.cells(rank, whole), "bytes": held} for rank in ranks]
+        states = [{"cells": self.cells(rank, whole, sums), "bytes": held} for rank in ranks]
         self.frames.append({"phase": phase, "messages": messages, "ranks": states})
 
-    def cells(self, rank, whole):
-        def gradient(unit):
-            own = (self.everyone, rank) if unit in self.summed else ([], None)
-            return ([rank], None) if unit in self.gradients.sums else own
-
-        units = self.shards.parts
+    def cells(self, rank, whole, sums):
+        everyone, shard = self.everyone, ([rank], rank)
+        summed = dict.fromkeys(self.summed, (everyone, rank)) | dict.fromkeys(sums, ([rank], None))
         return {
-            "parameters": [(unit, *((self.everyone, None) if unit in whole else ([rank], rank))) for unit in units],
-            "gradients": [(unit, *gradient(unit)) for unit in units],
+            "parameters": [(unit, *((everyone, None) if unit in whole else shard)) for unit in self.shards.parts],
+            "gradients": [(unit, *summed.get(unit, ([], None))) for unit in self.shards.parts],
         }
 
 
