@@ -49,7 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it."""
+    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it.
+
+    log: whether the axes of numbers are logarithmic.
+    """
 
     name: str
     title: str
@@ -58,9 +61,7 @@ class Chart:
     y_label: str = ""
     lines: list = field(default_factory=list)
     rows: list = field(default_factory=list)
-    log_x: bool = False
-    log_y: bool = False
-    whole_x: bool = False
+    log: bool = False
 
     def inline(self):
         """The chart as inline SVG of each size, without fixed colours. "data-points" has [x, y, text] for tooltips."""
@@ -113,8 +114,8 @@ def draw(chart, size, theme, title=""):
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        axes.set(xscale="log" if chart.log_x else "linear", yscale="log" if chart.log_y else "linear")
-        for axis in [axes.xaxis] * chart.log_x + [axes.yaxis] * chart.log_y:
+        for axis in [axes.xaxis, *([axes.yaxis] if chart.lines else [])] if chart.log else []:
+            axes.set(**{f"{axis.axis_name}scale": "log"})
             axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
             axis.set_major_formatter(tick_label)
             axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
@@ -161,7 +162,7 @@ def draw_lines(axes, chart, colours, limit):
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
         label = wrapped(line.label, limit)
         labels.append(axes.annotate(label, pairs[-1], (1.03, 0.5), color=colours[line.colour], **text))
-    if chart.whole_x:
+    if not chart.log:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
     return points, labels

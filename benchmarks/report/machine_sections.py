@@ -114,7 +114,7 @@ def all_reduce_chart(runs):
     alt += "logarithmic axes."
     axes = "bytes of the array", "time (ms)"
     ring = [row for row in rows if row["algorithm"] == "ring"][-1]  # the largest array
-    return Chart("all-reduce", title, alt, *axes, lines, log_x=True, log_y=True), (
+    return Chart("all-reduce", title, alt, *axes, lines, log=True), (
         f"{title}. For {amount(ring['bytes'])}, a rank of the ring sends {amount(ring['bytes_sent'])} and takes "
         f"{seconds(ring['median'])}."
     )
@@ -147,7 +147,7 @@ def scaling(runs):
     lines.insert(0, Line("ideal", [1, most], [1, most], "soft", "--"))
     alt = "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
     title, axes = "Speed-up of the training step", ("threads, ranks or GPUs", "times as fast as one")
-    return Chart("scaling", title, f"{alt}twice as fast.", *axes, lines, whole_x=True), " ".join(captions)
+    return Chart("scaling", title, f"{alt}twice as fast.", *axes, lines), " ".join(captions)
 
 
 # -- samples, this machine ---------------------------------------------------------------------------------------------

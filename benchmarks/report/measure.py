@@ -114,8 +114,6 @@ def train(show, stage, ranks, preset, steps):
         "seconds": sum(seconds),
         "first_step": seconds[0],
         "median_step": statistics.median(seconds[WARM_UP_STEPS:]) if len(seconds) >= 2 * WARM_UP_STEPS else None,
-        "bytes_sent": rows[-1].get("bytes_sent", 0),
-        "parameters_sha256": rows[-1].get("parameters_sha256"),
         "sample": continuation(out),
     }
 

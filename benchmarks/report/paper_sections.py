@@ -121,7 +121,7 @@ def loss_chart(runs):
     ends = f" Our runs on this machine have {runs.steps} steps, so their line ends early." if short else ""
     caption = f"{equality(runs)} Curves that lie on each other are one line.{ends}"
     caption += " The paper's programs start with other parameters and read another corpus."
-    return Chart("loss", title, alt, "step", "loss (nats per token)", lines, whole_x=True), caption
+    return Chart("loss", title, alt, "step", "loss (nats per token)", lines), caption
 
 
 def loss_table(runs):
@@ -302,7 +302,7 @@ def gain_chart(found):
         rows.append(Row(gain.title, marks, text=" → ".join(gain.texts)))
     alt = "How many times as fast each change makes the program, for the paper and for ours, on a logarithmic axis; "
     alt += "the table below has the numbers."
-    return Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log_x=True)
+    return Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log=True)
 
 
 def gain_legend(chart):

@@ -28,19 +28,18 @@ THIS_MACHINE = "this machine"
 class Run:
     """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/.
 
-    precision: of the numbers, as "fp32". disturbed: whether a comparison shows that other programs slowed the run.
+    disturbed: whether a comparison shows that other programs slowed the run.
     """
 
     value: object
     where: str
     shipped: bool = False
-    precision: str = "fp32"  # the measured runs of this report are in fp32
     disturbed: bool = False
 
     @property
     def note(self):
-        """`where` with the precision, which that of a shipped result has."""
-        return self.where if self.shipped else f"{self.precision}, {self.where}"
+        """`where` with the precision. That of a shipped result has it; the measured runs are in fp32."""
+        return self.where if self.shipped else f"fp32, {self.where}"
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,15 @@ class Runs:
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
-        name, known = PARTS[what][stage], shipped.runs().get((what, stage))
+        name = PARTS[what][stage]
         if results := self.results(name):
             compiles = what == "training" and stage >= 2
             note = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if compiles else ""
             disturbed = name == "infer0" and any(each.above for each in self.inference_speedups().values())
             where = self.place(name) + note + ", disturbed" * disturbed
             return Run(results["seconds"], where, disturbed=disturbed)
-        if known and (what == "inference" or self.is_paper):
-            value, precision, used, note, file = known
-            return Run(value, f"{precision}{note}; {shipped.origin(file, used)}", True, precision)
-        return None
+        found = shipped.runs().get((what, stage)) if what == "inference" or self.is_paper else None
+        return found and Run(*found, shipped=True)
 
     def place(self, name):
         ranks = self.records[name]["options"].get("ranks")

@@ -27,15 +27,15 @@ def curve(name, ranks):
 
 
 def runs():
-    """{(what, stage): (seconds, precision, GPUs, how it was computed, source)}; a training has 50 steps of `paper`."""
+    """{(what, stage): (seconds, precision and source)}; a training has 50 steps of `paper`."""
     step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
     paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
     decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
-    how = ", 50 times the median step"
+    how = "fp32, 50 times the median step"
     return {
-        ("training", 2): (50 * step["seconds"]["median"], "fp32", 1, how, "gpu/step_paper_fp32"),
-        ("training", 3): (paper["totals"]["median"], "bf16", paper["ranks"], "", "gpus/scaling"),
-        ("inference", 2): (decode["total"]["median"], "fp32", 1, "", "gpu/decode_paper"),
+        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32', 1)}"),
+        ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
+        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper', 1)}"),
     }
 
 
