@@ -24,10 +24,9 @@ from gpt2core.presets import PRESETS
 
 def check_output(folder):
     """Create the directory of the report and its part directory; raise ConfigError if it cannot be used."""
-    page = folder / "index.html"
+    page, probe = folder / "index.html", folder / "parts" / "probe.part"
     try:
-        (folder / "parts").mkdir(parents=True, exist_ok=True)
-        probe = folder / "parts" / "probe.part"
+        probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
         probe.unlink()
         foreign = page.exists() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]
@@ -41,8 +40,7 @@ def make_report(args):
     """Measure the parts that are missing and write the report; returns the exit code."""
     check_output(args.out)
     environment()  # a missing package is an error before the measurements
-    parts = parts_of(args.preset, args.steps, args.full)
-    files = PartFiles(args.out / "parts", args.fresh)
+    parts, files = parts_of(args.preset, args.steps, args.full), PartFiles(args.out / "parts", args.fresh)
     if files.load_average > BUSY and not args.no_measure:
         print(f"load average {files.load_average:.2f}: other programs may slow the measurements", file=sys.stderr)
     try:

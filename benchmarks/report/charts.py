@@ -10,13 +10,18 @@ from textwrap import wrap
 
 import numpy as np
 
-from benchmarks.report.theme import standalone, with_variables
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
 SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
 ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
 LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
+
+
+def style_sheet():
+    """CSS with the colours as variables, for light and dark screens. A printed page is light."""
+    light, dark = ("; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items()) for theme in (LIGHT, DARK))
+    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it."""
+    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it.
+
+    log: whether the axes of numbers are logarithmic.
+    """
 
     name: str
     title: str
@@ -53,33 +61,33 @@ class Chart:
     y_label: str = ""
     lines: list = field(default_factory=list)
     rows: list = field(default_factory=list)
-    log_x: bool = False
-    log_y: bool = False
-    whole_x: bool = False
+    log: bool = False
 
     def inline(self):
         """The chart as inline SVG of each size, without fixed colours. "data-points" has [x, y, text] for tooltips."""
         pictures = []
         for size in SIZES:
             figure, points = draw(self, size, LIGHT)
-            text = svg_of(figure, self.name + size)
             label, data = html.escape(self.alt), html.escape(json.dumps(points, separators=(",", ":")))
             head = f'<svg class="chart {size}" role="img" aria-label="{label}" data-points="{data}" '
-            pictures.append(with_variables(text.replace("<svg ", head, 1)))
+            pictures.append(svg_of(figure, self.name + size).replace("<svg ", head, 1))
         return "".join(pictures)
 
     def write(self, folder):
         """Write NAME.svg, NAME.png and NAME-dark.png to the folder. Raises OSError."""
-        for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
-            figure, _ = draw(self, "wide", theme, self.title)
-            figure.savefig(folder / f"{self.name}{suffix}.png", dpi=130)
-            if theme == LIGHT:
-                text = standalone(with_variables(svg_of(figure, self.name)))
-                (folder / f"{self.name}.svg").write_text(text, encoding="utf-8")
+        dark, light = (draw(self, "wide", theme, self.title)[0] for theme in (DARK, LIGHT))
+        dark.savefig(folder / f"{self.name}-dark.png", dpi=130)
+        light.savefig(folder / f"{self.name}.png", dpi=130)
+        style = f">\n<style>\n{style_sheet()}svg {{ background: var(--page); }}\n</style>"
+        text = svg_of(light, self.name).replace(">", style, 1)
+        (folder / f"{self.name}.svg").write_text(text, encoding="utf-8")
 
 
 def svg_of(figure, salt):
-    """A figure as SVG text, without ids that a second chart could repeat and without rules for the whole page."""
+    """A light figure as SVG with the variables of style_sheet() as colours.
+
+    It has no ids that a second chart of the page could repeat, and no style sheet, which would be one of the page.
+    """
     import matplotlib
 
     text = StringIO()
@@ -88,7 +96,9 @@ def svg_of(figure, salt):
     text = text.getvalue()
     text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    names = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
+    return re.sub(r"#[0-9a-f]{6}\b", lambda found: names.get(found[0], found[0]), text)
 
 
 def draw(chart, size, theme, title=""):
@@ -104,16 +114,14 @@ def draw(chart, size, theme, title=""):
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
-            if log:
-                (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
-                axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
-                axis.set_major_formatter(tick_label)
-                axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
+        for axis in [axes.xaxis, *([axes.yaxis] if chart.lines else [])] if chart.log else []:
+            axes.set(**{f"{axis.axis_name}scale": "log"})
+            axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
+            axis.set_major_formatter(tick_label)
+            axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
         points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
         axes.set_xlabel(chart.x_label)
-        if chart.y_label:
-            axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
+        axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 1)
         figure.draw_without_rendering()  # computes the layout, in which the labels must then keep their column
@@ -146,15 +154,15 @@ def draw_lines(axes, chart, colours, limit):
     """Draw `lines`. Returns ([(x, y, text)] of their points, their labels, which are in one column)."""
     points, labels = [], []
     thin = {"arrowstyle": "-", "color": colours["line"], "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
+    text = {"textcoords": "axes fraction", "va": "center", "arrowprops": thin}
     for line in chart.lines:
-        colour = colours[line.colour]
         look = {"linestyle": line.style, "linewidth": line.width, "marker": line.marker, "markersize": 5}
-        axes.plot(line.x, line.y, color=colour, **look)
+        axes.plot(line.x, line.y, color=colours[line.colour], **look)
         pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if not math.isnan(y)]
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
-        look = {"textcoords": "axes fraction", "va": "center", "color": colour, "arrowprops": thin}
-        labels.append(axes.annotate(wrapped(line.label, limit), pairs[-1], (1.03, 0.5), **look))
-    if chart.whole_x:
+        label = wrapped(line.label, limit)
+        labels.append(axes.annotate(label, pairs[-1], (1.03, 0.5), color=colours[line.colour], **text))
+    if not chart.log:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
     return points, labels
@@ -177,21 +185,20 @@ def move_apart(axes, labels):
 
 def draw_rows(axes, chart, colours, limit):
     """Draw `rows`. Returns ([(value, row, text)] of their marks, [])."""
-    points = []
+    points, right = [], {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
     for place, row in enumerate(chart.rows):
-        values = [value for value, *_ in row.marks]
-        points += [(value, place, f"{row.label}: {text}") for value, text, *_ in row.marks]
+        values, texts, names, markers = zip(*row.marks, strict=True)
+        points += [(value, place, f"{row.label}: {text}") for value, text in zip(values, texts, strict=True)]
         if row.bar:
-            (value, text, colour, _), *_ = row.marks
-            axes.bar_label(axes.barh(place, value, color=colours[colour], height=0.62), [text], padding=4)
+            bars = axes.barh(place, values, color=[colours[name] for name in names], height=0.62)
+            axes.bar_label(bars, texts, padding=4)
             continue
         axes.plot([min(values), max(values)], [place, place], color=colours["line"], linewidth=3, zorder=1)
-        spot = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-        axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **spot)
-        for value, _, colour, marker in row.marks:
-            hollow = "none" if marker == "o" and colour == "soft" else colours[colour]
-            axes.plot(value, place, marker, color=colours[colour], markerfacecolor=hollow, zorder=2, clip_on=False,
-                      markersize=16 if marker == "|" else 8, markeredgewidth=1.5)  # fmt: skip
+        axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **right)
+        for value, name, marker in zip(values, names, markers, strict=True):
+            hollow = "none" if marker == "o" and name == "soft" else colours[name]
+            look = {"markersize": 16 if marker == "|" else 8, "markeredgewidth": 1.5, "markerfacecolor": hollow}
+            axes.plot(value, place, marker, color=colours[name], zorder=2, clip_on=False, **look)
     axes.set_yticks(range(len(chart.rows)), [wrapped(row.label, limit) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)

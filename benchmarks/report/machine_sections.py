@@ -12,6 +12,7 @@ from gpt2core.errors import ConfigError, counted
 from stage1_mpi.launch import choose
 
 KINDS = {"threads": "stage 0, threads", "ranks": "stage 1, ranks"}
+COLOURS = "ink", "c0", "c1", "c2", "c3", "c4"
 GPUS = "stage 3, GPUs (shipped)"
 INSTRUCTIONS = {"SkylakeX": "AVX-512", "Haswell": "AVX2", "Zen": "AVX2"}  # names of CPUs are names of kernels
 OPS = 14  # bars of a chart of ops; the other ops are one bar
@@ -44,27 +45,29 @@ def ops(runs):
     for name, title in TRACES.items():
         step = runs.results(name)
         if step and name != "trace1-bucket":
-            times = time_by_op(step)
-            found.append((title, op_chart(name, f"{title}, preset {runs.preset}", times), op_caption(runs, name, step)))
+            chart = op_chart(name, f"{title}, preset {runs.preset}", time_by_op(step))
+            found.append((title, chart, op_caption(runs, name, step)))
     if not runs.results("trace2"):
-        chart = op_chart("trace2", "stage 2, preset paper, bf16", shipped.kernels())
-        found.append(("stage 2", chart, f"Preset paper, bf16. Shipped result: {shipped.origin('gpu/profile_paper')}."))
+        where = "preset paper, bf16"
+        chart, source = op_chart("trace2", f"stage 2, {where}", shipped.kernels()), shipped.origin("gpu/profile_paper")
+        found.append(("stage 2", chart, f"{where.capitalize()}. Shipped result: {source}."))
     if not runs.results("trace3"):
-        title, step = shipped.timelines()[-1]
-        where = f"GPT-2 124M, bf16, {title}, rank 0, without the kernels of NCCL"
+        step, source = shipped.timelines()[-1], shipped.origin("gpus/timeline")
+        where = f"GPT-2 124M, bf16, {step['name']}, rank 0, without the kernels of NCCL"
         chart = op_chart("trace3", f"stage 3, {where}", time_by_op(step))
-        found.append(("stage 3", chart, f"{where}. Shipped result: {shipped.origin('gpus/timeline')}.{NO_MODULES}"))
+        found.append(("stage 3", chart, f"{where}. Shipped result: {source}.{NO_MODULES}"))
     return found
 
 
 def op_caption(runs, name, step):
     """The caption of a chart of ops: what is summed, and the time of a step with and without the trace."""
     untraced = runs.results({"trace1-flat": "train1-2"}.get(name, name.replace("trace", "train")))
-    text = "Sum over threads and ranks; the time of a kernel does not include the kernels that it calls. "
-    text += f"The traced step takes {seconds(step['seconds'])}"
-    if untraced and untraced["median_step"]:
-        text += f", a step without a trace {seconds(untraced['median_step'])} (median without the first steps)"
-    return f"{text}.{NO_MODULES}" if any(SEVERAL in op for op in time_by_op(step)) else f"{text}."
+    median = untraced and untraced["median_step"]
+    without = f", a step without a trace {seconds(median)} (median without the first steps)" if median else ""
+    return (
+        "Sum over threads and ranks; the time of a kernel does not include the kernels that it calls. The traced step "
+        f"takes {seconds(step['seconds'])}{without}.{NO_MODULES * any(SEVERAL in op for op in time_by_op(step))}"
+    )
 
 
 def op_chart(name, title, seconds_of):
@@ -72,16 +75,12 @@ def op_chart(name, title, seconds_of):
     total, items = sum(seconds_of.values()), list(seconds_of.items())
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
-    unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)
-    # in the unit of the axis, so that a reader can compare them
-    texts = [f"{number(time * scale)} {unit}, {percent(time / total)}" for _, time in items]
-    rows = [Row(op, [(t * scale, text, "c0", "")], True) for (op, t), text in zip(items, texts, strict=True)]
-    alt = f"{title}: {', '.join(f'{op} {percent(time / total)}' for op, time in items[:3])} of the kernels' time."
+    unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)  # of all texts and of the axis, so that a reader can compare
+    percent = {op: f"{100 * time / total:.0f} %" if time >= total / 100 else "below 1 %" for op, time in items}
+    marks = {op: (time * scale, f"{number(time * scale)} {unit}, {percent[op]}", "c0", "") for op, time in items}
+    alt = f"{title}: {', '.join(f'{op} {percent[op]}' for op, _ in items[:3])} of the kernels' time."
+    rows = [Row(op, [mark], bar=True) for op, mark in marks.items()]
     return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, f"time ({unit})", rows=rows)
-
-
-def percent(share):
-    return f"{100 * share:.0f} %" if share >= 0.01 else "below 1 %"
 
 
 def collectives(runs):
@@ -105,31 +104,25 @@ def all_reduce_chart(runs):
     """(Chart, caption) of the algorithms of an all-reduce; None if they were not measured."""
     if not (results := runs.results("collectives")):
         return None
-    by_algorithm = {}
-    for row in results["rows"]:
-        by_algorithm.setdefault(row["algorithm"], []).append((row["bytes"], 1e3 * row["median"]))
-    lines = [
-        Line({"mpi": "MPI library"}.get(name, name), *map(list, zip(*sorted(points), strict=True)), colour, marker="o")
-        for (name, points), colour in zip(
-            by_algorithm.items(), ("ink", "c0", "c1", "c2", "c3", "c4"), strict=False
-        )
-    ]  # fmt: skip
-    largest = max(row["bytes"] for row in results["rows"])
-    ring = next(row for row in results["rows"] if row["bytes"] == largest and row["algorithm"] == "ring")
-    chart = Chart(
-        "all-reduce", f"All-reduce on {results['ranks']} ranks of this machine", "Time of an all-reduce over the size "
-        "of the array, for the MPI library and the algorithms of stage 1, on logarithmic axes.", "bytes of the array",
-        "time (ms)", lines, log_x=True, log_y=True,
-    )  # fmt: skip
-    return chart, (
-        f"All-reduce on {results['ranks']} ranks of this machine. For {amount(largest)}, a rank of the ring sends "
-        f"{amount(ring['bytes_sent'])} and takes {seconds(ring['median'])}."
+    lines, rows = [], sorted(results["rows"], key=lambda row: row["bytes"])
+    for name, colour in zip({row["algorithm"]: 0 for row in results["rows"]}, COLOURS, strict=False):
+        of_algorithm = [row for row in rows if row["algorithm"] == name]
+        points = [row["bytes"] for row in of_algorithm], [1e3 * row["median"] for row in of_algorithm]
+        lines.append(Line({"mpi": "MPI library"}.get(name, name), *points, colour, marker="o"))
+    title = f"All-reduce on {results['ranks']} ranks of this machine"
+    alt = "Time of an all-reduce over the size of the array, for the MPI library and the algorithms of stage 1, on "
+    alt += "logarithmic axes."
+    axes = "bytes of the array", "time (ms)"
+    ring = [row for row in rows if row["algorithm"] == "ring"][-1]  # the largest array
+    return Chart("all-reduce", title, alt, *axes, lines, log=True), (
+        f"{title}. For {amount(ring['bytes'])}, a rank of the ring sends {amount(ring['bytes_sent'])} and takes "
+        f"{seconds(ring['median'])}."
     )
 
 
 def scaling(runs):
     """(Chart, caption): the speed-up of threads, ranks and GPUs beside the ideal line."""
-    lines, captions, found = [], [], {}  # found: {(what, count): Speedup}
+    captions, found = [], {}  # found: {(what, count): Speedup}
     if measured := runs.scaling_speedups():
         one, ratios = measured
         found |= {(KINDS[kind], count): ratio for (kind, count), ratio in ratios.items()}
@@ -137,47 +130,40 @@ def scaling(runs):
             f"Stages 0 and 1: preset {runs.records['scaling']['options']['preset']}, the same batch for every count; "
             f"one process with one thread takes {seconds(one)} per step{runs.busy(['scaling'], ratios.values())}."
         )
-    points, files = shipped.scaling_rows()
-    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in points if count > 1}
+    efficiencies, files = shipped.scaling_rows()
+    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in efficiencies if count > 1}
     captions.append(f"Stage 3: GPT-2 124M, 64 sequences for each GPU; {'; '.join(map(shipped.origin, files))}.")
-    for what, colour in zip((*KINDS.values(), GPUS), ("c0", "c1", "c2"), strict=True):
-        points = [(count, each.times) for (kind, count), each in found.items() if kind == what and not each.disturbed]
-        if points:
-            lines.append(Line(what, *map(list, zip((1, 1.0), *points, strict=True)), colour, marker="o"))
-    disturbed = {key: each for key, each in found.items() if each.disturbed}
-    if disturbed:
-        points = [(count, each.times) for (_, count), each in disturbed.items()]
-        lines.append(Line("disturbed, no results", *map(list, zip(*points, strict=True)), "c3", "", marker="x"))
-        texts = [f"{count} {what}: {each.reason}" for (what, count), each in disturbed.items()]
-        text = "Crosses are no results: the run to which they are relative was disturbed"
-        captions.append(f"{text} ({'; '.join(texts)}).")
+    good, bad = ({key: each for key, each in found.items() if each.disturbed == bad} for bad in (False, True))
+    lines = []
+    for what, colour in zip((*KINDS.values(), GPUS), COLOURS[1:], strict=False):
+        if points := {count: each.times for (kind, count), each in good.items() if kind == what}:
+            lines.append(Line(what, [1, *points], [1.0, *points.values()], colour, marker="o"))
+    if bad:
+        points = [count for _, count in bad], [each.times for each in bad.values()]
+        lines.append(Line("disturbed, no results", *points, "c3", "", marker="x"))
+        texts = "; ".join(f"{count} {what}: {each.reason}" for (what, count), each in bad.items())
+        captions.append(f"Crosses are no results: the run to which they are relative was disturbed ({texts}).")
     most = max(max(line.x) for line in lines)
     lines.insert(0, Line("ideal", [1, most], [1, most], "soft", "--"))
-    chart = Chart(
-        "scaling", "Speed-up of the training step",
-        "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
-        "twice as fast.", "threads, ranks or GPUs", "times as fast as one", lines, whole_x=True,
-    )  # fmt: skip
-    return chart, " ".join(captions)
+    alt = "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
+    title, axes = "Speed-up of the training step", ("threads, ranks or GPUs", "times as fast as one")
+    return Chart("scaling", title, f"{alt}twice as fast.", *axes, lines), " ".join(captions)
 
 
 # -- samples, this machine ---------------------------------------------------------------------------------------------
 
 
 def samples(runs):
-    words = corpus_prompts(1)[0].split()
+    words, modes = corpus_prompts(1)[0].split(), {"infer1-replicate": "replicate", "infer1-tensor": "tensor"}
     rows = [
         [f"paper, {name} (its Figure {number})", "its training", text]
         for number, (name, text) in enumerate(paper.SAMPLES.items(), 6)
     ]
-    ours = {"infer0": "stage 0", "infer1-replicate": "stage 1, replicate", "infer1-tensor": "stage 1, tensor"}
-    ours |= {f"infer{n}": f"stage {n}" for n in (2, 3)}
-    weights = dict.fromkeys(ours, "shipped, 1200 updates")
-    trained = {"train0": "stage 0", "train1-2": "stage 1"}
-    weights |= dict.fromkeys(trained, f"{runs.steps} updates, preset {runs.preset}")
-    for name, title in (ours | trained).items():
+    for name in ("infer0", *modes, "infer2", "infer3", "train0", "train1-2"):
         if results := runs.results(name):
-            rows.append([f"ours, {title}", weights[name], results["sample"]])
+            weights = "shipped, 1200 updates" if "infer" in name else f"{runs.steps} updates, preset {runs.preset}"
+            mode = f", {modes[name]}" if name in modes else ""
+            rows.append([f"ours, stage {name[5]}{mode}", weights, results["sample"]])
     caption = (
         "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
         "paper's corpus and ours are different texts, so the continuations are about different things. Our 256 tokens "
@@ -219,16 +205,16 @@ def mpi_name():
 def remarks(runs):
     """[sentence]: other programs that ran during a measurement, and the GPU kernels in Triton's interpreter."""
     found = []
-    timed = [name for name, record in runs.records.items() if record.get("times", True)]
     if names := runs.busy_parts():
-        cores = {name: runs.records[name].get("other_cores") for name in names}
-        texts = {name: "" if used is None else f": {used:.1f}" for name, used in cores.items()}
-        titles = "; ".join(f"{runs.records[name].get('title', name)}{text}" for name, text in texts.items())
+        timed = [name for name, record in runs.records.items() if record.get("times", True)]
+        busy = [runs.records[name] for name in names]
+        cores = ("" if each.get("other_cores") is None else f": {each['other_cores']:.1f}" for each in busy)
+        titles = (each.get("title", name) for name, each in zip(names, busy, strict=True))
         found.append(
             f"Other programs ran on this machine: {len(names)} of {counted(len(timed), 'part')} were measured "
             f"{runs.meanwhile(*names)}. They may have slowed the programs unequally. A speed-up above its ideal is "
-            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. "
-            f"The parts, with the number of cores: {titles}."
+            f"marked as disturbed. For exact times, run make report ARGS=--fresh on an idle machine. The parts, with "
+            f"the number of cores: {'; '.join(map(''.join, zip(titles, cores, strict=True)))}."
         )
     if results := runs.results("interpreter"):
         first, *_ = curves = results["losses"].values()

@@ -4,6 +4,7 @@ import os
 import re
 import statistics
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,58 +44,46 @@ def parts_of(preset, steps, full):
     gpus = len(nvidia_smi("name"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     sizes = [size for size in MESSAGE_SIZES if preset == "paper" or size <= 1_000_000]
-    in_interpreter = Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)
-    speeds, messages = {"preset": preset, "cores": cores}, {"ranks": 2, "sizes": sizes}
-    return [
+
+    def part(measure, title, stage, ranks=None, name="", end="", **options):
+        where = f"stage {stage}" + (f" on {counted(ranks, 'rank')}" if ranks else "")
+        options = {"stage": stage, "ranks": ranks} | options
+        return Part(f"{measure.__name__}{stage}{name}", f"{title}, {where}{end}", measure, options)
+
+    def training(*place):
+        return part(train, f"training, {steps} steps", *place, preset=preset, steps=steps)
+
+    def inference(stage, ranks=None, mode=None, name=""):
+        return part(infer, "inference", stage, ranks, name, f", --mode {mode}" * bool(mode), mode=mode)
+
+    def traced(stage, ranks=None, name="", *flags):
+        end = "".join(f" {flag}" for flag in flags)
+        return part(trace, "trace of a step", stage, ranks, name, end, preset=preset, flags=list(flags))
+
+    found = [
         Part("recordings", "slices in ring, reduce-scatter, ZeRO-1, ZeRO-3", lambda _: record_all(), times=False),
         Part("prompt", "a prompt through the shipped model of the book", lambda _: record_prompt(), times=False),
-        train_part("train0", 0, None, preset, steps),
-        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in (RANKS if full else (2,))),
-        infer_part("infer0", 0, None, None),
-        *(infer_part(f"infer1-{mode}", 1, 2, mode) for mode in ("replicate", "batch", "tensor")),
-        Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, speeds),
-        trace_part("trace0", 0, None, preset),
-        trace_part("trace1-flat", 1, 2, preset, "--dp", "flat"),
-        trace_part("trace1-bucket", 1, 2, preset, "--dp", "bucket", "--bucket-mb", bucket_mb(preset)),
-        Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, messages),
-    ] + (gpu_parts(gpus, preset, steps) if gpus else [in_interpreter])
+        training(0),
+        *(training(1, ranks, f"-{ranks}") for ranks in (RANKS if full else (2,))),
+        inference(0),
+        *(inference(1, 2, mode, f"-{mode}") for mode in ("replicate", "batch", "tensor")),
+        Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, {"preset": preset, "cores": cores}),
+        traced(0),
+        traced(1, 2, "-flat", "--dp", "flat"),
+        traced(1, 2, "-bucket", "--dp", "bucket", "--bucket-mb", bucket_mb(preset)),
+        Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, {"ranks": 2, "sizes": sizes}),
+    ]
+    if not gpus:
+        return [*found, Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)]
+    ranks = 1 << (gpus.bit_length() - 1)  # a power of two
+    found += [training(2), inference(2), traced(2)]
+    return [*found, training(3, ranks), inference(3, ranks, "replicate"), traced(3, ranks)]
 
 
 def bucket_mb(preset):
     """The value of --bucket-mb (10^6 bytes), as text, for about BUCKETS messages with the gradients of this preset."""
     megabytes = 4 * Arena(parameter_shapes(PRESETS[preset])).size / 1e6  # fp32
     return f"{float(f'{megabytes / BUCKETS:.1g}'):g}"  # one digit
-
-
-def gpu_parts(gpus, preset, steps):
-    """The Parts of stages 2 and 3 on `gpus` GPUs; stage 3 uses a power of two of them."""
-    stages = (2, None, None), (3, 1 << (gpus.bit_length() - 1), "replicate")
-    return [
-        part for stage, ranks, mode in stages for part in (
-            train_part(f"train{stage}", stage, ranks, preset, steps),
-            infer_part(f"infer{stage}", stage, ranks, mode),
-            trace_part(f"trace{stage}", stage, ranks, preset),
-        )
-    ]  # fmt: skip
-
-
-def train_part(name, stage, ranks, preset, steps):
-    options = {"stage": stage, "ranks": ranks, "preset": preset, "steps": steps}
-    return Part(name, f"training, {steps} steps, {place(stage, ranks)}", train, options)
-
-
-def infer_part(name, stage, ranks, mode):
-    title = f"inference, {place(stage, ranks)}" + (f", --mode {mode}" if mode else "")
-    return Part(name, title, infer, {"stage": stage, "ranks": ranks, "mode": mode})
-
-
-def trace_part(name, stage, ranks, preset, *flags):
-    options = {"stage": stage, "ranks": ranks, "preset": preset, "flags": list(flags)}
-    return Part(name, f"trace of a step, {' '.join([place(stage, ranks), *flags])}", trace, options)
-
-
-def place(stage, ranks):
-    return f"stage {stage}" + (f" on {counted(ranks, 'rank')}" if ranks else "")
 
 
 # -- training and inference --------------------------------------------------------------------------------------------
@@ -125,8 +114,6 @@ def train(show, stage, ranks, preset, steps):
         "seconds": sum(seconds),
         "first_step": seconds[0],
         "median_step": statistics.median(seconds[WARM_UP_STEPS:]) if len(seconds) >= 2 * WARM_UP_STEPS else None,
-        "bytes_sent": rows[-1].get("bytes_sent", 0),
-        "parameters_sha256": rows[-1].get("parameters_sha256"),
         "sample": continuation(out),
     }
 
@@ -145,20 +132,19 @@ def infer(show, stage, ranks, mode):
     """
     words = ["--weights", str(WEIGHTS), "--max-new-tokens", str(NEW_TOKENS), "--stats"]
     words += ["--mode", mode] if mode else []
+    prompts, samples = BATCH_PROMPTS if mode == "batch" else 1, []
     with tempfile.TemporaryDirectory() as folder:
         if mode == "batch":
-            prompt_file = Path(folder, "prompts.txt")
-            prompt_file.write_text("\n".join(corpus_prompts(BATCH_PROMPTS)) + "\n", encoding="utf-8")
-            words += ["--prompts", str(prompt_file)]
-        command, samples = python_command(ranks, f"{STAGES[stage]}.inference", *words), []
+            file = Path(folder, "prompts.txt")
+            file.write_text("\n".join(corpus_prompts(prompts)) + "\n", encoding="utf-8")
+            words += ["--prompts", str(file)]
         for number in range(REPEATS):
             show(f"run {number + 1} of {REPEATS}")
-            out = run_command_line(command, TIMEOUT)
+            out = run_command_line(python_command(ranks, f"{STAGES[stage]}.inference", *words), TIMEOUT)
             found = re.search(r"total ([\d.]+) s", out)
             if not found:
                 raise PartFailed("the output of inference.py has no line of --stats")
             samples.append(float(found[1]))
-    prompts = BATCH_PROMPTS if mode == "batch" else 1
     median = statistics.median(samples)
     return {"seconds": median, "samples": samples, "prompts": prompts, "sample": continuation(out)}
 
@@ -172,17 +158,14 @@ def corpus_prompts(count):
 
 def scaling(show, preset, cores):
     """The median step time of stage 0 on 1, 2, 4, ... threads and of stage 1 on as many ranks of one thread."""
-    rows = []
-    for count in (1 << k for k in range(min(cores, 8).bit_length())):
-        for kind, stage, ranks, threads in (("threads", 0, None, count), ("ranks", 1, count, 1)):
-            if kind == "ranks" and count == 1:
-                continue
-            show(f"{count} {kind}")
-            flags, others = ["--threads", str(threads), "--sample", "0"], OtherPrograms()
-            try:
-                log, _ = run_training(lambda text: None, stage, ranks, preset, SHORT_STEPS, flags)
-            except Skipped:
-                continue
+    counts, rows = [1 << k for k in range(min(cores, 8).bit_length())], []
+    runs = [("threads", count, 0, None, count) for count in counts]
+    runs += [("ranks", count, 1, count, 1) for count in counts[1:]]
+    for kind, count, stage, ranks, threads in sorted(runs, key=lambda run: run[1]):
+        show(f"{count} {kind}")
+        flags, others = ["--threads", str(threads), "--sample", "0"], OtherPrograms()
+        with suppress(Skipped):
+            log, _ = run_training(lambda text: None, stage, ranks, preset, SHORT_STEPS, flags)
             seconds = [row["seconds"] for row in log[1:]]
             row = {"kind": kind, "count": count, "step_seconds": statistics.median(seconds), "steps": len(seconds)}
             rows.append(row | {"other_cores": others.cores()})

@@ -1,29 +1,37 @@
-// The side navigation and the tooltips of the page.
+// Markup for all scripts of the page; its side navigation; its tooltips.
 "use strict";
 
-(() => {
-  // -- the link of the section in view is marked -----------------------------------------------------------------------
+class Markup extends String {}
 
-  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
-  const sections = [...document.querySelectorAll("main > section")];
+// A template literal as Markup. Its values are escaped if they are not Markup; the items of an array are joined.
+function html(texts, ...values) {
+  function inserted(value) {
+    if (Array.isArray(value)) return value.map(inserted).join("");
+    return value instanceof Markup ? value : `${value}`.replace(/[&<>"]/g, (each) => `&#${each.charCodeAt(0)};`);
+  }
+  return new Markup(String.raw({ raw: texts }, ...values.map(inserted)));
+}
+
+(() => {
+  // -- the link of the section in view is marked ----------------------------------------------------------------------
+
+  const links = [...document.querySelectorAll("nav a")], sections = [...document.querySelectorAll("main > section")];
+  const contents = document.querySelector("nav details"), wide = matchMedia("(min-width: 64rem)");
   function mark() {
     const here = sections.filter((each) => each.getBoundingClientRect().top < innerHeight / 3).pop() || sections[0];
-    for (const link of links.values()) link.removeAttribute("aria-current");
-    links.get(here.id).setAttribute("aria-current", "true");
+    for (const link of links) link.ariaCurrent = link.hash === `#${here.id}` ? "true" : null;
   }
-  addEventListener("scroll", mark, { passive: true });
-  mark();
-  for (const link of links.values()) link.addEventListener("click", () => link.closest("details")?.removeAttribute("open"));
-  const contents = document.querySelector("nav details"), wide = matchMedia("(min-width: 64rem)");
   const unfold = () => { contents.open = wide.matches; };
+  addEventListener("scroll", mark, { passive: true });
   wide.addEventListener("change", unfold);
+  for (const link of links) link.addEventListener("click", unfold);
+  mark();
   unfold();
 
-  // -- tooltips: of elements with data-tip, and of the nearest point of a chart ------------------------------------------
+  // -- tooltips: of elements with data-tip, and of the nearest point of a chart ---------------------------------------
 
-  const tip = document.body.appendChild(document.createElement("div"));
-  tip.className = "tip";
-  tip.setAttribute("aria-live", "polite");
+  document.body.insertAdjacentHTML("beforeend", '<div class="tip" aria-live="polite"></div>');
+  const tip = document.body.lastChild;
   function tell(text, x, y) {
     tip.textContent = text;
     tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 6))}px`;
@@ -31,31 +39,32 @@
     tip.classList.add("shown");
   }
   const hide = () => tip.classList.remove("shown");
-  function tellPoint(chart, [x, y, text]) {
+
+  // [[text, x, y]] of the points of a chart, in pixels of the window.
+  function pointsOf(chart) {
     const box = chart.getBoundingClientRect();
-    tell(text, box.x + x * box.width, box.y + y * box.height);
+    const inWindow = ([x, y, text]) => [text, box.x + x * box.width, box.y + y * box.height];
+    return JSON.parse(chart.dataset.points).map(inWindow);
   }
-  for (const kind of ["pointermove", "pointerdown"]) {
-    document.addEventListener(kind, (event) => {
-      const element = event.target.closest?.("[data-tip]"), chart = event.target.closest?.(".chart");
-      if (element) return tell(element.dataset.tip, event.clientX, event.clientY);
-      if (!chart) return hide();
-      const box = chart.getBoundingClientRect(), points = JSON.parse(chart.dataset.points);
-      const away = ([x, y]) => Math.hypot(box.x + x * box.width - event.clientX, box.y + y * box.height - event.clientY);
-      const nearest = points.reduce((best, point) => (away(point) < away(best) ? point : best));
-      return away(nearest) < 60 ? tellPoint(chart, nearest) : hide();
-    });
+
+  function point({ target, clientX, clientY }) {
+    const element = target.closest?.("[data-tip]"), chart = target.closest?.(".chart");
+    if (element) return tell(element.dataset.tip, clientX, clientY);
+    const away = ([, x, y]) => Math.hypot(x - clientX, y - clientY);
+    const near = chart ? pointsOf(chart).filter((each) => away(each) < 60) : [];
+    return near.length ? tell(...near.reduce((best, each) => (away(each) < away(best) ? each : best))) : hide();
   }
+  for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, point);
+
   for (const chart of document.querySelectorAll(".chart")) {
-    const points = JSON.parse(chart.dataset.points);
     let place = -1;
     chart.tabIndex = 0;
     chart.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], points = pointsOf(chart);
       if (!step) return;
       event.preventDefault();
       place = (place + step + points.length) % points.length;
-      tellPoint(chart, points[place]);
+      tell(...points[place]);
     });
     chart.addEventListener("blur", hide);
   }

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
 from benchmarks.report import architecture, machine_sections, paper_sections
+from benchmarks.report.charts import style_sheet
 from benchmarks.report.runs import STAGE_NAMES, Runs
-from benchmarks.report.theme import style_sheet
 from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
-FOLDER = Path(__file__).parent
 FLAG = re.compile(r"(make report ARGS=)?--[a-z][a-z-]*")
 NO_END = re.compile(r"(?<=\d) (?=(s|ms|µs|%|B|kB|MB|GB|GiB|ranks?)(?![\w/]))|(?<=Figure| stage) (?=\d)")
 
@@ -28,7 +27,7 @@ def environment():
         raise ConfigError(f"{error.name} is not installed; pip install jinja2 latex2mathml") from None
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     options["finalize"] = lambda value: with_units(value) if type(value) is str else value  # not data, which is Markup
-    found = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), **options)
+    found = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
     found.filters["math"] = lambda text: convert(str(text))
     found.filters["flags"] = lambda text: Markup(FLAG.sub(r"<code>\g<0></code>", with_units(str(escape(text)))))
     found.filters["data"] = lambda value: json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
@@ -60,20 +59,14 @@ def write_report(folder, records, missing, preset, steps, titles):
     text = template.render(
         s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
-        style=style_sheet() + read("page.css"), scripts=[read(f"{name}.js") for name in ("page", "player", "prompt")],
-        views=views(runs), prompt=runs.results("prompt"), tables=machine_sections.machine(hardware(), runs, titles),
-        gains=paper_sections.gains(runs), notes=notes,
+        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"), gains=paper_sections.gains(runs),
+        tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
     )  # fmt: skip
     try:
         for chart in charts:
             chart.write(folder)
         page.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}): free some space"
-        ) from None
+        where = error.filename or folder
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}): free some space") from None
     return page
-
-
-def read(name):
-    return (FOLDER / name).read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from benchmarks.report.units import Cell, Table, amount, number, seconds, tiny
 from gpt2core.errors import counted
 
 PRODUCTS = "linear", "mlp", "unembed", "attention"  # names of kernels that contain matrix products begin with these
+WHOSE = "paper", "ours"
 SAME = 1e-3  # curves with smaller relative differences are one line of the chart
 INFERENCE = {  # {part: (program, what is divided)}
     "infer0": ("stage 0, one process", "nothing: one prompt, the whole model"),
@@ -30,15 +32,16 @@ INFERENCE = {  # {part: (program, what is divided)}
 def scope(runs):
     """Sentences: the stage of each program of the paper; which stages trained on this machine, and why others not."""
     found = "; ".join(f"{PAPER_NAMES[stage]} is {name}" for stage, name in STAGE_NAMES.items())
-    text, stages = f"Its programs are our stages: {found}.", {}  # stages: {why they did not run, or "": [number]}
+    sentences = [f"Its programs are our stages: {found}."]
+    stages = {}  # {why they did not run, or "": [number]}
     for stage, name in enumerate(PARTS["training"]):
         reason = "" if runs.results(name) else runs.missing.get(name, "no GPU was found")
         stages.setdefault(reason, []).append(str(stage))
+    ran = f"ran on this machine: {runs.steps} training steps of preset {runs.preset} (the paper: {PAPER_STEPS})."
     for reason, numbers in stages.items():
-        who = f" Stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
-        ran = f" ran on this machine: {runs.steps} training steps of preset {runs.preset} (the paper: {PAPER_STEPS})."
-        text += f"{who} did not run: {reason}; numbers of other machines are marked." if reason else who + ran
-    return text
+        did = f"did not run: {reason}; numbers of other machines are marked." if reason else ran
+        sentences.append(f"Stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)} {did}")
+    return " ".join(sentences)
 
 
 def warning(runs):
@@ -49,22 +52,14 @@ def warning(runs):
 
 def largest_differences(runs):
     """{label: the largest relative difference of a curve from that of stage 0, or of stage 2 without one}."""
-    curves = runs.curves()
-    if not curves:
-        return {}
-    first, *others = curves
-    return {
-        name: max(abs(a - b) / b for a, b in zip(curves[name].value, curves[first].value, strict=False))
-        for name in others
-    }
+    first, *others = runs.curves().items() or [None]
+    return {name: max(abs(a - b) / b for a, b in zip(run.value, first[1].value, strict=False)) for name, run in others}
 
 
 def equality(runs):
     """One sentence: how equal the curves of our stages are."""
-    differences = largest_differences(runs)
-    first = next(iter(runs.curves()), "no stage")
-    same = [name for name, largest in differences.items() if not largest]
-    other = [name for name, largest in differences.items() if largest]
+    differences, first = largest_differences(runs), next(iter(runs.curves()), "no stage")
+    same, other = ([name for name in differences if bool(differences[name]) == wanted] for wanted in (False, True))
     parts = [f"{first} and {', '.join(same)} have the same losses, bit for bit"] * bool(same)
     if other:
         largest = tiny(max(differences.values()))
@@ -74,84 +69,68 @@ def equality(runs):
 
 
 def paper_spread():
-    """The largest relative difference between two of the paper's four last losses."""
+    """The largest relative difference between two of the paper's four last losses, in percent, as text."""
     last = [losses[-1] for losses in paper.LOSSES.values()]
-    return max(last) / min(last) - 1
+    return f"{100 * (max(last) / min(last) - 1):.0f} %"
 
 
 def headline(runs):
     """[(number, unit, sentence, footnote)]: the three numbers of the first screen."""
     found = []
     if differences := largest_differences(runs):
-        text = (
-            f"is the largest relative difference between our {len(differences) + 1} loss curves. The paper's four "
-            f"differ by {100 * paper_spread():.0f} % at the last step."
-        )
-        found.append((tiny(max(differences.values())), "", text, "; ".join(sources(runs))))
+        text = f"is the largest relative difference between our {len(differences) + 1} loss curves."
+        text += f" The paper's four differ by {paper_spread()} at the last step."
+        found.append((tiny(max(differences.values())), "", text, sources(runs)))
     for stage, where in ((0, "NumPy on one CPU"), (3, "several GPUs"), (2, "one GPU")):
         if run := runs.run("training", stage):
-            theirs = paper.SECONDS[PAPER_NAMES[stage]][0]
-            compared = f" The paper's {PAPER_NAMES[stage]} program: {theirs:,.0f} s." if runs.is_paper else ""
+            name = PAPER_NAMES[stage]
+            compared = f" The paper's {name} program: {paper.SECONDS[name][0]:,.0f} s." if runs.is_paper else ""
             text = f"for {runs.steps} training steps of preset {runs.preset} with stage {stage}, {where}.{compared}"
             found.append((*seconds(run.value).split(), text, run.note))
     if run := runs.run("inference", 0):
-        theirs = paper.SECONDS["serial"][1]
-        text = f"for 30 new tokens with stage 0, NumPy on one CPU. The paper's serial program: {theirs:.0f} s."
-        found.append((*seconds(run.value).split(), text, run.where))
+        text = "for 30 new tokens with stage 0, NumPy on one CPU. The paper's serial program: "
+        found.append((*seconds(run.value).split(), f"{text}{paper.SECONDS['serial'][1]:.0f} s.", run.where))
     return found[:3]
 
 
 def sources(runs):
-    return [f"{label}: {run.where}" for label, run in runs.curves().items()]
-
-
-def cover(losses, others):
-    """Whether two curves are one line of the chart."""
-    return len(losses) == len(others) and np.allclose(losses, others, SAME, 0)
+    return "; ".join(f"{label}: {run.where}" for label, run in runs.curves().items())
 
 
 def loss_chart(runs):
-    """The curves of the paper and of all stages; curves of ours that cover each other are one line."""
-    steps = lambda losses: list(range(len(losses)))  # noqa: E731
+    """(Chart, caption) of the curves of the paper and of all stages; ours that cover each other are one line."""
     lines = [
-        Line(f"paper, {name}", steps(losses), losses, "soft", style, width=1.1)
+        Line(f"paper, {name}", range(len(losses)), losses, "soft", style, width=1.1)
         for (name, losses), style in zip(paper.LOSSES.items(), paper.LINE_STYLES.values(), strict=True)
     ]
     groups = []  # ([label, ...], losses)
     for label, run in runs.curves().items():
-        covered = [labels for labels, losses in groups if cover(losses, run.value)]
+        of_same_length = (group for group in groups if len(group[1]) == len(run.value))
+        covered = next((labels for labels, losses in of_same_length if np.allclose(losses, run.value, SAME, 0)), None)
         if covered:
-            covered[0].append(label)
+            covered.append(label)
         else:
             groups.append(([label], run.value))
     for (labels, losses), colour in zip(groups, ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
         alone = len(groups) == 1 < len(labels)
         label = f"our {len(labels)} curves, one on the other" if alone else f"ours, {', '.join(labels)}"
-        lines.append(Line(label, steps(losses), losses, colour, width=2.8))
-    return Chart(
-        "loss", f"Loss of {runs.steps} steps, preset {runs.preset}",
-        f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}", "step",
-        "loss (nats per token)", lines, whole_x=True,
-    )  # fmt: skip
-
-
-def loss_caption(runs):
+        lines.append(Line(label, range(len(losses)), losses, colour, width=2.8))
+    title = f"Loss of {runs.steps} steps, preset {runs.preset}"
+    alt = f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}"
     short = runs.steps < PAPER_STEPS and runs.results("train0")
     ends = f" Our runs on this machine have {runs.steps} steps, so their line ends early." if short else ""
-    text = f"{equality(runs)} Curves that lie on each other are one line.{ends}"
-    return f"{text} The paper's programs start with other parameters and read another corpus."
+    caption = f"{equality(runs)} Curves that lie on each other are one line.{ends}"
+    caption += " The paper's programs start with other parameters and read another corpus."
+    return Chart("loss", title, alt, "step", "loss (nats per token)", lines), caption
 
 
 def loss_table(runs):
-    curves = runs.curves()
-    count = max([PAPER_STEPS, *(len(run.value) for run in curves.values())])
-    columns = [*paper.LOSSES.values(), *(run.value for run in curves.values())]
-    rows = [
-        [step, *(f"{losses[step]:.6f}" if step < len(losses) else "" for losses in columns)] for step in range(count)
-    ]
-    head = ["step", *(f"paper, {name}" for name in paper.LOSSES), *(f"ours, {name}" for name in curves)]
+    curves = {f"paper, {name}": losses for name, losses in paper.LOSSES.items()}
+    curves |= {f"ours, {name}": run.value for name, run in runs.curves().items()}
+    columns = zip_longest(*([f"{loss:.6f}" for loss in losses] for losses in curves.values()), fillvalue="")
+    rows = [[step, *losses] for step, losses in enumerate(columns)]
     caption = "Table 2. Loss in nats per token: the four columns of the paper, then ours."
-    return Table(caption, head, rows, tuple(range(1, len(head))))
+    return Table(caption, ["step", *curves], rows, range(1, len(curves) + 1))
 
 
 # -- Table 1 -----------------------------------------------------------------------------------------------------------
@@ -159,30 +138,28 @@ def loss_table(runs):
 
 def table_1(runs):
     rows, grey, same = [], [], runs.steps == PAPER_STEPS
-    divisors = {} if same else {"training": (PAPER_STEPS, runs.steps)}  # of the paper's seconds and of ours
     for stage, name in STAGE_NAMES.items():
         row, ours = [name], {what: runs.run(what, stage) for what in PARTS}
         for (what, run), theirs in zip(ours.items(), paper.SECONDS[PAPER_NAMES[stage]], strict=True):
-            (paper_steps, steps), two = divisors.get(what, (1, 1)), (stage, what) == (1, "training")
-            times = " or ".join(number(time / paper_steps) for time in (theirs, *[paper.MPI_SECONDS_IN_TEXT] * two))
+            per_step = what == "training" and not same  # the paper's seconds and ours, each of one step
+            two = (stage, what) == (1, "training")
+            times = [theirs, *[paper.MPI_SECONDS_IN_TEXT] * two]
+            times = " or ".join(number(time / PAPER_STEPS if per_step else time) for time in times)
             row.append(Cell(times, contradiction() if two else ""))
             missing = Cell("–", f"{what} not measured: {runs.reason_of(what, stage)}")
-            row.append(Cell(number(run.value / steps), run.note) if run else missing)
+            row.append(Cell(number(run.value / runs.steps if per_step else run.value), run.note) if run else missing)
         rows.append(row)
         if not any(run and not run.shipped for run in ours.values()):
             grey.append(stage)
-    long = f"the training ({PAPER_STEPS} steps of preset {runs.preset})"
-    short = (
-        f"one step of training (preset {runs.preset}; means of the paper's {PAPER_STEPS} and our {runs.steps} steps)"
-    )
+    means = f"means of the paper's {PAPER_STEPS} and our {runs.steps} steps"
+    long, short = f"the training ({PAPER_STEPS} steps", f"one step of training (preset {runs.preset}; {means})"
     caption = (
-        f"Table 1. Seconds of {long if same else short} and of the inference (256 "
+        f"Table 1. Seconds of {f'{long} of preset {runs.preset})' if same else short} and of the inference (256 "
         f"tokens of prompt, 30 new ones), without the start of the program. Grey: results of another machine, or none. "
         f"The paper: {paper.CPU}; {paper.GPU}."
     )
-    training = "training" if same else "step"
-    head = ["program", f"{training}, paper", f"{training}, ours", "inference, paper", "inference, ours"]
-    return Table(caption, [head[0], *(f"{each} (s)" for each in head[1:])], rows, (1, 2, 3, 4), tuple(grey))
+    titles = [f"{what}, {whose} (s)" for what in ("training" if same else "step", "inference") for whose in WHOSE]
+    return Table(caption, ["program", *titles], rows, (1, 2, 3, 4), grey)
 
 
 def contradiction():
@@ -196,17 +173,15 @@ def contradiction():
 
 def inference_modes(runs):
     """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
-    rows, grey, ratios = [], [], runs.inference_speedups()
+    rows, ratios = [], runs.inference_speedups()
     for name, (program, divided) in INFERENCE.items():
-        results, row = runs.results(name), ["", Cell("–", runs.reason(name)), "", "", ""]
-        if results:
-            ranks, per_prompt = runs.records[name]["options"]["ranks"], results["seconds"] / results["prompts"]
+        row = ["", Cell("–", runs.reason(name)), "", "", ""]
+        if results := runs.results(name):
+            ranks, prompts, time = runs.records[name]["options"]["ranks"], results["prompts"], results["seconds"]
             program += f", {ranks} ranks" if ranks and name != "infer0" else ""
-            ratio = ratios[name].cell(number(ratios[name].times)) if name in ratios else "1"
-            ideal = f"{ratios[name].ideal:g}" if name in ratios else ""
-            row = [results["prompts"], number(results["seconds"]), number(per_prompt), ratio if ratios else "", ideal]
-        else:
-            grey.append(len(rows))
+            row = [prompts, number(time), number(time / prompts), "1" if ratios else "", ""]
+            if ratio := ratios.get(name):
+                row[3:] = ratio.cell(number(ratio.times)), f"{ratio.ideal:g}"
         rows.append([program, *row, divided])
     names = [name for name in INFERENCE if name in runs.records]
     count = len(runs.results("infer0")["samples"]) if "infer0" in names else 0
@@ -214,7 +189,8 @@ def inference_modes(runs):
     caption = f"Inference of stages 0 and 1 on this machine{medians}{runs.busy(names, ratios.values())}. "
     caption += "Ideal: several prompts share each matrix product, so that of --mode batch is the number of prompts."
     head = ["program", "prompts", "all prompts (s)", "one prompt (s)", "times as fast", "ideal", "what is divided"]
-    return Table(caption, head, rows, (1, 2, 3, 4, 5), tuple(grey))
+    grey = [row for row, name in enumerate(INFERENCE) if name not in names]
+    return Table(caption, head, rows, (1, 2, 3, 4, 5), grey)
 
 
 # -- what each change gains --------------------------------------------------------------------------------------------
@@ -236,28 +212,33 @@ class Gain:
     def ideal(self):
         return self.ours.ideal if self.ours and math.isfinite(self.ours.ideal) else None
 
+    @property
+    def texts(self):
+        """(the ratios of the paper, our ratio)."""
+        return " or ".join(map(number, self.theirs.values())), number(self.ours.times) if self.ours else "–"
+
 
 def gains(runs):
     """The Gains that sections 9.1 to 9.3 of the paper explain."""
-    text = {"text": paper.SECONDS["serial"][0] / paper.MPI_SECONDS_IN_TEXT, "Table 1": paper_ratio(0, 1, 0)}
+
+    def gain(title, slow, fast, what, ours=None, text_seconds=None):  # text_seconds: of `slow` and `fast` in the text
+        times = [paper.SECONDS[PAPER_NAMES[stage]][what == "inference"] for stage in (slow, fast)]
+        theirs = {"Table 1" if text_seconds else "": times[0] / times[1]}
+        if text_seconds:
+            theirs["text"] = text_seconds[0] / text_seconds[1]
+        return Gain(title, theirs, *(ours or gain_pair(runs, slow, fast, what)))
+
+    (serial, _), _, _, (both, _) = paper.SECONDS.values()
+    mpi = paper.MPI_SECONDS_IN_TEXT
     return [
-        Gain("serial to MPI, training (9.1)", text, *gain_ranks(runs)),
-        Gain("serial to MPI, inference (9.1.2)", {"": paper_ratio(0, 1, 1)}, *gain_replicate(runs)),
-        Gain("serial to CUDA, training (9.2)", {"": paper_ratio(0, 2, 0)}, *gain_pair(runs, 0, 2, "training")),
-        Gain("serial to CUDA, inference (9.2)", {"": paper_ratio(0, 2, 1)}, *gain_pair(runs, 0, 2, "inference")),
-        Gain("one GPU to several, training (9.3)", {"": paper_ratio(2, 3, 0)}, *gain_gpus(runs)),
-        Gain(
-            "MPI to MPI and CUDA, training (9.3)",
-            {"Table 1": paper_ratio(1, 3, 0), "text": paper.MPI_SECONDS_IN_TEXT / paper.SECONDS["MPI and CUDA"][0]},
-            *gain_pair(runs, 1, 3, "training"),
-        ),
-        Gain("MPI to MPI and CUDA, inference (9.3)", {"": paper_ratio(1, 3, 1)}, *gain_pair(runs, 1, 3, "inference")),
-    ]  # fmt: skip
-
-
-def paper_ratio(slow, fast, column):
-    """How many times as fast the paper's program is; column: 0 training, 1 inference."""
-    return paper.SECONDS[PAPER_NAMES[slow]][column] / paper.SECONDS[PAPER_NAMES[fast]][column]
+        gain("serial to MPI, training (9.1)", 0, 1, "training", gain_ranks(runs), (serial, mpi)),
+        gain("serial to MPI, inference (9.1.2)", 0, 1, "inference", gain_replicate(runs)),
+        gain("serial to CUDA, training (9.2)", 0, 2, "training"),
+        gain("serial to CUDA, inference (9.2)", 0, 2, "inference"),
+        gain("one GPU to several, training (9.3)", 2, 3, "training", gain_gpus(runs)),
+        gain("MPI to MPI and CUDA, training (9.3)", 1, 3, "training", text_seconds=(mpi, both)),
+        gain("MPI to MPI and CUDA, inference (9.3)", 1, 3, "inference"),
+    ]
 
 
 def gain_ranks(runs):
@@ -318,12 +299,10 @@ def gain_chart(found):
             bad = gain.ours.disturbed
             text = f"disturbed: {gain.ours.reason}" if bad else f"ours: {gain.ours.times:.3g} times as fast"
             marks.append((gain.ours.times, text, "c1" if bad else "c0", "X" if bad else "o"))
-        theirs, ours = " or ".join(map(number, gain.theirs.values())), number(gain.ours.times) if gain.ours else "–"
-        rows.append(Row(gain.title, marks, text=f"{theirs} → {ours}"))
-    return Chart(
-        "gains", "What each change gains", "How many times as fast each change makes the program, for the paper and "
-        "for ours, on a logarithmic axis; the table below has the numbers.", "times as fast", rows=rows, log_x=True,
-    )  # fmt: skip
+        rows.append(Row(gain.title, marks, text=" → ".join(gain.texts)))
+    alt = "How many times as fast each change makes the program, for the paper and for ours, on a logarithmic axis; "
+    alt += "the table below has the numbers."
+    return Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log=True)
 
 
 def gain_legend(chart):
@@ -337,13 +316,10 @@ def gain_legend(chart):
 def gain_table(found):
     rows = []
     for gain in found:
-        ours = Cell("–", gain.note)
-        if gain.ours:
-            text = number(gain.ours.times)
-            mark = f"disturbed ({text})" if gain.ours.disturbed else text
-            ours = Cell(mark, f"{gain.note}. Disturbed: {gain.ours.reason}" if gain.ours.disturbed else gain.note)
-        theirs = " or ".join(map(number, gain.theirs.values()))
-        rows.append([gain.title, theirs, ours, f"{gain.ideal:g}" if gain.ideal else ""])
+        (theirs, ours), note = gain.texts, gain.note
+        if gain.ours and gain.ours.disturbed:
+            ours, note = f"disturbed ({ours})", f"{note}. Disturbed: {gain.ours.reason}"
+        rows.append([gain.title, theirs, Cell(ours, note), f"{gain.ideal:g}" if gain.ideal else ""])
     head = ["change (section of the paper)", "paper", "ours", "ideal"]
     caption = (
         "How many times as fast. Training from serial to MPI: ours compares one thread with two ranks of one thread, "

@@ -57,29 +57,28 @@ class PartFiles:
 
     def load(self, part):
         """The saved record of a part, or None if there is none, or none that fits."""
-        if self.fresh:
-            return None
         try:
             record = json.loads(self.path(part).read_text(encoding="utf-8"))
             fits = record["options"] == part.options and record["origin"] == self.origin and "results" in record
         except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
             return None
-        return record if fits else None
+        return record if fits and not self.fresh else None
 
-    def save(self, part, results, seconds, other_cores):
-        """Write the record of a part in one operation, so that a reader never sees half a file. Returns the record.
-
-        seconds: the duration of the part. other_cores: the number of cores that other programs used meanwhile, or None.
-        """
+    def measure(self, part, bar):
+        """Measure a part; save and return its record. Raises Skipped, PartFailed or UserError."""
+        started, others = time.monotonic(), OtherPrograms()
+        results = part.measure(bar.set_postfix_str, **part.options)
+        seconds, other_cores = time.monotonic() - started, others.cores()
         record = {
             "name": part.name, "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "times": part.times, "seconds": seconds, "options": part.options, "origin": self.origin,
             "hardware": hardware(), "load_average": self.load_average, "other_cores": other_cores,
             "results": results,
         }  # fmt: skip
+        bar.set_postfix_str("")
         temporary = self.path(part).with_suffix(".part")
         temporary.write_text(to_json(record), encoding="utf-8")
-        temporary.replace(self.path(part))
+        temporary.replace(self.path(part))  # in one operation, so that a reader never sees half a file
         return record
 
 
@@ -92,35 +91,27 @@ def run_parts(parts, files, bar, only_saved=False):
     records, missing, failures = {}, {}, []
     for part in parts:
         bar.set_description_str(part.title)
-        if record := files.load(part):
-            bar.write(f"{part.title}: measured on {record['date'][:10]}, used again")
-            records[part.name] = record
-        elif only_saved and part.times:
-            missing[part.name] = "--no-measure was given"
-        else:
-            try:
-                records[part.name] = record = measured(part, files, bar)
+        try:
+            if record := files.load(part):
+                said = f"measured on {record['date'][:10]}, used again"
+            elif only_saved and part.times:
+                raise Skipped("--no-measure was given")
+            else:
+                record = files.measure(part, bar)
                 cores = record["other_cores"]
                 busy = f", other programs used {cores:.1f} cores" if part.times and (cores or 0) > BUSY else ""
-                bar.write(f"{part.title}: {record['seconds']:.0f} s{busy}")
-            except Skipped as error:
-                missing[part.name] = str(error)
-                bar.write(f"{part.title}: skipped: {error}")
-            except (PartFailed, UserError) as error:
-                missing[part.name] = f"it failed: {error}"
-                failures.append(part.name)
-                bar.write(f"{part.title}: FAILED: {error}")
+                said = f"{record['seconds']:.0f} s{busy}"
+            records[part.name] = record
+        except Skipped as error:
+            missing[part.name] = str(error)
+            said = f"skipped: {error}"
+        except (PartFailed, UserError) as error:
+            missing[part.name] = f"it failed: {error}"
+            failures.append(part.name)
+            said = f"FAILED: {error}"
+        bar.write(f"{part.title}: {said}")
         bar.update()
     return records, missing, failures
-
-
-def measured(part, files, bar):
-    """Measure a part; returns its saved record. Raises Skipped, PartFailed or UserError."""
-    started, others = time.monotonic(), OtherPrograms()
-    results = part.measure(bar.set_postfix_str, **part.options)
-    seconds, cores = time.monotonic() - started, others.cores()
-    bar.set_postfix_str("")
-    return files.save(part, results, seconds, cores)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -142,35 +133,27 @@ def run_command_line(command, timeout, tick=lambda: None, **environment):
 
     tick: called several times a second. environment: more environment variables.
     """
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), **environment)
+    words = [str(word) for word in command]
+    shown = " ".join(["python", *words[words.index("-m") :]] if "-m" in words else words)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
+            words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
-        started = time.monotonic()
+        deadline = time.monotonic() + timeout
         try:
             while process.poll() is None:
-                if time.monotonic() - started > timeout:
-                    raise PartFailed(f"{shown(command)} was stopped after {timeout} s")
+                if time.monotonic() > deadline:
+                    raise PartFailed(f"{shown} was stopped after {timeout} s")
                 tick()
                 time.sleep(POLL_SECONDS)
         finally:
             end(process)
-        if process.returncode:
-            raise PartFailed(f"{shown(command)} ended with code {process.returncode}: {last_line(errors)}")
         out.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            lines = [line.strip() for line in errors if line.strip()] or ["no message"]
+            message = next((line for line in lines if line.startswith("error:")), lines[-1])
+            raise PartFailed(f"{shown} ended with code {process.returncode}: {message}")
         return out.read()
-
-
-def shown(command):
-    """The command line as a user types it, from `-m` on."""
-    words = [str(word) for word in command]
-    return "python " + " ".join(words[words.index("-m") :]) if "-m" in words else " ".join(words)
-
-
-def last_line(file):
-    """The line of an open file that states an error: the first that starts with "error:", otherwise the last."""
-    file.seek(0)
-    lines = [line.strip() for line in file if line.strip()] or ["no message"]
-    return next((line for line in lines if line.startswith("error:")), lines[-1])

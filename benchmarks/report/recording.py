@@ -5,8 +5,8 @@ It notes each message and, at each call, the content of the rank's arrays. The c
 fills slice j with 2^(p j + r). So bit r of a sum's element says whether rank r is included, and the position of the
 group of p bits is the number of the slice.
 
-Frames are logical times (Lamport, 1978): a message that is sent at time t arrives at time t + 1 or later. In the ring,
-all messages of a round have the same time, so a frame is a round.
+A rank's time is the number of messages that it has received. In the ring, each rank receives one message per round, so
+a frame is a round.
 """
 
 import weakref
@@ -26,7 +26,6 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 
-ARRIVAL = 1  # the tag of a message with the earliest time at which the next message arrives
 BUFFERS = "temporary buffers"
 FOUR_BUFFERS = (
     "A rank has at most four temporary buffers of one slice: two alternate for its partial sums, and into two others "
@@ -37,7 +36,7 @@ MAX_RANKS = 4  # fp32 holds integers below 2^24, and p ranks need p^2 bits
 
 
 class Recorder:
-    """A Communicator with only send_start and recv_start, which notes every call. A message carries its time.
+    """A Communicator with only send_start and recv_start, which notes every call.
 
     arrays: {name: (array of this rank, number of slices in it)}. Other arrays in messages are temporary buffers.
     fixed: {name: bytes of an array without slices}.
@@ -50,7 +49,7 @@ class Recorder:
         self.comm, self.rank, self.size, self.arrays = comm, comm.rank, comm.size, arrays
         self.sizes = {name: array.nbytes for name, (array, _) in arrays.items()} | (fixed or {})
         self.time, self.sent, self.states, self.phases = 0, [], {}, []
-        self.buffers = {}  # {id: weak reference of a temporary buffer}
+        self.buffers = weakref.WeakValueDictionary()  # {id: temporary buffer}
 
     def begin(self, phase):
         """Begin a phase, at a new time if it is not the first."""
@@ -63,14 +62,11 @@ class Recorder:
         number, ranks = decoded(x, self.size)
         message = {"time": self.time, "from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
         self.sent.append(message)
-        arrival = self.comm.send_start(np.array(self.time + 1), to, ARRIVAL)
-        return Recorded(self, [arrival, self.comm.send_start(x, to, tag)])
+        return Recorded(self, self.comm.send_start(x, to, tag), received=0)
 
     def recv_start(self, out, source, tag=0):
         self.note(out)
-        time = np.array(0)
-        arrival = self.comm.recv_start(time, source, ARRIVAL)
-        return Recorded(self, [arrival, self.comm.recv_start(out, source, tag)], time)
+        return Recorded(self, self.comm.recv_start(out, source, tag), received=1)
 
     def note(self, message=None):
         """Save the content of the arrays at the present time, and the largest size of the buffers at this time.
@@ -79,27 +75,26 @@ class Recorder:
         """
         if message is not None and not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
             whole = message if message.base is None else message.base
-            self.buffers[id(whole)] = weakref.ref(whole)
-        buffers = sum(array.nbytes for reference in self.buffers.values() if (array := reference()) is not None)
+            self.buffers[id(whole)] = whole
         before = self.states.get(self.time, {"bytes": {BUFFERS: 0}})["bytes"][BUFFERS]
+        buffers = max(before, sum(array.nbytes for array in self.buffers.values()))
         cells = {
             name: [decoded(array[part], self.size) for part in even_slices(array.size, count)]
             for name, (array, count) in self.arrays.items()
         }
-        self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: max(buffers, before)}}
+        self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: buffers}}
 
 
 class Recorded(Handle):
-    """The handles of a message and of its arrival. time: an array that receives the time of the arrival, or 0."""
+    """The handle of a message. received: the number of messages that the rank has received after wait()."""
 
-    def __init__(self, recorder, handles, time=0):
-        self.recorder, self.handles, self.time = recorder, handles, time
+    def __init__(self, recorder, handle, received):
+        self.recorder, self.handle, self.received = recorder, handle, received
 
     def wait(self):
         self.recorder.note()
-        for handle in self.handles:
-            handle.wait()
-        self.recorder.time = max(self.recorder.time, int(self.time))
+        self.handle.wait()
+        self.recorder.time += self.received
 
 
 def marked(size, rank, ranks):
@@ -124,12 +119,10 @@ def decoded(x, ranks):
     return number, [rank for rank in range(ranks) if value >> (ranks * number + rank) & 1]
 
 
-# -- the recorded algorithms: each takes a communicator and the number of elements, and returns its Recorder -----------
+# -- the recorded algorithms: each takes a communicator and the gradients of a rank, and returns its Recorder ----------
 
 
-def ring_all_reduce(comm, size):
-    """The ring all-reduce of the gradients, in place, as with `--collectives ring`."""
-    gradients = marked(size, comm.rank, comm.size)
+def ring_all_reduce(comm, gradients):
     recorder = Recorder(comm, {"gradients": (gradients, comm.size)})
     recorder.begin("reduce-scatter phase")
     collectives.all_reduce(recorder, gradients, out=gradients, algorithm="ring")
@@ -137,28 +130,24 @@ def ring_all_reduce(comm, size):
     return recorder
 
 
-def ring_reduce_scatter(comm, size):
-    """The reduce-scatter of the ring: rank r ends with slice r of the sum."""
-    gradients, own = marked(size, comm.rank, comm.size), np.zeros(size // comm.size, np.float32)
+def ring_reduce_scatter(comm, gradients):
+    own = np.zeros(gradients.size // comm.size, np.float32)
     recorder = Recorder(comm, {"gradients": (gradients, comm.size), "own slice of the sum": (own, 1)})
     recorder.begin("reduce-scatter")
     collectives.reduce_scatter(recorder, gradients, out=own, algorithm="ring")
     return recorder
 
 
-def zero_1(comm, size):
-    """A step of ZeRO-1: reduce-scatter the gradients, update the own slice of the parameters, all-gather the slices.
-
-    The parameters are zeros before the update; the update of rank r writes its mark into slice r.
-    """
-    own = even_slices(size, comm.size)[comm.rank]
-    parameters, gradients = np.zeros(size, np.float32), marked(size, comm.rank, comm.size)
+def zero_1(comm, gradients):
+    """The parameters are zeros before the update; the update of rank r writes its mark into slice r."""
+    own, parameters = even_slices(gradients.size, comm.size)[comm.rank], np.zeros_like(gradients)
     arrays = {"gradients": (gradients, comm.size), "parameters": (parameters, comm.size)}
     recorder = Recorder(comm, arrays, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
+    mark = gradients[own].copy()
     recorder.begin("reduce-scatter of the gradients")
     collectives.reduce_scatter(recorder, gradients, out=gradients[own], algorithm="ring")
     recorder.begin("AdamW on the own slice")
-    parameters[own] = marked(size, comm.rank, comm.size)[own]
+    parameters[own] = mark
     recorder.begin("all-gather of the parameters")
     collectives.all_gather(recorder, parameters[own], out=parameters)
     return recorder
@@ -174,13 +163,13 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
     "reduce-scatter": (
         "reduce-scatter",
         ring_reduce_scatter,
-        "The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. " + FOUR_BUFFERS,
+        f"The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. {FOUR_BUFFERS}",
     ),
     "zero-1": (
         "ZeRO-1",
         zero_1,
         "Each rank has the AdamW moments of one slice. It receives the summed gradient of this slice and updates this "
-        "slice of the parameters. An all-gather copies all updated slices to all ranks. " + FOUR_BUFFERS,
+        f"slice of the parameters. An all-gather copies all updated slices to all ranks. {FOUR_BUFFERS}",
     ),
 }
 
@@ -188,26 +177,33 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
 def record(name, ranks=MAX_RANKS, preset="nano"):
     """Run one of RECORDINGS on `ranks` threads; return its title, sizes and frames as JSON data.
 
-    A frame has the messages that are sent at its time and, for each rank, its last state that is not later.
+    A frame has the messages that are sent at its time and the state of each rank.
     """
     title, function, text = RECORDINGS[name]
     size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
 
     def run(comm):
-        recorder = function(comm, size)
+        recorder = function(comm, marked(size, comm.rank, ranks))
         recorder.note()
         return recorder
 
-    recorders = run_ranks(ranks, run)
-    frames = [
-        {
-            "phase": [name for start, name in recorders[0].phases if start <= time][-1],
-            "messages": [message for each in recorders for message in each.sent if message["time"] == time],
-            "ranks": [each.states[max(past for past in each.states if past <= time)] for each in recorders],
-        }
-        for time in range(max(time for each in recorders for time in each.states) + 1)
-    ]
+    recorders, frames = run_ranks(ranks, run), []
+    for time in recorders[0].states:
+        messages = [[message for message in each.sent if message["time"] == time] for each in recorders]
+        states = [each.states[time] for each in recorders]
+        for sent, state in zip(messages, states, strict=True):
+            state["cells"][BUFFERS] = buffer_cells(state, sent, state["bytes"][BUFFERS] * ranks // (4 * size))
+        phase = [name for start, name in recorders[0].phases if start <= time][-1]
+        frames.append({"phase": phase, "messages": sum(messages, []), "ranks": states})
     return {"title": title, "text": text, "preset": preset, "bytes": 4 * size, "ranks": ranks, "frames": frames}
+
+
+def buffer_cells(state, sent, count):
+    """The cells of `count` buffers: the slices in `sent` messages that are in no array of the state, then others."""
+    arrays = [cell for cells in state["cells"].values() for cell in cells]
+    cells = [(message["slice"], message["ranks"]) for message in sent]
+    cells = [cell for cell in cells if cell not in arrays]
+    return cells + [(None, [])] * (count - len(cells))
 
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
@@ -258,24 +254,21 @@ class UnitRecorder:
             {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
             for unit, array in moving for a in ranks for b in ranks if a != b
         ]  # fmt: skip
-        sent = sum(array.nbytes for _, array in self.sending)
+        sent, sums = sum(array.nbytes for _, array in self.sending), self.gradients.sums
         held = {
             "shards of parameters, gradients and moments": 4 * (2 + MOMENTS) * self.shards.size,
             "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),
-            "whole gradients": sum(sizes[unit] for unit in self.gradients.sums) + sent,
+            "whole gradients": sum(sizes[unit] for unit in sums) + sent,
         }
-        states = [{"cells": self.cells(rank, whole), "bytes": held} for rank in ranks]
+        states = [{"cells": self.cells(rank, whole, sums), "bytes": held} for rank in ranks]
         self.frames.append({"phase": phase, "messages": messages, "ranks": states})
 
-    def cells(self, rank, whole):
-        def gradient(unit):
-            own = (self.everyone, rank) if unit in self.summed else ([], None)
-            return ([rank], None) if unit in self.gradients.sums else own
-
-        units = self.shards.parts
+    def cells(self, rank, whole, sums):
+        everyone, shard = self.everyone, ([rank], rank)
+        summed = dict.fromkeys(self.summed, (everyone, rank)) | dict.fromkeys(sums, ([rank], None))
         return {
-            "parameters": [(unit, *((self.everyone, None) if unit in whole else ([rank], rank))) for unit in units],
-            "gradients": [(unit, *gradient(unit)) for unit in units],
+            "parameters": [(unit, *((everyone, None) if unit in whole else shard)) for unit in self.shards.parts],
+            "gradients": [(unit, *summed.get(unit, ([], None))) for unit in self.shards.parts],
         }
 
 

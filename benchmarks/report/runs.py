@@ -28,19 +28,18 @@ THIS_MACHINE = "this machine"
 class Run:
     """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/.
 
-    precision: of the numbers, as "fp32". disturbed: whether a comparison shows that other programs slowed the run.
+    disturbed: whether a comparison shows that other programs slowed the run.
     """
 
     value: object
     where: str
     shipped: bool = False
-    precision: str = "fp32"  # the measured runs of this report are in fp32
     disturbed: bool = False
 
     @property
     def note(self):
-        """`where` with the precision, which that of a shipped result has."""
-        return self.where if self.shipped else f"{self.precision}, {self.where}"
+        """`where` with the precision. That of a shipped result has it; the measured runs are in fp32."""
+        return self.where if self.shipped else f"fp32, {self.where}"
 
 
 @dataclass(frozen=True)
@@ -81,23 +80,23 @@ class Runs:
             disturbed = name == "infer0" and any(each.above for each in self.inference_speedups().values())
             where = self.place(name) + note + ", disturbed" * disturbed
             return Run(results["seconds"], where, disturbed=disturbed)
-        if (what, stage) in (known := shipped.runs()) and (what == "inference" or self.is_paper):
-            value, precision, used, note, file = known[what, stage]
-            return Run(value, f"{precision}{note}; {shipped.origin(file, used)}", True, precision)
-        return None
+        found = shipped.runs().get((what, stage)) if what == "inference" or self.is_paper else None
+        return found and Run(*found, shipped=True)
 
     def place(self, name):
-        options = self.records[name]["options"]
-        ranks = options.get("ranks")
+        ranks = self.records[name]["options"].get("ranks")
         return THIS_MACHINE + (f", {ranks} ranks" if ranks else "")
 
     # -- other programs ------------------------------------------------------------------------------------------------
 
-    def is_busy(self, name):
-        """Whether other programs ran during the measurement of a part."""
-        record = self.records[name]
-        cores = record.get("other_cores")
-        return (record.get("load_average", 0.0) if cores is None else cores) > BUSY
+    def busy_parts(self):
+        """The names of the parts with times during which other programs ran."""
+
+        def is_busy(record):
+            cores = record.get("other_cores")
+            return record.get("times", True) and (record.get("load_average", 0.0) if cores is None else cores) > BUSY
+
+        return [name for name, record in self.records.items() if is_busy(record)]
 
     def meanwhile(self, *names):
         """What is known of other programs during the measurement of these parts: the largest value of them."""
@@ -108,10 +107,6 @@ class Runs:
         load = max(record.get("load_average", 0.0) for record in records)
         return f"with a load average of {load:.1f} before the measurements"
 
-    def busy_parts(self):
-        """The names of the parts with times during which other programs ran."""
-        return [name for name, record in self.records.items() if record.get("times", True) and self.is_busy(name)]
-
     def busy(self, names, ratios):
         """The text of meanwhile() after a comma; "" if no Speedup of these parts is disturbed."""
         return f", {self.meanwhile(*names)}" if any(each.disturbed for each in ratios) else ""
@@ -120,8 +115,8 @@ class Runs:
 
     def scaling_speedups(self):
         """(seconds of a step with one thread, {("threads" or "ranks", count): Speedup}), or None."""
-        results = self.results("scaling")
-        times = {(row["kind"], row["count"]): row["step_seconds"] for row in results["rows"]} if results else {}
+        results = self.results("scaling") or {"rows": []}
+        times = {(row["kind"], row["count"]): row["step_seconds"] for row in results["rows"]}
         one = times.pop(("threads", 1), None)
         return one and (one, speedups(one, {key: (time, key[1]) for key, time in times.items()}))
 
@@ -140,12 +135,9 @@ class Runs:
 
     def curves(self):
         """{label: Run with the losses} of all four stages."""
-        found = {}
-        if results := self.results("train0"):
-            found["stage 0"] = Run(results["losses"], THIS_MACHINE)
-        for ranks in RANKS:
-            if results := self.results(f"train1-{ranks}"):
-                found[f"stage 1 on {counted(ranks, 'rank')}"] = Run(results["losses"], THIS_MACHINE)
+        parts = {"train0": "stage 0"} | {f"train1-{ranks}": f"stage 1 on {counted(ranks, 'rank')}" for ranks in RANKS}
+        losses = {title: self.results(name)["losses"] for name, title in parts.items() if name in self.records}
+        found = {title: Run(values, THIS_MACHINE) for title, values in losses.items()}
         for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
             if results := self.results(f"train{stage}"):
                 found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))

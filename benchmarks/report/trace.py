@@ -10,61 +10,44 @@ PRODUCT = re.compile("nvjet|gemm|cutlass|splitK|product", re.IGNORECASE)  # kern
 MICROSECONDS = 1e-6
 ROUNDING = 0.05  # microseconds: a trace's times are rounded to 0.1
 SEVERAL = "several modules"
-KERNELS = {  # {name of a GPU kernel in a trace: its title}; a trace has no module names
-    "forward_kernel": f"forward: {SEVERAL}",
-    "backward_kernel": f"backward: {SEVERAL}",
-    "forward_backward_kernel": "cross_entropy: forward_backward",
-    "both_kernel": "attention: backward (dq, dkdv)",
-    "attention: both": "attention: backward (dq, dkdv)",
-    "dq_kernel": "attention: dq",
-    "dkdv_kernel": "attention: dkdv",
-    "column_sums_kernel": "column_sums: column_sums",
-    "add_partials_kernel": "column_sums: add_partials",
-    "adamw_kernel": "adamw: adamw",
-    "squares_kernel": "adamw: squares",
-    "clip_kernel": "adamw: clip",
-    "tokens_kernel": "embedding: tokens",
-    "positions_kernel": "embedding: positions",
-    "pieces_kernel": "embedding: pieces",
-    "loss_kernel": "losses: loss",
-    "rescale_kernel": "losses: rescale",
-    "segment_sum_kernel": "segment_sum: segment_sum",
-    "totals_kernel": "totals: totals",  # the name of segment_sum_kernel in the shipped trace
-}
+MODULES = {  # {module: its kernels on a GPU}; a trace of a GPU has no module names
+    "attention": ("dq", "dkdv"), "column_sums": ("column_sums", "add_partials"), "adamw": ("adamw", "squares", "clip"),
+    "embedding": ("tokens", "positions", "pieces"), "losses": ("loss", "rescale"), "segment_sum": ("segment_sum",),
+    "totals": ("totals",),  # the name of segment_sum in the shipped trace
+    "cross_entropy": ("forward_backward",),
+}  # fmt: skip
+KERNELS = {f"{kernel}_kernel": f"{module}: {kernel}" for module, kernels in MODULES.items() for kernel in kernels}
+KERNELS |= {f"{name}_kernel": f"{name}: {SEVERAL}" for name in ("forward", "backward")}
+KERNELS |= dict.fromkeys(("both_kernel", "attention: both"), "attention: backward (dq, dkdv)")
 
 
 def read_step(path):
-    """The last step of a trace that `--trace` wrote: {"seconds", "lanes": [{"rank", "name", "events"}]}.
+    """The last step of a trace that `--trace` wrote: {"name", "seconds", "lanes": [{"rank", "name", "events"}]}.
 
     An event is [name, start, duration, category, module, bytes], in microseconds from the start of the step.
     """
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    return step_of(content["traceEvents"])
+    return step_of(json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"])
 
 
 def step_of(events):
     """read_step() of a list of Chrome trace events."""
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
     step = max((e for e in spans if e.get("cat") == "step" and e["pid"] == 0), key=lambda event: event["ts"])
-    begin, end = step["ts"], step["ts"] + step["dur"]
-    lanes = defaultdict(list)
-    for event in spans:
-        inside = begin <= event["ts"] < end and event["ts"] + event["dur"] <= end + 0.05 * step["dur"]
-        if inside and event.get("cat") != "step":
-            details = event.get("args", {})
-            fields = event.get("cat", ""), details.get("module", ""), details.get("bytes", 0)
-            lanes[event["pid"], event["tid"]].append(
-                [event["name"], round(event["ts"] - begin, 1), round(event["dur"], 1), *fields]
-            )
-    return {
-        "name": step["name"],
-        "seconds": step["dur"] * MICROSECONDS,
-        "lanes": [
-            {"rank": rank, "name": names.get((rank, lane), ""), "events": sorted(lanes[rank, lane], key=lambda e: e[1])}
-            for rank, lane in sorted(lanes)
-        ],
-    }
+    begin, length, lanes = step["ts"], step["dur"], defaultdict(list)
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        start, duration, category = event["ts"] - begin, event["dur"], event.get("cat", "")
+        if category != "step" and 0 <= start < length and start + duration <= 1.05 * length:
+            details = {"module": "", "bytes": 0} | event.get("args", {})
+            fields = round(start, 1), round(duration, 1), category, details["module"], details["bytes"]
+            lanes[event["pid"], event["tid"]].append([event["name"], *fields])
+    lanes = [{"rank": key[0], "name": names.get(key, ""), "events": found} for key, found in sorted(lanes.items())]
+    return {"name": step["name"], "seconds": length * MICROSECONDS, "lanes": lanes}
+
+
+def events_of(step, *ranks):
+    """All events of these ranks, or of all ranks."""
+    return [event for lane in step["lanes"] if not ranks or lane["rank"] in ranks for event in lane["events"]]
 
 
 def own_times(events):
@@ -86,13 +69,17 @@ def time_by_op(step):
 
     If the trace has kernels of GPUs, only these count: the other events are their launches.
     """
-    seconds = defaultdict(float)
-    on_gpu = any(event[3] == "GPU" for lane in step["lanes"] for event in lane["events"])
+    found = defaultdict(float)
+    on_gpu = any(event[3] == "GPU" for event in events_of(step))
     for lane in step["lanes"]:
-        for event, own in own_times(lane["events"]):
-            if event[3] == "GPU" or (not on_gpu and event[3] not in NO_WORK):
-                seconds[gpu_op(event[0]) if on_gpu else event[0]] += max(0.0, own) * MICROSECONDS
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+        for (name, _, _, category, *_), own in own_times(lane["events"]):
+            if category == "GPU" if on_gpu else category not in NO_WORK:
+                found[gpu_op(name) if on_gpu else name] += max(0.0, own) * MICROSECONDS
+    return largest_first(found)
+
+
+def largest_first(numbers):
+    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
 def gpu_op(kernel):
@@ -103,17 +90,15 @@ def gpu_op(kernel):
 
 def collectives_of(step, rank=0):
     """[{"name", "calls", "bytes", "seconds"}] of the collectives of one rank, largest time first."""
-    found = defaultdict(lambda: {"calls": 0, "bytes": 0, "seconds": 0.0})
-    for lane in step["lanes"]:
-        for name, _, duration, category, _, size in lane["events"]:
-            if category == "collective" and lane["rank"] == rank:
-                row = found[name]
-                row["calls"], row["bytes"] = row["calls"] + 1, row["bytes"] + size
-                row["seconds"] += duration * MICROSECONDS
-    return [{"name": name, **row} for name, row in sorted(found.items(), key=lambda item: -item[1]["seconds"])]
+    found = defaultdict(list)
+    for name, _, duration, category, _, size in events_of(step, rank):
+        if category == "collective":
+            found[name].append((duration * MICROSECONDS, size))
+    sums = [(name, len(calls), *map(sum, zip(*calls, strict=True))) for name, calls in found.items()]
+    rows = [{"name": name, "calls": calls, "bytes": size, "seconds": time} for name, calls, time, size in sums]
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def waiting(step, rank=0):
     """The seconds for which the workers of a rank waited for a collective."""
-    events = (event for lane in step["lanes"] if lane["rank"] == rank for event in lane["events"])
-    return sum(event[2] for event in events if event[3] == "wait") * MICROSECONDS
+    return sum(event[2] for event in events_of(step, rank) if event[3] == "wait") * MICROSECONDS

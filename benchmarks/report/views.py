@@ -2,7 +2,7 @@
 
 from benchmarks.report import shipped
 from benchmarks.report.machine_sections import TRACES, trace_title
-from benchmarks.report.trace import MICROSECONDS
+from benchmarks.report.trace import MICROSECONDS, events_of
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
@@ -20,8 +20,8 @@ def views(runs):
         if step := runs.results(name):
             found.append(training_step(f"{trace_title(runs, name)}, preset {runs.preset}, this machine", step))
     if not runs.results("trace3"):
-        for title, step in shipped.timelines():
-            text = f"stage 3, {title}, GPT-2 124M, rank 0"
+        for step in shipped.timelines():
+            text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
             found.append(training_step(text, by_phase(step), f"Shipped result: {shipped.origin('gpus/timeline')}. "))
     return found
 
@@ -62,9 +62,8 @@ def pipeline(name, ranks, count):
 
 def training_step(title, step, origin=""):
     """A step of trace.py with at most MAX_BARS bars: the shortest are left out, and the text says so."""
-    bars = sorted((event[2] for lane in step["lanes"] for event in lane["events"]), reverse=True)
-    least, lanes = bars[MAX_BARS - 1] if len(bars) > MAX_BARS else -1, step["lanes"]
-    lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in lanes]
+    least = (sorted((event[2] for event in events_of(step)), reverse=True)[MAX_BARS:] or [-1])[0]
+    lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
     without = f", without bars below {seconds(least * MICROSECONDS)}" if least > 0 else ""
     text = (
         f"{origin}The step takes {seconds(step['seconds'])}{without}. Bars that have not begun are pale. + and − zoom "
@@ -78,8 +77,8 @@ def by_phase(step):
 
     The kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names.
     """
-    loss = max(e[1] for lane in step["lanes"] for e in lane["events"] if e[0].startswith("forward_backward_kernel"))
-    update = min(e[1] for lane in step["lanes"] for e in lane["events"] if e[0].startswith(("clip", "adamw")))
+    loss = max(event[1] for event in events_of(step) if event[0].startswith("forward_backward_kernel"))
+    update = min(event[1] for event in events_of(step) if event[0].startswith(("clip", "adamw")))
 
     def phase(event):
         name = "forward" if event[1] <= loss else "backward" if event[1] < update else "optimizer"

@@ -134,7 +134,7 @@ def test_the_live_activations_of_a_pipeline_view_have_the_peaks_of_the_simulator
 
 
 def test_the_kernels_of_a_shipped_step_have_a_phase():
-    for _, step in shipped.timelines():
+    for step in shipped.timelines():
         events = [event for lane in views.by_phase(step)["lanes"] for event in lane["events"]]
         assert {event[3] for event in events} == {"forward", "backward", "optimizer", "collective"}
         assert {event[3] for event in events if "adamw" in event[0]} == {"optimizer"}
@@ -405,7 +405,7 @@ def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, 
     records = small_records()
     records["train1-2"]["results"]["losses"] = [factor * loss for loss in records["train0"]["results"]["losses"]]
     runs = Runs(records, {}, "nano", 4)
-    drawn = [line.label for line in paper_sections.loss_chart(runs).lines]
+    drawn = [line.label for line in paper_sections.loss_chart(runs)[0].lines]
     assert drawn[:4] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
     assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 curves, one on the other"]) == (lines == 1)
     assert "differ from stage 0 by at most" in paper_sections.equality(runs)
@@ -417,7 +417,7 @@ def test_a_training_with_fewer_steps_than_the_papers_is_compared_by_the_seconds_
     assert texts == [["25.8 or 258", "2.38"], ["1,288 or 12,878", "9.50"]]
     assert "one step of training (preset paper; means of the paper's 50 and our 4 steps)" in short.caption
     assert "the training (50 steps of preset paper)" in whole.caption
-    lines = paper_sections.loss_chart(Runs(small_records(), {}, "paper", 4)).lines
+    lines = paper_sections.loss_chart(Runs(small_records(), {}, "paper", 4))[0].lines
     assert [len(line.x) for line in lines] == [50] * 4 + [4, 50]  # the shipped run of stage 2 shows how ours continues
 
 
