@@ -435,7 +435,8 @@ TABLES = {
         messages = {measured.calls}; {predicted.calls}
         MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
     "gpus-plan": Table("gpus/plan", """
-        = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f} | error = {error:percent}"""),
+        = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f}
+        error = {error:percent}"""),
     "gpu-step": Table(
         tuple(f"gpu/step_{name}" for name in ("gpt2*", "recompute", "paper", "paper_fp32")), """
         = {preset}, {precision}, {batch_size} x {seq_len}, {file.machine}{" (again)" * ("recompute" in str(file.name))}

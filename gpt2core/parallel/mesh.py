@@ -23,7 +23,7 @@ class Grid(NamedTuple):
 GROUPS = {  # {name of a group, an attribute of Mesh: the axes along which its ranks differ}
     "world": Grid._fields,
     "data": ("data",),  # they divide the batch
-    "gradients": ("data",),  # their gradients, and their losses, are added
+    "gradients": ("data",),  # their gradients, and their losses, are added; ZeRO divides over them
     "tensor": ("tensor",),
     "pipeline": ("pipeline",),
     "replica": ("pipeline", "tensor"),  # they divide one copy of the model

@@ -4,8 +4,9 @@
     a message has one parameter             naive                   overlap
     a message has several parameters        flat (all)              bucket
 
-With canonical collectives all strategies give the same bits, because each element is summed over the ranks in the
-same order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
+With canonical collectives, the default, all strategies give the same bits, because each element is summed over the
+ranks in the same order: ((0 + 1) + (2 + 3)) + ... A rank has consecutive micro-batches, so its sum is a part of this
+tree. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
 """
 
 from gpt2core.errors import ConfigError

@@ -42,7 +42,7 @@ class Executor:
         batch: [(ids, targets) of each micro-batch]. A loss is `scale` times a sum over tokens. key: see
         Workload.training_arguments(). The message of the next action is received while an action is computed. Sends are
         waited for before the function returns: those of F(m, c) before B(m, c), and those of B(m, c) before the next
-        gradient of chunk c is sent. So few of the arrays that were sent are kept.
+        gradient of chunk c is sent. So few of these arrays are kept; those of E are kept until the end.
         """
         arguments = [self.work.training_arguments(m, targets, scale, key) for m, (_, targets) in enumerate(batch)]
         self.begin(batch, arguments, splits=any(kind == "W" for kind, _, _ in actions))

@@ -17,7 +17,7 @@ class TiedTable:
 
     tensor: on the last rank, that of the stored table; on the first rank, that of the copy; otherwise None.
     ends: Mesh.ends. stored: the Tensor (V/p, C) on the last rank, None on the others. group: the p ranks that divide
-    the vocabulary.
+    the vocabulary, or a Slice, one of p slices.
     """
 
     def __init__(self, config, ends, group, stored, backend):

@@ -26,7 +26,7 @@ class ShardedMicroBatches(ThreadedMicroBatches):
     """
 
     def __init__(self, work, pool, mesh, zero):
-        # All ranks need the same number of passes, because they send after each of them.
+        # All ranks need the same number of passes, because each pass gathers parameters.
         work = replace(work, merged=merged_micro_batches(work, pool.size, mesh.world))
         self.units, groups = unit_names(work.config), mesh.groups_of_workers(pool.size)
         self.parameters, sums = divided_units(work, self.units, zero, pool.size)

@@ -1,4 +1,4 @@
-"""The parameters of a unit are gathered before the unit is computed, and freed after it (ZeRO-3)."""
+"""The parameters of a unit are gathered before the unit is computed, and freed after it, or after the step (ZeRO-2)."""
 
 import contextlib
 from dataclasses import dataclass

@@ -40,6 +40,7 @@ def memory(work, zero, threads):
     read_units, whole_gradients = (1 + uses) * max(units), (1 + uses * threads) * max(units)
     stacked = threads * (work.passes // threads - 1).bit_length() * sum(units)  # 0: one pass
     number, read = gradients.itemsize, parameters.itemsize  # bytes; of what kernels read
+    # of each number of a shard there are 4: parameter, gradient, two moments
     copy = 0 if parameters.dtype == gradients.dtype else read
     whole_parameters = sum(units) if zero == 2 else read_units
     return (4 * number + copy) * shards.size, read * whole_parameters, number * (stacked or whole_gradients)
