@@ -6,7 +6,8 @@ They are those of the H100, and the steps were measured on H200s, which compute 
 step of GPT-2 124M on one GPU is not counted: after a comparison with it, the bytes that a block reads and writes were
 counted again.
 
-    python -m benchmarks.gpus.plan
+    python -m benchmarks.gpus.plan         # print the table
+    python -m benchmarks.gpus.plan --save  # and write it to results/
 """
 
 import shlex

@@ -12,7 +12,7 @@ from testing.jobs import ROOT
 # Modules that compute gradients, update parameters or divide a training step. Of `parallel` a generation needs only the
 # settings, the agreement of ranks, and the parts of a layer.
 OF_TRAINING = r"gpt2core\.(tensor|ops|model|stream|primitives|optimizer|trainer|training_loop|engine|parallel)\b.*"
-ALLOWED = r"gpt2core\.parallel(\.(all_or_raise|config|launcher_env|tensor(\.shards)?))?"
+ALLOWED = r"gpt2core\.parallel(\.(all_or_raise|config|launcher_env|tensor(\.(loaded_model|shards))?))?"
 COMMAND = "import {0} as script, sys; sys.argv[1:] = {1!r}; script.main()"
 API = "import staged_gpt2 as sg; print(sg.GPT2.from_pretrained({0!r}, stage=0).generate('In the spring of', 3))"
 WEIGHTS = str(ROOT / "data" / "gpt2-nano")
