@@ -97,12 +97,13 @@ def errors(results, name):
 
 def main():
     parser = benchmark_parser("benchmarks.ranks.grid", __doc__)
-    parser.add_flags(ranks=[2, 4], batch_size=16, steps=10, timeout=500)
+    parser.add_flags(preset="tiny", ranks=[2, 4], batch_size=16, steps=10, timeout=500)
+    parser.add_argument("--n-layer", type=int, default=8, help="layers of the model (default 8)")
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of this machine again")
     args = parser.parse_args()
     if args.calibrate or host_machine(calibration_file(), 2) is None:
         calibrate()
-    model, results = replace(PRESETS["tiny"], n_layer=8), []
+    model, results = replace(PRESETS[args.preset], n_layer=args.n_layer), []
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; measured / predicted:")
     print(f"{'':45} {'memory, MB':>15}  {'calls':>11}  {'bytes':>21}  {'bubble':>13}  {'CPU, ms':>15}  {'ms':>17}")
     for ranks in args.ranks:
