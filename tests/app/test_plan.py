@@ -34,29 +34,8 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    return replace(
-        Machine(
-            "test",
-            rate,
-            rate,
-            rate,
-            rate,
-            FREE,
-            FREE,
-            FREE,
-            FREE,
-            FREE,
-            infinite,
-            infinite,
-            0.0,
-            0.0,
-            0.0,
-            8,
-            False,
-            None,
-        ),
-        **options,
-    )
+    links, times = [FREE] * 5, [infinite, infinite, 0.0, 0.0, 0.0]
+    return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
 @pytest.fixture

@@ -67,10 +67,10 @@ def test_the_order_of_earlier_tokens_matters(rng):
     """Without positions, the last logits of a model of one layer would be those of any order of the earlier tokens."""
     config = replace(SMALL, n_layer=1)
     model = model_of(config, random_parameters(config, rng, np.float64), NumpyBackend("fp64"))
-    ids = rng.permutation(config.vocab_size)[None, :8]
+    ids = np.stack([rng.permutation(config.vocab_size)[:8] for _ in range(16)])
     with no_grad():
         whole, swapped = (model.logits(x).numpy()[:, -1] for x in (ids, ids[:, [1, 0, *range(2, 8)]]))
-    assert relative(swapped, whole) > 1e-6  # usually 1e-2, for some seeds below 1e-3; rounding errors are 1e-15
+    assert relative(swapped, whole) > 1e-3
 
 
 def test_a_rotary_model_has_no_position_embedding():

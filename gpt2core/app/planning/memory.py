@@ -9,10 +9,8 @@ from gpt2core.parallel.pipeline.simulator import peak_of, simulate
 CHUNK = 1 << 18  # numbers of a part of a message, for each of which a sum over ranks has two buffers
 # Numbers, times C, of a block for each token: (those of every rank of a tensor group, those that the group divides)
 KEPT = 4, 12  # for backward: two LayerNorms 2 + 2; qkv 3, attention 1, the hidden layer and its slope 4 + 4
-BACKWARD = (
-    9,
-    7,
-)  # in backward: gradients of x, LayerNorms and sums, temporary arrays; gradients of qkv 3, hidden layer 4
+# in backward: gradients of x, LayerNorms and sums, and temporary arrays; gradients of qkv 3, and the hidden layer 4
+BACKWARD = 9, 7
 
 
 def host_terms(layout, place):
