@@ -9,7 +9,7 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
 """
 
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from gpt2core.communicator import Solo
@@ -74,9 +74,10 @@ def summarise(results):
     """Add minimum, cores used and ratios to the results of one thread count; the ratios are computed in each round."""
     medians = add_step_fields(results)
     for result in results:
-        own = medians[result["name"]]
-        result["times_as_fast_as_eager"] = paired_ratio(medians[EAGER], own)
-        result["share_of_floor"] = paired_ratio(medians[FLOOR], own)
+        result["share_of_floor"] = paired_ratio(medians[FLOOR], medians[result["name"]])
+    ours, *_, floor = results
+    add_peer(ours, results, {name: paired_ratio(seconds, medians["ours"]) for name, seconds in medians.items()})
+    ours["floor"] = {"seconds": floor["seconds"]}
 
 
 def main():

@@ -131,13 +131,10 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Measure one shape after another; yield its table, a list with its results.
-
-    The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
-    """
+    """Measure one shape after another; yield one result for each spec. "ms" has the milliseconds of each round."""
     for of_shape in measure_shapes(specs, args, args.shape or SHAPES, KINDS):
         summarise(of_shape)
-        yield [of_shape]
+        yield of_shape
 
 
 def summarise(results):
@@ -149,6 +146,11 @@ def summarise(results):
         result["tflops"] = {kind: flops[kind] / statistics.median(result["ms"][kind]) / 1e9 for kind in KINDS}
         result["ours_is_times_as_fast"] = {kind: paired_ratio(result["ms"][kind], own["ms"][kind]) for kind in KINDS}
         compare_norms(result, own, TOLERANCE)
+    if peers := [result for result in results if result["name"] in PEERS.values()]:
+        peer = min(peers, key=lambda each: statistics.median(each["ms"]["both"]))
+        own["peer"] = {"name": peer["name"], "ms": peer["ms"]}
+        ratios = [result["ours_is_times_as_fast"] for result in peers]
+        own["ratio"] = {kind: min((each[kind] for each in ratios), key=lambda ratio: ratio["median"]) for kind in KINDS}
 
 
 def parse_shape(text):

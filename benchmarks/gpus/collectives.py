@@ -240,19 +240,27 @@ def encoded_bytes(name, size):
     return size // 2 if name.endswith("bf16") else size
 
 
-def summarise(results, ranks):
-    """Add three fields to the results of one job: ranks, bus_bandwidth and times_as_fast_as_torch."""
+def summarise(results, ranks, errors):
+    """Add four fields to the results of one job: ranks, bus_bandwidth, times_as_fast_as_torch, error (of 10 MB)."""
     torch_seconds = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
     for result in results:
         size = result["bytes"]
         result["ranks"], median = ranks, statistics.median(result["seconds"])
+        result["error"] = errors[result["name"]]
         result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[size], result["seconds"])
         result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(result["name"], size), median, ranks)
 
 
-def fit(results):
-    """{name: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes."""
-    return {name: fit_medians([result for result in results if result["name"] == name]) for name in FITTED}
+def fit(results, gradients):
+    """[{"name", "alpha", "beta", "bucket_mb"}]: fits t = alpha + beta n to the seconds t of an all-reduce of n bytes.
+
+    bucket_mb: the best --bucket-mb for a buffer of `gradients` bytes.
+    """
+    fits = {name: fit_medians([result for result in results if result["name"] == name]) for name in FITTED}
+    return [
+        {"name": name, "alpha": alpha, "beta": beta, "bucket_mb": best_bucket(alpha, beta, gradients) / 1e6}
+        for name, (alpha, beta) in fits.items()
+    ]
 
 
 def gradient_bytes(preset):
@@ -281,25 +289,20 @@ def parser():
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    results, fits, errors, bucket_sizes = [], {}, {}, {}
+    results, fits = [], []
     for ranks in args.ranks:
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
-            errors[str(ranks)], of_ranks = job
+            errors, of_ranks = job
         progress("")
-        summarise(of_ranks, ranks)
-        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "errors": errors})
+        summarise(of_ranks, ranks, errors)
+        of_fits = [{"ranks": ranks, **each} for each in fit(of_ranks, gradient_bytes(args.preset))]
+        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "fits": of_fits})
         print("\n".join(verdicts(of_ranks, ranks)))
-        fits[ranks] = fit(of_ranks)
-        for name, (alpha, beta) in fits[ranks].items():
-            bucket_sizes[f"{ranks} GPUs, {name}"] = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
-        print(f"\nfits; best --bucket-mb for {args.preset}")
-        TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
-        results += of_ranks
-    saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
-    save(saved, args)
+        results, fits = results + of_ranks, fits + of_fits
+    save({"all_reduce": results, "fits": fits}, args)
 
 
 if __name__ == "__main__":

@@ -157,10 +157,11 @@ def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
 
 
 def summarise(results):
-    """Add fields to each result of one table: min, tokens_per_second, efficiency and times_as_fast.
+    """Add fields to each result of one table: min, tokens_per_second, efficiency, its text and times_as_fast.
 
     times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our results on the most GPUs
-    also get times_bucket (its time / time of our variant with --dp bucket), if that variant was measured.
+    also get times_bucket (its time / time of our variant with --dp bucket), if that variant was measured; the fastest
+    one has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -174,6 +175,12 @@ def summarise(results):
             result["times_bucket"] = paired_ratio(result["seconds"], bucket["seconds"])
         peer = ddp.get(result["ranks"])
         result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
+    checked = efficiencies(results)
+    for result in results:
+        text = "" if result["efficiency"] is None else percent(result["efficiency"])
+        result["efficiency_text"] = checked[result["name"]].cell(text) if result["name"] in checked else text
+    ours = (result for result in results if result["side"] == "ours")
+    max(ours, key=lambda result: (result["ranks"], result["tokens_per_second"]))["fastest"] = True
 
 
 def most_ranks(results):

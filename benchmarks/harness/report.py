@@ -64,6 +64,17 @@ def add_step_fields(results):
     return {result["name"]: round_medians(result["seconds"]) for result in results}
 
 
+def add_peer(own, results, ratios, field="seconds"):
+    """Add "peer", the fastest program of PyTorch in `results`, and "ratio", its time / ours, to our result `own`.
+
+    ratios: {name of a result: its time / ours}. field: of the times. Nothing is added without a program of PyTorch.
+    """
+    peers = [each for each in results if each["name"].startswith("torch") and "bf16" not in each["name"]]
+    if peers:
+        peer = min(peers, key=lambda each: summary(each[field])["median"])
+        own |= {"peer": {"name": peer["name"], field: peer[field]}, "ratio": ratios[peer["name"]]}
+
+
 def compare_norms(result, own, tolerance):
     """Report a result whose norms differ from those of `own`, our result, by `tolerance` or more, relatively."""
     difference = max(abs(a / b - 1) for a, b in zip(result["norms"], own["norms"], strict=True))

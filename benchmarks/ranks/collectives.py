@@ -170,16 +170,22 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
         raise SystemExit(str(error)) from None
 
 
-def summarise(results, ranks):
-    """Add two fields to the results of one job: ranks, and ratio_to_native, the time divided by the MPI library's."""
-    native_seconds = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
-    for result in results:
-        result["ranks"] = ranks
-        result["ratio_to_native"] = paired_ratio(result["seconds"], native_seconds[result["bytes"]])
+def summarise(results, operation, ranks):
+    """Add operation, ranks and ratio_to_native, the time divided by the MPI library's, to the results of one job.
+
+    The library's results also get the medians of the others' "ratios", {algorithm: ratio}, and the "best" algorithm.
+    """
+    for size in dict.fromkeys(result["bytes"] for result in results):
+        of_size = {result["algorithm"]: result for result in results if result["bytes"] == size}
+        for result in of_size.values():
+            ratio = paired_ratio(result["seconds"], of_size[NATIVE]["seconds"])
+            result |= {"operation": operation, "ranks": ranks, "ratio_to_native": ratio}
+        ratios = {name: each["ratio_to_native"]["median"] for name, each in of_size.items() if name != NATIVE}
+        of_size[NATIVE] |= {"ratios": ratios, "best": min(ratios, key=ratios.get)}
 
 
 def fit(results):
-    """{algorithm: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes.
+    """{"name", "alpha", "beta"} of each algorithm: the fit t = alpha + beta n to the seconds t of n bytes.
 
     alpha (seconds) includes the start-up times of all messages of an all-reduce. beta (seconds per byte) includes the
     additions and the number of bytes that a rank sends per byte of the array, which is 2 (p-1)/p for a ring of p ranks.
@@ -187,7 +193,8 @@ def fit(results):
     by_name = {}
     for result in results:
         by_name.setdefault(result["algorithm"], []).append(result)
-    return {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}
+    fits = {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}
+    return [{"name": name, "alpha": alpha, "beta": beta} for name, (alpha, beta) in fits.items()]
 
 
 def fit_medians(results):
@@ -221,7 +228,7 @@ def plot(results, path, operation="all_reduce"):
 
 def compare(args, operation):
     """Measure one operation with each number of ranks, print the tables and the fits; return (results, fits)."""
-    results, fits = [], {}
+    results, fits = [], []
     for ranks in args.ranks:
         progress(f"{operation}, {ranks} ranks")
         with tempfile.TemporaryDirectory() as folder:
@@ -229,11 +236,11 @@ def compare(args, operation):
             of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
         progress("")
         print(f"{operation}:")
-        summarise(of_ranks, ranks)
-        TABLES["ranks-collectives"].print({operation: of_ranks})
-        fits[ranks] = fit(of_ranks)
-        TABLES["ranks-fit"].print({"alpha_beta": {ranks: fits[ranks]}})
-        results += of_ranks
+        summarise(of_ranks, operation, ranks)
+        TABLES["ranks-collectives"].print({"times": of_ranks})
+        of_fits = [{"operation": operation, "ranks": ranks, **each} for each in fit(of_ranks)]
+        TABLES["ranks-fit"].print({"fits": of_fits})
+        results, fits = results + of_ranks, fits + of_fits
     return results, fits
 
 
@@ -241,8 +248,10 @@ def idle(args):
     """Measure the speed of rank 0 while the other ranks wait; print the table and return the results."""
     ranks = max(args.ranks)
     speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
-    shares = {name: paired_ratio(speed, speeds["asleep"]) for name, speed in speeds.items()}
-    results = {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+    results = [
+        {"name": name, "ranks": ranks, "gflops": speed, "share_of_speed": paired_ratio(speed, speeds["asleep"])}
+        for name, speed in speeds.items()
+    ]
     TABLES["ranks-idle"].print(results)
     return results
 
@@ -265,14 +274,11 @@ def main():
     if args.idle:
         save(idle(args), args, name="collectives_idle")
         return
-    found = {}
-    for operation in args.operations:
-        found[operation], fits = compare(args, operation)
-        # all_reduce keeps the names of the older files
-        found["alpha_beta" if operation == "all_reduce" else f"alpha_beta_{operation}"] = fits
-    path = save(found, args)
-    for operation in args.operations:
-        plot(found[operation], path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
+    found = {operation: compare(args, operation) for operation in args.operations}
+    times, fits = zip(*found.values(), strict=True)
+    path = save({"times": sum(times, []), "fits": sum(fits, [])}, args)
+    for operation, (results, _) in found.items():
+        plot(results, path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
 
 
 def plot_suffix(operation):

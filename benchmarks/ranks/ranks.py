@@ -6,7 +6,7 @@ python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick tr
 """
 
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.speedups import rank_speedups
@@ -75,14 +75,21 @@ def measure(args, specs):
 
 
 def summarise(results):
-    """Add min, cores_used and times_as_fast to each result.
+    """Add min, cores_used, times_as_fast and one_process to each result, and a peer to ours with several ranks.
 
-    times_as_fast: {peer: time of the peer / time of this result}; the peers are those in TARGETS.
+    times_as_fast: {peer: time of the peer / time of this result}; the peers are those in TARGETS. one_process: the text
+    of the one of them; it says if other programs have disturbed the measurement.
     """
     medians = add_step_fields(results)
     for result in results:
         peers = [peer for peer in TARGETS if peer in medians]
         result["times_as_fast"] = {peer: paired_ratio(medians[peer], medians[result["name"]]) for peer in peers}
+        if result["name"].startswith("stage 1"):
+            add_peer(result, results, result["times_as_fast"])
+    checked = rank_speedups(results, SERIAL)
+    for result in results:
+        text = f"{result['times_as_fast'][SERIAL]['median']:.2f}"
+        result["one_process"] = checked[result["name"]].cell(text) if result["name"] in checked else text
 
 
 def verdicts(results):

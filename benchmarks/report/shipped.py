@@ -22,7 +22,7 @@ def origin(name, used=None):
 
 def curve(name, ranks):
     """The 50 losses of preset `paper` in fp32 of the first row with this name and number of ranks in gpus/parity."""
-    rows = load("gpus/parity")["results"]
+    rows = load("gpus/parity")["results"]["runs"]
     return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.assignment_tables import TABLES, print_tables
+from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
+from benchmarks.harness.table_format import percent
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, group_parser, seconds_of, settings_of, slowest
 from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory, timed
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
@@ -155,17 +156,27 @@ def joined(found):
     return [(lane, round(start, 3), round(end, 3)) for lane, spans in lanes.items() for start, end in spans]
 
 
+def overlaps(spans):
+    """{way: milliseconds of each lane, and the share of the communication that overlaps with computation}."""
+    found = {}
+    for way, intervals in spans.items():
+        lanes = {lane: [(a, b) for each, a, b in intervals if each == lane] for lane in (COMPUTE, COMMUNICATION)}
+        found[way] = {lane: sum(b - a for a, b in of_lane) for lane, of_lane in lanes.items()}
+        both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in lanes[COMPUTE] for c, d in lanes[COMMUNICATION])
+        found[way]["share"] = both / found[way][COMMUNICATION] if lanes[COMMUNICATION] else None
+    return found
+
+
 def draw_timeline(spans, path, title):
     """Draw {way: intervals} one above the other, on one axis of milliseconds."""
-    rows = TABLES["ddp-timeline"].cells([{"results": {"intervals": spans}}])
-    hidden = {row[""]: row["communication during computation"] for row in rows}
+    hidden = {way: percent(found["share"] or 0.0, 0) for way, found in overlaps(spans).items()}
     with panels(path, len(spans), figsize=(11, 1.9 * len(spans)), sharex=True) as (figure, axes):
         for (way, found), panel in zip(spans.items(), axes[:, 0], strict=True):
             for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
                 bars = [(start, end - start) for each, start, end in found if each == lane]
                 panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
             panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
-            panel.set_title(f"{way}: {hidden[way] or '0 %'} of the communication runs during computation", fontsize=10)
+            panel.set_title(f"{way}: {hidden[way]} of the communication runs during computation", fontsize=10)
             panel.grid(axis="x", alpha=0.3)
         axes[-1, 0].set(xlabel="ms", xlim=(0, None))
         figure.suptitle(title, fontsize=11)
@@ -177,7 +188,8 @@ def timeline(args, settings, groups):
     for way in ("naive", "overlap"):
         found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
         spans[way] = found[0]
-    path = save({"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
+    results = {"settings": settings, "overlap": overlaps(spans), "intervals": spans}
+    path = save(results, args, f"{args.save_as}_timeline")
     draw_timeline(spans, path.with_suffix(".png"), settings)
 
 

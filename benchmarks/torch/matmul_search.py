@@ -18,7 +18,7 @@ import itertools
 import statistics
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.report import benchmark_parser, paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
@@ -165,13 +165,20 @@ def peers(size):
 
 
 def compare(size, tile, rounds):
-    """{"ms": {name: milliseconds of each round}} of the fastest tile and of its peers, in interleaved rounds."""
+    """The fastest tile beside its peers, in interleaved rounds: "ms", {name: milliseconds of each round}.
+
+    us, peer, ratio: our median in microseconds, the fastest peer with its, and the ratio.
+    """
     from torch_bridge.matmul import matmul_add_relu
 
     a, b, c, _ = operands(size)
     calls = {OURS: lambda: matmul_add_relu(a, b, c, tile), **peers(size)}
     timers = {name: functools.partial(milliseconds, captured(call)) for name, call in calls.items()}
-    return {"tile": text(tile), "ms": interleaved(timers, rounds)}
+    ms = interleaved(timers, rounds)
+    us = {name: 1e3 * statistics.median(times) for name, times in ms.items()}
+    peer = min(us.keys() - {OURS}, key=us.get)
+    found = {"tile": text(tile), "size": size, "ms": ms, "us": us[OURS]}
+    return {**found, "peer": {"name": peer, "us": us[peer]}, "ratio": paired_ratio(ms[peer], ms[OURS])}
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

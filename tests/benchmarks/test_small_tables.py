@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.cpu import deployment
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks import convergence, sparse
+from benchmarks.ranks import collectives, convergence, sparse
 
 HARDWARE = {"cores": 2}
 
@@ -56,23 +56,15 @@ def test_a_program_is_measured_with_its_imports():
 
 
 def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
-    def measured(algorithm, seconds, ranks=2):
-        ratio = {"median": seconds / 0.5, "q1": 0, "q3": 0, "n": 1}
-        return {
-            "algorithm": algorithm,
-            "bytes": 1_000_000,
-            "ranks": ranks,
-            "seconds": [seconds],
-            "ratio_to_native": ratio,
-        }
+    def measured(operation, ranks, **seconds):
+        results = [{"algorithm": name, "bytes": 1_000_000, "seconds": [each]} for name, each in seconds.items()]
+        collectives.summarise(results, operation, ranks)
+        return results
 
-    results = {
-        "all_to_all": [measured("pairwise", 0.25), measured("mpi", 0.5)],
-        "reduce_scatter": [measured(name, seconds, ranks) for name, seconds, ranks in (
-            ("ring", 1.0, 2), ("mpi", 0.5, 2), ("ring", 0.5, 4), ("mpi", 0.5, 4)
-        )],
-    }  # fmt: skip
-    first, second = cells("ranks-collectives", results)
+    jobs = ("reduce_scatter", 2, 1.0), ("reduce_scatter", 4, 0.5)
+    times = sum((measured(operation, ranks, ring=seconds, mpi=0.5) for operation, ranks, seconds in jobs), [])
+    times += measured("all_to_all", 2, mpi=0.5, pairwise=0.25, gloo=1.0)
+    first, second = cells("ranks-collectives", {"times": times})
     two, four = "2 ranks, 2 cores", "4 ranks, 2 cores"
     assert [first[""], first[two], first[four]] == ["all_to_all, 1 MB", "500 ms; pairwise 0.50", ""]
     assert [second[""], second[two], second[four]] == ["reduce_scatter, 1 MB", "500 ms; ring 2.00", "500 ms; ring 1.00"]
