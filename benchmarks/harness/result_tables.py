@@ -126,12 +126,12 @@ TABLES = {
         products, attention = {products}, {attention} | cache cut to a multiple of = {row.cut or "not cut"}
         sequences = {batch} | us per token = {row.us_per_token:.0f}{row.error}""",
         each="tried", where='kind == "graph"'),
-    "gpu-contexts": (CONTEXTS := Table("gpu/positions", """
-        positions = rotary, training, 1 x {tokens:,} tokens | ms per step = {seconds:ms} | held, GiB = {held_bytes:GiB}
-        loss of the first step = {first_loss:.3f} | of the last step = {last_loss:.3f}""", each="contexts")),
     "gpu-positions": Table("gpu/positions", """
         positions = {key}, generation | a token before the end of the block, us = {seconds.before:us}
-        a token after it, us = {seconds.after:us} | times = {after_times:ratio}""", each="tokens", also=(CONTEXTS,)),
+        a token after it, us = {seconds.after:us} | times = {after_times:ratio}""", each="tokens", also=(
+        Table("gpu/positions", """
+        positions = rotary, training, 1 x {tokens:,} tokens | ms per step = {seconds:ms} | held, GiB = {held_bytes:GiB}
+        loss of the first step = {first_loss:.3f} | of the last step = {last_loss:.3f}""", each="contexts"),)),
     "gpu-memory": Table("gpu/memory", """
         = {options.preset}, {options.precision}, {options.batch_size} sequence{"s" * (options.batch_size > 1)}\
 {", %d micro-batches" % options.micro_batches if options.micro_batches > 1 else ""}\
@@ -150,13 +150,13 @@ TABLES = {
     "gpus-pipeline": Table("gpus/pipeline*", """
         ms per step; measured bubble; simulated bubble = {schedule}
         {file.machine} = {median * 1e3:.1f}; {measured:.1f} %; {simulated:.1f} %""", merged=True),
-    "gpus-fit": (FIT := Table("gpus/collectives", """
-        {ranks} GPUs = {name} | alpha, us; beta, ps per byte = {alpha * 1e6:.1f}; {beta * 1e12:.2f}
-        best `--bucket-mb` for GPT-2 124M = {bucket_mb:.0f}""", each="fits")),
     "gpus-collectives": Table("gpus/collectives", """
         {ranks} GPUs = {name} | {bytes:MB ,.0f} MB = {seconds:us}; {times_as_fast_as_torch:ratio}
         bus GB/s of the largest = {bus_bandwidth:GB .0f} | relative error at 10 MB = {error:.1e}""",
-        each="all_reduce", merged=True, also=(FIT,)),
+        each="all_reduce", merged=True, also=(
+        Table("gpus/collectives", """
+        {ranks} GPUs = {name} | alpha, us; beta, ps per byte = {alpha * 1e6:.1f}; {beta * 1e12:.2f}
+        best `--bucket-mb` for GPT-2 124M = {bucket_mb:.0f}""", each="fits"),)),
     "torch-matmul": (MATMUL := Table("torch/matmul_search", """
         us = ReLU(A B + C), fp16, {size} rows | {key} = {median * 1e3:.1f}""",
         each="ms", where="row.size", order="size", merged=True)),

@@ -43,7 +43,8 @@ def machine(name, hardware):
     """
     if on_gpu(name, hardware):
         return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + FORMATS["gpu"](hardware["gpu"])
-    return MACHINES.get(name.split("_")[-1]) or ("Intel Xeon" if "Intel" in hardware.get("cpu", "") else "AMD Zen 4")
+    cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
+    return MACHINES.get(name.split("_")[-1]) or next((kind for word, kind in kinds.items() if word in cpu), cpu)
 
 
 def on_gpu(name, hardware):
@@ -71,9 +72,9 @@ def source(name):
 # -- formats: a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns --------------
 
 
-def number(summary, scale=1.0, digits=4):
+def number(summary, digits=4, scale=1):
     """The median of a summary, times `scale`, with `digits` significant digits and without an exponent."""
-    value = scale * summary["median"]
+    value, digits = scale * summary["median"], int(digits)
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
@@ -86,20 +87,16 @@ def percent(share, digits=1):
 def cell(value, spec=".4g"):
     """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation."""
     if isinstance(value, dict):
-        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else value["mean"].text
+        return f"{value.mean:.4g} ± {value.std:.2g}" if "mean" in value else formatted(value.mean, "cell")
     return formatted(value, spec) if isinstance(value, int | float) else str(value)
 
 
+UNITS = {"MB": 1e-6, "GB": 1e-9, "MiB": 2**-20, "GiB": 2**-30}
 FORMATS = {  # {name: function of the value and of the words after the name}
-    "s": lambda value, digits=4: number(value, 1, int(digits)),
-    "ms": lambda value, digits=4: number(value, 1e3, int(digits)),
-    "us": lambda value, digits=4: number(value, 1e6, int(digits)),
-    "GiB": lambda count, spec=".2f": format(count / 2**30, spec),
-    "MiB": lambda count, spec=".2f": format(count / 2**20, spec),
-    "GB": lambda count, spec=".2f": format(1e-9 * count, spec),
-    "MB": lambda count, spec=".2f": format(1e-6 * count, spec),
-    "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "number": number,
+    **{name: functools.partial(number, scale=scale) for name, scale in {"s": 1, "ms": 1e3, "us": 1e6}.items()},
+    **{name: lambda count, spec=".2f", unit=unit: format(unit * count, spec) for name, unit in UNITS.items()},
+    "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "ratio": lambda value, digits=2: f"{value['median']:.{digits}f}",
     "percent": percent,
     "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
@@ -111,7 +108,7 @@ def formatted(value, format_spec):
     """The text of a value: by one of FORMATS and the words after its name, or by a format of Python."""
     name, *words = format_spec.split() or [""]
     if value is None or isinstance(value, Missing):
-        return value.text if value is OUT_OF_MEMORY and name == "cell" else ""
+        return "out of memory" if value is OUT_OF_MEMORY and name == "cell" else ""
     return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
 
 
@@ -119,10 +116,7 @@ def formatted(value, format_spec):
 
 
 class Missing:
-    """A value that was not measured; what is computed from it is missing too. text: with the format "cell"."""
-
-    def __init__(self, text):
-        self.text = text
+    """A value that was not measured; what is computed from it is missing too."""
 
     def __bool__(self):
         return False
@@ -134,7 +128,7 @@ class Missing:
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = itself
 
 
-NOT_MEASURED, OUT_OF_MEMORY = Missing(""), Missing("out of memory")
+NOT_MEASURED, OUT_OF_MEMORY = Missing(), Missing()
 
 
 class Fields(dict):

@@ -138,4 +138,4 @@ def test_rows_with_the_same_first_cell_are_merged_and_columns_keep_their_order()
 
 def test_numbers_keep_their_significant_digits():
     sample = {"median": 0.0024, "q1": 0.002389, "q3": 3.1, "n": 5}
-    assert number(sample, 1e3, 3) == "2.40" and number({"median": 3100.4}) == "3,100"
+    assert number(sample, 3, 1e3) == "2.40" and number({"median": 3100.4}) == "3,100"
