@@ -371,7 +371,7 @@ FIRST_RUN = Table(
     "cpu/first_run", "command = stage 0: `{name}` | {file.machine}, s = {value:s 3}",
     lambda results: flat(results["seconds"], "name"),
 )  # fmt: skip
-DEPLOYMENT = Table("cpu/deployment_intel", """
+DEPLOYMENT = Table("cpu/deployment", """
     command = one token, {program}, {version} | {file.machine}, s = {seconds:s 3}
     modules of this repository = {modules} | their import, ms = {ms:s 3}
     peak MiB = {peak_bytes:memory}""")  # fmt: skip
