@@ -434,6 +434,11 @@ TABLES = {
         memory of a rank, MB = {measured.memory:MB .1f}; {predicted.memory:MB .1f}
         messages = {measured.calls}; {predicted.calls}
         MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
+    "table-1": Table("gpus/table_1*", """
+        = {name} | training, the paper, s = {paper.training:,.2f} | inference, the paper, s = {paper.inference:.2f}
+        training, {file.machine}, s = {training:.2f} | a step, {file.machine}, ms = {step * 1e3:.2f}
+        inference, {file.machine}, s = {seconds:s 3}
+        last loss = {last_loss:.6f}""", merged=True),
     "gpus-plan": Table("gpus/plan", """
         = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f}
         error = {error:percent}"""),
