@@ -59,15 +59,20 @@ def test_a_program_is_measured_with_its_imports():
 
 
 def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
-    logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 2)
+    logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 4)
     commands = []
     monkeypatch.setattr(table_1, "train", lambda *words, **flags: (next(logs), commands.append((words, flags))))
     monkeypatch.setattr(table_1, "run_to_end", lambda name, *_: f"{name}: total 0.50 s")
     saved = []
     monkeypatch.setattr(table_1, "save", lambda results, args: saved.extend(results))
     table_1.main(["--stages", "0", "1", "--steps", "3", "--ranks", "2", "--rounds", "2"])
-    assert [words[:2] for words, _ in commands] == [("stage 0", "stage0_serial"), ("stage 1, 2 ranks", "stage1_mpi")]
-    assert commands[1][1] == {"ranks": 2, "preset": "paper", "steps": 3}
+    first, second = ("stage 0", "stage0_serial"), ("stage 1, 2 ranks", "stage1_mpi")
+    assert [words[:2] for words, _ in commands] == [first, first, second, second]
+    assert [flags["steps"] for _, flags in commands] == [2, 3, 2, 3] and commands[3][1] == {
+        "ranks": 2,
+        "preset": "paper",
+        "steps": 3,
+    }
     first, _ = cells("table-1", saved)
     assert [*first.values()] == ["stage 0", "15,264.36", "112.62", "4.50", "1250.00", "0.500", "4.250000"]
 
