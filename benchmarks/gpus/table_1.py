@@ -17,7 +17,7 @@ from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train
 from benchmarks.paper import PROCESSES, SECONDS
 from gpt2core.app.shipped import WEIGHTS
-from gpt2core.errors import UserError
+from gpt2core.errors import UserError, counted
 from stage1_mpi.launch import choose, launch_line
 
 PACKAGES = "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"
@@ -27,7 +27,7 @@ INFERENCE = ["--weights", str(WEIGHTS), "--max-new-tokens", "30", "--stats"]
 def measure(stage, args):
     """The row of a stage: seconds of the training, of a step, and ("seconds") of the inference; and of the paper."""
     package, ranks = PACKAGES[stage], {1: args.ranks, 3: args.gpus}.get(stage)
-    name = f"stage {stage}" + (f", {ranks} ranks" if ranks else "")
+    name = f"stage {stage}" + (f", {counted(ranks, 'rank')}" if ranks else "")
     precision = {"precision": "fp32"} if stage >= 2 else {}
     for steps in (2, args.steps):  # the first run compiles and chooses kernels
         log, _ = train(name, package, args.timeout, ranks=ranks, preset="paper", steps=steps, **precision)
