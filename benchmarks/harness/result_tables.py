@@ -498,7 +498,7 @@ TABLES = {
         difference = {difference * 100:+.1f} % | held according to the driver, GiB = {driver_bytes:GiB}""",
         memory_cases, "largest terms, GiB = {largest}"),
     "gpus-scaling": Table(
-        tuple(f"gpus/scaling{name}" for name in ("_strong", "_two", "_16", "", "_64", "_64_two")), """
+        tuple(f"gpus/scaling{name}" for name in ("_strong", "_strong_two", "_two", "_16", "", "_64", "_64_two")), """
         = {name} | {title} = {seconds:ms}; {marked}; {times_as_fast:ratio}; {file.commit}""", scaling_tables, """
         tokens/s = {tokens_per_second:,.0f} | MB sent per rank = {bytes_sent:MB ,.1f}
         optimizer MB per rank = {optimizer_bytes:MB ,.1f} | last loss = {last_loss:.4f}""",
@@ -630,7 +630,7 @@ SUMMARY = (
              "{x.token:us} us", decoding,
              readme="time per generated token, GPT-2 124M, {precision}, one {file.machine}"),
     compared("GPT-2 124M, bf16, {ranks} GPUs, {title}", "several-gpus",
-             ("gpus/scaling_strong", "gpus/scaling_16", "gpus/scaling_64"),
+             ("gpus/scaling_strong", "gpus/scaling_strong_two", "gpus/scaling_16", "gpus/scaling_64"),
              "{x.tokens_per_second / 1e6:.2f} M tokens/s", fastest_of_ours, "{ranks} x one GPU", "{efficiency:percent}",
              "training speed, GPT-2 124M, bf16, {ranks} GPUs, {title}, {file.machine}"),
     compared("GPT-2 1.5B, `{name.partition('GPUs ')[2]}`", "several-gpus", "gpus/sharding", MS, sharded),
