@@ -263,7 +263,7 @@ CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": (
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
-    MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows"  # names of flags
+    MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows", "stages"  # names of flags
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""

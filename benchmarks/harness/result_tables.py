@@ -37,7 +37,7 @@ TABLES = {
         command = {CODE} | seconds = {{seconds:s 2}} | peak MiB = {{peak_bytes:memory}}"""),
     "first-run": (FIRST_RUN := Table("cpu/first_run", """
         command = stage 0: `{key}` | {file.machine}, s = {median:#.3g}""", each="seconds")),
-    "cpu-deployment": (DEPLOYMENT := Table("cpu/deployment_intel", """
+    "cpu-deployment": (DEPLOYMENT := Table("cpu/deployment", """
         command = one token, {program}, {version} | {file.machine}, s = {seconds:s 3}
         modules of this repository = {modules} | their import, ms = {ms:s 3}
         peak MiB = {peak_bytes:memory}""")),
@@ -87,6 +87,10 @@ TABLES = {
         memory of a rank, MB = {measured.memory:MB .1f}; {predicted.memory:MB .1f}
         messages = {measured.calls}; {predicted.calls}
         MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
+    "table-1": Table("gpus/table_1*", """
+        = {name} | training, the paper, s = {paper.training:,.2f} | inference, the paper, s = {paper.inference:.2f}
+        training, {file.machine}, s = {training:.2f} | a step, {file.machine}, ms = {step * 1e3:.2f}
+        inference, {file.machine}, s = {seconds:s 3} | last loss = {last_loss:.6f}""", merged=True),
     "gpus-plan": Table("gpus/plan", """
         = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f}
         error = {error:percent}"""),
@@ -140,7 +144,8 @@ TABLES = {
         difference = {difference * 100:+.1f} % | held according to the driver, GiB = {driver_bytes:GiB}"""),
     "gpus-paper": (PAPER_STEPS := Table("gpus/scaling", """
         = {name} | 50 steps of `paper`, s = {totals:s 3}""", each="paper")),
-    "gpus-scaling": Table(tuple(f"gpus/scaling{name}" for name in ("_strong", "_two", "_16", "", "_64", "_64_two")), """
+    "gpus-scaling": Table(
+        tuple(f"gpus/scaling{name}" for name in ("_strong", "_strong_two", "_two", "_16", "", "_64", "_64_two")), """
         = {name} | {title} = {seconds:ms}; {efficiency_text}; {times_as_fast:ratio}; {file.commit}""",
         each="scaling rows", merged=True, also=(PAPER_STEPS,)),
     "gpus-sharding": Table("gpus/sharding", """
@@ -279,7 +284,7 @@ SUMMARY = (
     compared("token, {preset}, {precision}, {batch} x ({prompt} + {new})", "gpu-decode", "gpu/decode*",
              "{x.token:us} us"),
     compared("GPT-2 124M, bf16, {ranks} GPUs, {title}", "several-gpus",
-             ("gpus/scaling_strong", "gpus/scaling_16", "gpus/scaling_64"),
+             ("gpus/scaling_strong", "gpus/scaling_strong_two", "gpus/scaling_16", "gpus/scaling_64"),
              "{x.tokens_per_second / 1e6:.2f} M tokens/s", "{ranks} x one GPU", "{efficiency:percent}", "base",
              "{times_as_fast:ratio}", base='side != "ours"', same="title ranks", each="scaling rows",
              where="row.fastest"),

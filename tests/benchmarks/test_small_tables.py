@@ -4,11 +4,14 @@ import resource
 import sys
 
 import numpy as np
+import pytest
 
 from benchmarks.cpu import deployment
+from benchmarks.gpus import table_1
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.ranks import collectives, convergence, sparse
+from gpt2core.errors import UserError
 
 HARDWARE = {"cores": 2}
 
@@ -53,6 +56,31 @@ def test_a_program_is_measured_with_its_imports():
     row = {"program": "stage 0", "version": "now", "modules": 79, "seconds": [0.5], "ms": [20.0], "peak_bytes": 2**26}
     (found,) = cells("cpu-deployment", [row])
     assert [*found.values()] == ["one token, stage 0, now", "0.500", "79", "20.0", "64.0"]
+
+
+def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
+    logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 4)
+    commands = []
+    monkeypatch.setattr(table_1, "train", lambda *words, **flags: (next(logs), commands.append((words, flags))))
+    monkeypatch.setattr(table_1, "run_to_end", lambda name, *_: f"{name}: total 0.50 s")
+    saved = []
+    monkeypatch.setattr(table_1, "save", lambda results, args: saved.extend(results))
+    table_1.main(["--stages", "0", "1", "--steps", "3", "--ranks", "2", "--rounds", "2"])
+    first, second = ("stage 0", "stage0_serial"), ("stage 1, 2 ranks", "stage1_mpi")
+    assert [words[:2] for words, _ in commands] == [first, first, second, second]
+    assert [flags["steps"] for _, flags in commands] == [2, 3, 2, 3] and commands[3][1] == {
+        "ranks": 2,
+        "preset": "paper",
+        "steps": 3,
+    }
+    first, _ = cells("table-1", saved)
+    assert [*first.values()] == ["stage 0", "15,264.36", "112.62", "4.50", "1250.00", "0.500", "4.250000"]
+
+
+def test_stages_of_a_gpu_need_one(monkeypatch):
+    monkeypatch.setattr(table_1, "nvidia_smi", lambda _: [])
+    with pytest.raises(UserError, match="no GPU, which stages 2 and 3 need: use --stages 0 1"):
+        table_1.main(["--steps", "1"])
 
 
 def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
