@@ -3,18 +3,11 @@
 from dataclasses import replace
 
 from benchmarks.harness.table_format import Table, load
-from benchmarks.paper import LOSSES
 
-STEPS = (*range(0, 50, 5), 49)  # columns of the loss curve
 CODE = '{"`%s`" % name if "--" in name or name.startswith("make ") else name}'  # a name; one with flags as code
 STEP = "{options.preset}, {options.precision}, {options.batch_size} x {options.seq_len}"
+CURVE = {"each": "losses", "where": "index % 5 == 0 or index == 49", "merged": True}
 MAIN_SHAPES = [1, 16, 16384, 64], [64, 12, 1024, 64], [4, 16, 4096, 128]  # of attention, measured on H100 and H200
-
-
-def curve(name, cell):
-    """A table with one row of the loss curve. cell: function of a step that returns the template of its cell."""
-    return Table("cpu/curve", f"step = {name}\n" + "\n".join(f"{step} = {cell(step)}" for step in STEPS))
-
 
 # -- tables of docs/RESULTS.md ----------------------------------------------------------------------------------------
 
@@ -30,9 +23,10 @@ TABLES = {
         {threads}: {name}, first token, ms = {first:ms 3}
         {threads}: recomputing / cache = {row.times_as_fast_as_recomputing if name == "ours" else None:.1f}""",
         where='case != "recomputing"', merged=True),
-    "cpu-curve": replace(
-        curve("paper, serial", lambda step: f"{LOSSES['serial'][step]:.3f}"),
-        also=(curve("ours", "{losses[%d]:.3f}".__mod__), curve("deviation", "{deviations[%d]:+.1%%}".__mod__))),
+    "cpu-curve": Table("cpu/curve", "step = paper, serial | {index} = {value / (1 + deviations[index]):.3f}",
+        **CURVE, also=(
+        Table("cpu/curve", "step = ours | {index} = {value:.3f}", **CURVE),
+        Table("cpu/curve", "step = deviation | {index} = {deviations[index]:+.1%}", **CURVE))),
     "classroom": Table("cpu/classroom", f"""
         command = {CODE} | seconds = {{seconds:s 2}} | peak MiB = {{peak_bytes:memory}}"""),
     "first-run": (FIRST_RUN := Table("cpu/first_run", """
@@ -207,9 +201,8 @@ TABLES = {
         = {" x ".join(map(str, shape))}, {name} | ms = {ms.both:number} | TFLOP/s = {tflops.both:.0f}""",
         choice="attention, forward and backward: TFLOP/s"),
     "gpu-tune": Table("gpu/tune", """
-        case = {key} | candidates = {len(value)} | fastest, ms = {value[0].ms:.4f}
-        current, ms = {[each.ms for each in value if each.label == "in use"][0]:.4f}
-        current / fastest = {[each.ms for each in value if each.label == "in use"][0] / value[0].ms:.3f}""", each="*",
+        case = {key} | candidates = {len(value)} | current, ms = {ms:.4f} | fastest, ms = {value[0].ms:.4f}
+        current / fastest = {ms / value[0].ms:.3f}""", each="* value", where='label == "in use"',
         choice="attention's tiles; 1 forward, 2, 3 the kernels of backward, 4 all: time / time of the fastest tile"),
     "gpu-checkpoints": Table("gpu/checkpoints", f"""
         = {CODE} | ms per step = {{totals.median / steps * 1e3:.2f}}
@@ -265,14 +258,15 @@ def compared(question, section, files, cell, limit="", share="", peer="peer", ra
 
 
 MS, MEAN = "{x.seconds:ms} ms", "{x.step.mean:.1f} ms"
-TWO = {"where": 'row.ratio and threads == 2 and row.case != "recomputing"'}  # threads
-FLOOR = {"limit": "products: {floor.seconds:ms} ms", "share": "{share_of_floor:percent 0}", **TWO}
+TWO_THREADS = {"where": 'row.ratio and threads == 2 and row.case != "recomputing"'}
+CPU_STEP = {"limit": "products: {floor.seconds:ms} ms", "share": "{share_of_floor:percent 0}", **TWO_THREADS}
 MEANS = {"peer": "base", "name": "{settings}, {name}", "ratio": "{base.step.mean / row.step.mean:.2f}"}
 SUMMARY = (
-    compared("step, `paper`, 2 threads", "cpu-training-step", ("cpu/train_step", "cpu/train_step_[iz]*"), MS, **FLOOR),
-    compared("step, GPT-2 124M, 4 x 64 tokens, 2 threads", "cpu-training-step", "cpu/train_step_gpt2", MS, **FLOOR),
+    compared("step, `paper`, 2 threads", "cpu-training-step", ("cpu/train_step", "cpu/train_step_[iz]*"), MS,
+             **CPU_STEP),
+    compared("step, GPT-2 124M, 4 x 64 tokens, 2 threads", "cpu-training-step", "cpu/train_step_gpt2", MS, **CPU_STEP),
     compared("token, `paper`: {case}, 2 threads", "cpu-decode", ("cpu/decode", "cpu/decode_intel"),
-             "{x.token:ms 3} ms", **TWO),
+             "{x.token:ms 3} ms", **TWO_THREADS),
     compared("step, `paper`, 2 MPI ranks", "ranks", "ranks/ranks*", MS, "2 x one process",
              '{times_as_fast["stage 0: 1 process, 1 thread"].median / 2:percent 0}'),
     compared(f"{STEP} tokens", "gpu-step", ("gpu/step_gpt2*", "gpu/step_paper*"), MS,

@@ -176,7 +176,7 @@ class Table:
     or one dictionary. These change them, in this order:
 
     each: fields whose values are rows inside a row; "*" is the row itself. A row inside also has the fields of the row
-    around it, and the "key" of a dictionary. If it is not a dictionary, it is the field "value".
+    around it, and its "key" in a dictionary or "index" in a list. If it is not a dictionary, it is the field "value".
     name: template of the field "name", as "{size} / context {context}": its words become fields; a word has no "/".
     Rows with other names are omitted.
     base, same: expression, names of fields. Among the rows with the same fields, the first one for which `base` is true
@@ -272,6 +272,5 @@ def columns_of(description):
 
 def inner_rows(found):
     """The rows of a list or dictionary inside a row; see Table."""
-    pairs = found.items() if isinstance(found, dict) else ((None, value) for value in found)
-    values = ((key, value if isinstance(value, dict) else {"value": value}) for key, value in pairs)
-    return [row if key is None else {"key": key, **row} for key, row in values]
+    place, pairs = ("key", found.items()) if isinstance(found, dict) else ("index", enumerate(found))
+    return [{place: key} | (value if isinstance(value, dict) else {"value": value}) for key, value in pairs]
