@@ -75,7 +75,7 @@ def summarise(results):
     medians = add_step_fields(results)
     for result in results:
         result["share_of_floor"] = paired_ratio(medians[FLOOR], medians[result["name"]])
-    ours, *_, floor = results
+    ours, floor = (next(result for result in results if result["name"] == name) for name in ("ours", FLOOR))
     add_peer(ours, results, {name: paired_ratio(seconds, medians["ours"]) for name, seconds in medians.items()})
     ours["floor"] = {"seconds": floor["seconds"]}
 
