@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.gpu import attention as gpu_attention
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
 from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
@@ -152,6 +153,21 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
         ("whole step, graph replayed", "3.000", ""),
         ("whole step, launched from Python", "4.000", ""),
     ] and list(found[0]) == ["", ms, limit]
+
+
+def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direction():
+    noise, shape = np.array([1.0, 3.0, 2.0]), [1, 2, 64, 32]  # noise slows all programs of a round equally
+    ms = {"ours": (1.0, 4.0), "ours, plain Triton": (0.5, 1.0), "torch, FlashAttention-2": (1.5, 9.0)}
+    ms["torch, cuDNN"] = (2.0, 6.0)
+    results = [
+        {"name": name, "shape": shape, "norms": [1.0, 1.0]}
+        | {"ms": {"forward": (forward * noise).tolist(), "both": (both * noise).tolist()}}
+        for name, (forward, both) in ms.items()
+    ]
+    gpu_attention.summarise(results)
+    assert results[0]["peer"]["name"] == "torch, cuDNN" and "peer" not in results[1]
+    (row,) = cells("gpu-attention", results)
+    assert row["times as fast"] == "1.50; 1.50" and row["torch, cuDNN"] == "0; 0"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
