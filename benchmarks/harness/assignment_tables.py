@@ -1,5 +1,6 @@
 """The tables of docs/ASSIGNMENT.md, which the commands of benchmarks/torch print too. This file imports no PyTorch."""
 
+import re
 from dataclasses import replace
 
 from benchmarks.harness import result_tables
@@ -13,29 +14,30 @@ GRID = "naive", "compiled", "sdpa", OURS, "ours, compiled backward"
 MOMENTS = "init", "before step", "after step"  # of sharding
 GIB = 2**30
 TENSORS = "parameters", "output of fc1", "output of relu", "output of ln", "logits", "loss", "gradients"
-ALGORITHMS = "root", "ring", "halving-doubling", "tree", "canonical"  # of an all-reduce in stage 1
+ALGORITHMS = "ours, root", "ours, ring", "ours, halving-doubling", "ours, tree", "ours, canonical"  # all-reduces
 
-KEYS = "size | context | precision"
-MODEL = f"{KEYS} | implementation"
-NAME = "{size} / context {context} / {precision}"  # how the names of rows begin
-EACH = NAME + " / {implementation}"
-TIMELINE = "timeline / " + NAME + " / {kind} / {implementation}"
+MODEL = "{size} / context {context} / {precision} / {implementation}"  # the name of a row
+TIMELINE = "timeline / {size} / context {context} / {precision} / {kind} / {implementation}"
+SAVED = "saved / {size} / context {context} / {precision} / torch naive"
+TIME = 'NAME, ms = {row["NAME"]:cell}'  # mean and standard deviation
 STEP_GIB = "step, GiB = {row.step.peak:cell GiB}"
-SAVED = Table("torch/memory", f"""
-    {KEYS} | saved by = `{{key}}` | MiB = {{value:MiB .1f}} | share = {{value / saved:percent}}""",
-    name=f"saved / {EACH}", each="sources")  # fmt: skip
 
 
-def in_ms(columns):
-    """The description of columns with the mean and standard deviation of times."""
-    return "\n".join(f'{column}, ms = {{row["{column}"]:cell}}' for column in columns)
+def of_models(file, columns, name=MODEL, **options):
+    """A table of torch/<file> whose first columns are the fields of `name`, the template of the names of its rows."""
+    return Table(f"torch/{file}", " | ".join(re.findall(r"{(\w+)}", name)) + f"\n{columns}", name=name, **options)
+
+
+def repeated(names, columns):
+    """The columns once for each name, which stands in the place of NAME."""
+    return "\n" + "\n".join(columns.replace("NAME", name) for name in names)
 
 
 def grid(kind):
     """The table of the times of one kind (forward, backward, both) of all implementations, a row for each shape."""
-    columns = "\n".join(f'{name} = {{row.{kind} if implementation == "{name}" else "":cell}}' for name in GRID)
-    shape = "= {dtype}, {D}, {T}\n"
-    return Table("torch/attention", shape + columns, name="grid / {dtype} / {D} / {T} / {implementation}", merged=True)
+    columns = repeated(GRID, f'NAME = {{row.{kind} if implementation == "NAME" else "":cell}}')
+    name = "grid / {dtype} / {D} / {T} / {implementation}"
+    return Table("torch/attention", "= {dtype}, {D}, {T}" + columns, name=name, merged=True)
 
 
 def kinds(name, table, kind):
@@ -44,75 +46,65 @@ def kinds(name, table, kind):
 
 
 TABLES = {
-    "end-to-end": Table("torch/end_to_end", f"""{MODEL}
-        {in_ms(KINDS)}
-        backward, ms = {{row["{GRADIENTS}"].mean - row.forward.mean:.4g}}""", name=EACH),
+    "end-to-end": of_models("end_to_end", repeated(KINDS, TIME) + f"""
+        backward, ms = {{row["{GRADIENTS}"].mean - row.forward.mean:.4g}}"""),
     "end-to-end-bf16": Table(
         "torch/end_to_end",
-        "size | context | implementation | "
-        + " | ".join(f'{kind} = {{base["{kind}"].mean / row["{kind}"].mean:.2f}}' for kind in KINDS),
-        name=EACH, base='precision == "fp32"', same="size context implementation",
+        "size | context | implementation" + repeated(KINDS, 'NAME = {base["NAME"].mean / row["NAME"].mean:.2f}'),
+        name=MODEL, base='precision == "fp32"', same="size context implementation",
         where='precision == "bf16" and base'),
-    "warm-up": Table(
-        "torch/end_to_end", f"{MODEL}\n{in_ms(('first step', *(f'warm-up {count}' for count in WARM_UPS)))}",
-        name=f"warm-up / {EACH}"),
-    "profile-passes": Table("torch/profile", f"""{MODEL}
-        pass = {{row.key:cell}} | wall ms = {{row.wall:cell}} | sum of kernels, ms = {{row.kernels_ms:.4g}}
-        kernels = {{row.calls}} | products = {{row.product_share:percent}}
-        longest kernel = `{{kernels[0].name}}` | its calls = {{kernels[0].calls}}
-        its share = {{kernels[0].share:percent}} | longest other kernel = `{{others[0].name}}`
-        share of that = {{others[0].share:percent}}""", name=EACH, each="passes"),
-    "profile-shares": Table("torch/profile", f"""{MODEL}
-        products, forward only = {{passes["forward only"].product_share:percent}}
-        products, training step = {{step.product_share:percent}}
-        optimizer, training step = {{step.optimizer_share:percent}}
-        kernels / wall, forward only = {{passes["forward only"].kernels_ms / passes["forward only"].wall.mean:percent}}
-        kernels / wall, training step = {{step.kernels_per_wall:percent}}""", name=EACH, where="not row.oom"),
-    "profile-others": Table("torch/profile", f"""{MODEL}
-        kernels that are not products, forward only: calls, share = {{"; ".join(["`%s` %d x, %.1f %%" % \
-(each.name, each.calls, 100 * each.share) for each in passes["forward only"].others])}}""",
-        name=EACH, where="not row.oom"),
-    "profile-attention": Table("torch/profile", f"""{MODEL}
+    "warm-up": of_models(
+        "end_to_end", repeated(["first step", *(f"warm-up {count}" for count in WARM_UPS)], TIME),
+        f"warm-up / {MODEL}"),
+    "profile-passes": of_models("profile", """
+        pass = {row.key:cell} | wall ms = {row.wall:cell} | sum of kernels, ms = {row.kernels_ms:.4g}
+        kernels = {row.calls} | products = {row.product_share:percent}
+        longest kernel = `{kernels[0].name}` | its calls = {kernels[0].calls} | its share = {kernels[0].share:percent}
+        longest other kernel = `{others[0].name}` | share of that = {others[0].share:percent}""", each="passes"),
+    "profile-shares": of_models("profile", """
+        products, forward only = {passes["forward only"].product_share:percent}
+        products, training step = {step.product_share:percent}
+        optimizer, training step = {step.optimizer_share:percent}
+        kernels / wall, forward only = {passes["forward only"].kernels_ms / passes["forward only"].wall.mean:percent}
+        kernels / wall, training step = {step.kernels_per_wall:percent}""", where="not row.oom"),
+    "profile-others": of_models("profile", """
+        kernels that are not products, forward only: calls, share = {"; ".join(["`%s` %d x, %.1f %%" % \
+(each.name, each.calls, 100 * each.share) for each in passes["forward only"].others])}""", where="not row.oom"),
+    "profile-attention": of_models("profile", f"""
         products, ms = {{attention.products.ms:.4g}} | softmax, ms = {{attention.softmax.ms:.4g}}
         {OTHERS}, ms = {{attention["{OTHERS}"].ms:.4g}}
         time of softmax / products = {{attention.softmax.ms / (attention.products.ms or None):.2f}}
         operations of softmax / products = {{attention.softmax.operations / attention.products.operations:.3f}}""",
-        name=EACH, where="not row.oom"),
+        where="not row.oom"),
     "sums": Table("torch/accumulation", """
         sum + number = {numbers} | result = {sum:.7g} | relative error = {error:.1e}""",
         name="sum / {numbers} / {device}"),
     "autocast": Table(
-        "torch/accumulation",
-        "\n".join(["autocast", *(f'{tensor} = {{row["{tensor}"]}}' for tensor in TENSORS)]),
+        "torch/accumulation", "autocast" + repeated(TENSORS, 'NAME = {row["NAME"]}'),
         name="dtypes / {autocast} / {device}"),
     "layernorm": Table("torch/accumulation", """
         dtype | input | error, statistics in this dtype = {row["own dtype"]:.1e}
         error, statistics in float32 = {float32:.1e}""", name="layernorm / {dtype} / {input} / {device}"),
-    "peaks": Table("torch/memory", f"""{MODEL}
+    "peaks": of_models("memory", f"""
         forward, GiB = {{row.forward.peak:cell GiB}} | {STEP_GIB}
-        step, held by the allocator, GiB = {{row.step.held:cell GiB}} | step, predicted, GiB = {{row.predicted:GiB}}""",
-        name=EACH),
-    "residual": Table(
-        "torch/memory", "size | context | one residual activation in fp32, MiB = {residual:MiB}",
-        name="{size} / context {context} / fp32 / torch naive", where="row.residual"),
-    "checkpoints": Table(
-        "torch/memory", f"{KEYS} | blocks of a checkpoint = {{blocks}} | {STEP_GIB}",
-        name=f"checkpoint / {NAME} / {{blocks}} blocks"),
-    "timelines": Table("torch/memory", f"""{KEYS}
-        kind | implementation | before, GiB = {{before:GiB}} | lowest, GiB = {{min(map(float, GiB.split())):.2f}}
-        peak, GiB = {{peak:GiB}}
-        start of backward, GiB = {{float(GiB.split()[marks.backward]) if marks.backward else None:.2f}}
-        end, GiB = {{float(GiB.split()[-1]):.2f}} | allocations""", name=TIMELINE, where="not row.oom"),
-    "largest": Table("torch/memory", f"""{KEYS}
-        kind | implementation | MiB = {{bytes:MiB .1f}} | times | allocated by = `{{source}}`""",
-        name=TIMELINE, each="largest", where="not row.oom"),
+        step, held by the allocator, GiB = {{row.step.held:cell GiB}}
+        step, predicted, GiB = {{row.predicted:GiB}}"""),
+    "residual": of_models("memory", "one residual activation in fp32, MiB = {residual:MiB}",
+        "{size} / context {context} / fp32 / torch naive", where="row.residual"),
+    "checkpoints": Table("torch/memory", f"""
+        size | context | precision | blocks of a checkpoint = {{blocks}} | {STEP_GIB}""",
+        name="checkpoint / {size} / context {context} / {precision} / {blocks} blocks"),
+    "timelines": of_models("memory", """
+        before, GiB = {before:GiB} | lowest, GiB = {min(map(float, GiB.split())):.2f} | peak, GiB = {peak:GiB}
+        start of backward, GiB = {float(GiB.split()[marks.backward]) if marks.backward else None:.2f}
+        end, GiB = {float(GiB.split()[-1]):.2f} | allocations""", TIMELINE, where="not row.oom"),
+    "largest": of_models("memory", """
+        MiB = {bytes:MiB .1f} | times | allocated by = `{source}`""", TIMELINE, each="largest", where="not row.oom"),
     # The lines that save tensors for backward, their sum, and the gradients of the parameters.
-    "saved": replace(SAVED, also=(
-        replace(SAVED, each="", columns=f"""
-            {KEYS} | saved by = sum of all lines | MiB = {{saved:MiB .1f}} | share = 100 %"""),
-        replace(SAVED, each="", columns=f"""
-            {KEYS} | saved by = gradients of the parameters | MiB = {{gradients:MiB .1f}} | share ="""),
-    )),
+    "saved": of_models("memory", "saved by = `{key}` | MiB = {value:MiB .1f} | share = {value / saved:percent}", SAVED,
+        each="sources", also=(
+        of_models("memory", "saved by = sum of all lines | MiB = {saved:MiB .1f} | share = 100 %", SAVED),
+        of_models("memory", "saved by = gradients of the parameters | MiB = {gradients:MiB .1f} | share =", SAVED))),
     "naive-memory": Table("torch/attention", """
         = {D}, {T} | forward ms = {row.forward:cell} | backward ms = {row.backward:cell}
         GiB before backward = {row.bytes_before_backward:GiB} | GiB of weights = {row.bytes_of_weights:GiB}""",
@@ -123,8 +115,7 @@ TABLES = {
         GB/s = {row["GB/s"]:cell} | bus GB/s = {row["bus GB/s"]:cell}""",
         name="{library}, {_} ranks, {mb} MB", where="row.bytes"),
     "all-reduce-ours": Table("torch/all_reduce", """
-        ranks | MB = {bytes:MB g} | {library}, ms = {time:cell}
-        """ + in_ms(f"ours, {algorithm}" for algorithm in ALGORITHMS),
+        ranks | MB = {bytes:MB g} | {library}, ms = {time:cell}""" + repeated(ALGORITHMS, TIME),
         name="{library}, {_} ranks, {mb} MB", where='"ours, root" in row'),
     **kinds("ddp", Table("torch/ddp", """
         schedule = {way} | messages = {row.buckets or ""} | ms per step = {row.step:cell}
@@ -146,10 +137,8 @@ TABLES = {
         closed form / measured = {row["closed form / measured"]:.2f} | pipelined, ms = {row["pipelined ms"]:.2f}
         pipelined / measured = {row["pipelined / measured"]:.2f}""", each="rows"), "sockets"),
     **kinds("sharding", Table("torch/sharding", """
-        = {way} | ranks = {row.ranks} | ms per step = {row.step:cell}
-        """ + "\n".join(
-            f'{at}, counted GB = {{row["counted GB {at}"]:.2f}} | {at}, GB = {{row["GB {at}"]:.2f}}' for at in MOMENTS
-        ) + """
+        = {way} | ranks = {row.ranks} | ms per step = {row.step:cell}""" + repeated(
+            MOMENTS, 'NAME, counted GB = {row["counted GB NAME"]:.2f} | NAME, GB = {row["GB NAME"]:.2f}') + """
         peak, GB = {row["peak GB"]:.2f} | first loss = {row["first loss"]:.4f} | last loss = {row["last loss"]:.4f}""",
         name="{settings}, {way}"), "shared"),
 }  # fmt: skip
