@@ -42,7 +42,8 @@ def machine(name, hardware):
     Hardware of an AMD server CPU does not name its generation: a file that is not of Zen 4 must end as in MACHINES.
     """
     if on_gpu(name, hardware):
-        return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + FORMATS["gpu"](hardware["gpu"])
+        words = [*hardware["gpu"].split(), hardware["gpu"]]  # "NVIDIA H100 80GB HBM3" is an H100
+        return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
     cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
     return MACHINES.get(name.split("_")[-1]) or next((kind for word, kind in kinds.items() if word in cpu), cpu)
 
@@ -99,7 +100,6 @@ FORMATS = {  # {name: function of the value and of the words after the name}
     "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "ratio": lambda value, digits=2: f"{value['median']:.{digits}f}",
     "percent": percent,
-    "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
     "cell": cell,
 }
 
