@@ -48,7 +48,7 @@ SPILLS = {
     ): "up to 16 bytes with Triton 3.9: the result of a tile takes 128 registers",
     ("h200", "decoding.batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
     ("h200", "decoding.batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
-    ("h200", "kernels.rotary.rotary_kernel", None): "32 bytes: cos and sin of angles that are much larger than these",
+    ("h200", "kernels.rotary.rotation_kernel", None): "32 bytes: cos and sin of angles that are much larger than these",
     **{
         ("h200", f"decoding.sampling.append_{each}_kernel", None): "32 bytes with rotary positions, for the same reason"
         for each in ("given", "greedy", "sampled")
