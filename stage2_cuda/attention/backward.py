@@ -72,19 +72,32 @@ def row_delta(y, dy):
 
 
 @triton.jit
+def load_rotation(rotation_ptr, row, pair, T, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """The cosines and the sines of the pairs of channels `pair` (columns) in the rows from `row` on (ROWS, columns)."""
+    rows = row + tl.arange(0, ROWS)[:, None]
+    of_pair = rotation_ptr + rows * (2 * PAIRS) + pair[None, :]
+    return tl.load(of_pair, rows < T, 0.0), tl.load(of_pair + PAIRS, rows < T, 0.0)
+
+
+@triton.jit
 def rotate_back(dx, rotation_ptr, row, T, PAIRS: tl.constexpr):
-    """dx (rows, HEAD_DIM), the gradient of rotated rows of q or k from `row` on, rotated by the opposite angles.
+    """dx (ROWS, HEAD_DIM), the gradient of rotated rows of q or k from `row` on, rotated by the opposite angles.
 
     rotation_ptr: that of kernels/rotary.py (T, 2, PAIRS), or None: then the result is dx.
     """
     if rotation_ptr is not None:
-        rows, i = row + tl.arange(0, dx.shape[0]), tl.arange(0, dx.shape[1])
-        of_pair = rotation_ptr + rows[:, None] * (2 * PAIRS) + (i % PAIRS)[None, :]
-        inside = (rows < T)[:, None]
-        cos, sin = tl.load(of_pair, inside, 0.0), tl.load(of_pair + PAIRS, inside, 0.0)
-        first = (i < PAIRS)[None, :]
-        other = tl.where(i < PAIRS, i + PAIRS, i - PAIRS)  # the other channel of the pair; beyond D dx is 0
-        dx = dx * cos + tl.gather(dx, tl.broadcast_to(other[None, :], dx.shape), 1) * tl.where(first, sin, -sin)
+        ROWS: tl.constexpr = dx.shape[0]
+        HEAD_DIM: tl.constexpr = dx.shape[1]
+        if HEAD_DIM == 2 * PAIRS:  # both channels of a pair are in one thread
+            a, b = dx.reshape(ROWS, 2, PAIRS).permute(0, 2, 1).split()  # (ROWS, PAIRS)
+            cos, sin = load_rotation(rotation_ptr, row, tl.arange(0, PAIRS), T, ROWS, PAIRS)
+            dx = tl.join(a * cos + b * sin, b * cos - a * sin).permute(0, 2, 1).reshape(ROWS, HEAD_DIM)
+        else:
+            i = tl.arange(0, HEAD_DIM)
+            first = i < PAIRS
+            other = tl.broadcast_to(tl.where(first, i + PAIRS, i - PAIRS)[None, :], ROWS, HEAD_DIM)
+            cos, sin = load_rotation(rotation_ptr, row, i % PAIRS, T, ROWS, PAIRS)
+            dx = dx * cos + tl.gather(dx, other, 1) * tl.where(first[None, :], sin, -sin)
     return dx
 
 
