@@ -14,8 +14,8 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-ANGLES = 512  # of a program of rotation_kernel
-BLOCK, HEADS, WARPS = 4096, 8, 4  # pairs of a tile, its heads at most, and the warps of its program: 16-byte loads
+ANGLES = 128  # of a program of rotation_kernel
+BLOCK, HEADS, WARPS = 1024, 8, 4  # pairs of a tile, its heads at most, and the warps of its program: 16-byte loads
 LOG2_BASE, LOG2_2PI, TWO_PI = (tl.constexpr(x) for x in (math.log2(10000), math.log2(2 * math.pi), 2 * math.pi))
 
 
