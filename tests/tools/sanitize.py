@@ -115,9 +115,10 @@ def launch_gelu(a):
 
 def launch_rotary(a):
     for B, T, H, D in ((2, 37, 3, 10), (1, 5, 2, 64)):  # a head size that is not a power of two
-        qkv, y = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D)
-        rotary.rotary(y, qkv, H, 3, 1)
-        rotary.rotary(y, qkv, H, 3, -1)
+        qkv, y, rotation = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D), a.f(T, 2, D // 2)
+        rotary.compute_rotation(rotation, 3)
+        rotary.rotate(y, qkv, rotation, H, 1)
+        rotary.rotate(qkv, qkv, rotation, H, -1)
 
 
 def launch_dropout(a):
@@ -225,7 +226,8 @@ def launch_attention(a):
             qkv, dqkv, y, dy = (a.x(B, T, parts * H * D) for parts in (3, 3, 1, 1))
             lse, delta = a.f(B, H, T), a.f(B, H, T)
             attention.attention_forward(y, lse, qkv, H, precision)
-            attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
+            for rotation in (None, a.f(T, 2, D // 2)):
+                attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision, rotation=rotation)
         for T_q, T_k in ((72, 133), (300, 170)):  # the Gluon kernels need a T_q that is a multiple of 4
             attend_separately(a, (2, 3, T_q, T_k, 24), precision)
             if attention.gluon_table(np.dtype(a.dtype).itemsize, 6, 300, 64):
