@@ -184,13 +184,8 @@ DEVICE void load_rotated(float (&x)[8], const float* row, const float* rotation,
   }
 }
 
-// The attention of some warps, or of some blocks, to different keys. Each of them has stored its y (D), the sum of its
-// values times their weights exp2(score - maximum), and its stats: the maximum, and the sum of the weights.
-struct Combined {
-  float element, maximum, sum;  // of the keys of all of them; `element` of y is not divided by `sum` yet
-};
-
-// Lane i of the first 8 lanes stores the elements 8 i to 8 i + 7.
+// Store the attention of a warp to some keys: y (D), the sum of the values times their weights exp2(score - maximum),
+// of which lane i < 8 has the elements 8 i to 8 i + 7; and warp_stats, the maximum and the sum of the weights.
 DEVICE void store_warp(float* warp_y, float2& warp_stats, const float (&y)[8], float maximum, float sum) {
   const int lane = thread_number() % 32;
   if (lane < 8) {
@@ -200,6 +195,11 @@ DEVICE void store_warp(float* warp_y, float2& warp_stats, const float (&y)[8], f
   if (lane == 0) warp_stats = make_float2(maximum, sum);
 }
 
+struct Combined {
+  float element, maximum, sum;
+};
+
+// The attention of COUNT warps, or blocks, together: one element of y, the maximum, the sum of the weights.
 template <int COUNT>
 DEVICE Combined combine(const float (&y)[COUNT][D], const float2 (&stats)[COUNT], int element) {
   Combined result = {0, SMALLEST, 0};

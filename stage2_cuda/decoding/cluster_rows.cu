@@ -1,7 +1,7 @@
 // The kernels of a layer's decode step for several sequences (rows) on a Hopper GPU, in clusters of 8 blocks.
 //
-// A cluster computes up to 16 rows, as one or two groups of 8. It loads its weights once. Both groups go through a stage
-// before the next stage begins, so that the exchanges of one group overlap with the arithmetic of the other.
+// A cluster computes up to 16 rows, as one or two groups of 8. It loads its weights once. Both groups go through a
+// stage before the next stage begins, so the exchanges of one group overlap with the arithmetic of the other.
 // cluster_step.cu explains clusters, signals and the operands of the products. There the 8 rows of a tile of the tensor
 // cores are equal; here they are those of 8 sequences. cluster_step.py launches:
 //
@@ -59,8 +59,8 @@ DEVICE Place prepare_place(const u16* bias, const u16* ln_w) {
   return place;
 }
 
-// s = x + bias + partials[0] + partials[1] + ..., for this block's columns of a group; warp i has row i. x and s (B, C);
-// partials (PARTS, B, C), or a null pointer. Rows beyond B are 0. The first cluster of these rows stores s.
+// s = x + bias + partials[0] + partials[1] + ..., for this block's columns of a group, of which warp i has row i. x and
+// s (B, C); partials (PARTS, B, C), or a null pointer. Rows beyond B are 0. The first cluster of these rows stores s.
 template <int PARTS, int COLUMNS>
 DEVICE void compute_share(Product<COLUMNS>& product, float* s, const float* x, const float* partials, int first_row,
                           int B, Place place, bool first_cluster) {
@@ -162,9 +162,8 @@ struct alignas(16) RowsAttentionMemory {
   u64 y_arrived[GROUPS];
 };
 
-// The sequence of this block in a group, or another one if `used` is false: then its results are not stored.
+// The sequence of this block in a group. keys: 0 if there is none; then nothing is stored.
 struct Sequence {
-  bool used;
   int keys, newest;
   u16* cache;  // the 8 elements of k that this thread uses, at index 0 of the cache
 };
@@ -212,9 +211,8 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
   };
   const auto start_sequence = [=](int group) {
     const int row = row_of(group), length = lengths[row];
-    const bool used = first_row + group * ROWS + rank < B;
-    u16* address = cache + (size_t)row * block * 2 * C + head * D + part * 8;
-    const Sequence sequence = {used, used ? min(length, block) : 1, (length - 1) % block, address};
+    const int keys = first_row + group * ROWS + rank < B ? min(length, block) : 0;
+    const Sequence sequence = {keys, (length - 1) % block, cache + (size_t)row * block * 2 * C + head * D + part * 8};
 #pragma unroll
     for (int chunk = 0; chunk < AHEAD; chunk++) start_chunk(sequence, chunk);
     return sequence;
@@ -224,7 +222,7 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
   const int column = thread < 3 * D ? thread : 0;
   const float gamma_of = gamma_w[column_of(column)], beta_of = beta_w[column_of(column)];
   if (rotation && thread < D)
-    for (int i = 0; i < groups; i++) memory.rotation[i][thread] = rotation[row_of(i) * D + thread];
+    for (int i = 0; i < GROUPS; i++) memory.rotation[i][thread] = rotation[row_of(i) * D + thread];
   prefetch_weights(ahead_qkv, 3 * C * C, ahead_proj, C * C, C / D * row_clusters);
   cluster_wait();  // as in cluster_step.cu
   wait_for_previous_launch();
@@ -246,8 +244,7 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
 #pragma unroll
     for (int i = 0; i < 8; i++)
       q[i] = new_qkv[part * 8 + i], a[i] = new_qkv[D + part * 8 + i], y[i] = new_qkv[2 * D + part * 8 + i];
-    if (rotation) load_rotated(q, new_qkv, angles, part * 8);
-    if (rotation) load_rotated(a, new_qkv + D, angles, part * 8);
+    if (rotation) load_rotated(q, new_qkv, angles, part * 8), load_rotated(a, new_qkv + D, angles, part * 8);
     const auto score_of = [&](uint4 k) {
       float key[8], dot = 0;
       unpack(key, k);
@@ -259,7 +256,7 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
     const uint4 new_k = packed(a);
     const float new_score = score_of(new_k);
     const bool has_newest = first_key == newest % KEYS_AT_ONCE;
-    if (has_newest && sequence.used) {
+    if (has_newest && keys > 0) {
       *(uint4*)(sequence.cache + (size_t)newest * 2 * C) = new_k;
       *(uint4*)(sequence.cache + (size_t)newest * 2 * C + C) = packed(y);
     }
@@ -301,11 +298,9 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
     sum = sum_lanes(sum * factor, 8, 16);
 #pragma unroll
     for (int e = 0; e < 8; e++) y[e] = sum_lanes(y[e] * factor, 8, 16);
-    float(&warp_y)[WARPS][D] = memory.warp_y[group];
-    float2(&warp_stats)[WARPS] = memory.warp_stats[group];
-    store_warp(warp_y[warp], warp_stats[warp], y, top, sum);
+    store_warp(memory.warp_y[group][warp], memory.warp_stats[group][warp], y, top, sum);
     block_barrier();
-    const Combined combined = combine(warp_y, warp_stats, thread % D);
+    const Combined combined = combine(memory.warp_y[group], memory.warp_stats[group], thread % D);
     const Four four = split_lanes(fast_divide(combined.element, combined.sum));
     if (thread % 4 == 0)
 #pragma unroll

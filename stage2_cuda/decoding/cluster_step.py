@@ -24,8 +24,8 @@ SOURCES, ROWS_SOURCES = ((*cuda_launch.HEADERS, *FILES[:2], kernels) for kernels
 CLUSTER, THREADS, HEAD_SIZE = 8, 256, 64  # blocks per cluster, threads per block
 WARPS = THREADS // 32
 MAX_BLOCK = 1024  # positions, for one sequence: each block of a cluster holds 1/8 of the keys in registers
-# Several sequences: the most of a decode step and of a cluster, and the bytes of two chunks of 128 keys and values.
-MAX_ROWS, CLUSTER_ROWS, CHUNKS_BYTES = 32, 16, 2 * 128 * HEAD_SIZE * 4
+MAX_ROWS, CLUSTER_ROWS = 32, 16  # the most sequences of these kernels, and of a cluster (8 or 16)
+CHUNKS_BYTES = 2 * 128 * HEAD_SIZE * 4  # AHEAD chunks of 128 keys and values in shared memory, in cluster_rows.cu
 # {C: hidden units per warp}: so the MLP has 4C / (64 UNITS) clusters: 16 for one sequence, and for several at most 12,
 # because then two of each fit on the GPU (see LOGIT_CLUSTERS).
 UNITS, ROWS_UNITS = {256: 1, 512: 2, 768: 3}, {256: 2, 512: 4, 768: 4}
