@@ -46,9 +46,9 @@ class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
     The sequences may have different lengths. model: a GPT2 or InferenceModel on CudaBackend that is not split over
-    ranks. The decoder reads the model's own parameter arrays; only with batch 1 it makes transposed copies of most
-    weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream. tiling: a
-    batched.DecodeTiling.
+    ranks. The decoder reads the model's own parameter arrays; only a SingleRowStep or a ClusterStep makes transposed
+    copies of most weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream.
+    tiling: a batched.DecodeTiling.
     """
 
     def __init__(self, model, batch, stream, tiling):
@@ -70,7 +70,7 @@ class GpuDecoder:
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.prefill_cache, self.h = PrefillCache(self.cache, self.backend), empty((B, C), wte.dtype)
         self.logits = empty((B, V), "float32")
-        clusters = B == 1 and cluster_step.supports(config, wte.dtype, self.tiling)
+        clusters = cluster_step.supports(config, wte.dtype, self.tiling, B)
         step_class = ClusterStep if clusters else SingleRowStep if B == 1 else BatchedStep
         buffers = self.sequences, self.cache, self.h, self.logits
         self.decode_step = step_class(config, self.plan, *buffers, self.tiling, self.backend.dot_precision, empty)

@@ -333,19 +333,19 @@ def launch_cluster_step(a):
     if not on_gpu or np.dtype(a.dtype).itemsize != 2 or triton_launch.gpu_model()[0] != cuda_launch.HOPPER:
         return
     for C, V, length in ((256, 37, 1), (768, 1000, 70)):
-        H, block, eps, clusters = C // cluster_step.HEAD_SIZE, 70, 1e-5, cluster_step.mlp_clusters(C)
-        ln, s, x, partials, bias = (a.x(C), a.x(C)), a.f(C), a.f(C), a.f(H, C), a.x(C)
+        H, block, eps = C // cluster_step.HEAD_SIZE, 70, 1e-5
+        ln, bias = (a.x(C), a.x(C)), a.x(C)
         qkv, proj, fc, fc_proj = a.x(3 * C, C), a.x(C, C), a.x(4 * C, C), a.x(C, 4 * C)
-        lengths, cache, folded = (
-            a.xp.asarray(np.array([length], np.int32)),
-            a.x(1, block, 2 * C),
-            (a.f(3 * C), a.f(3 * C)),
-        )
-        common = (x, None, None), ln[0], qkv, folded, proj, lengths
-        for rotation in (None, a.f(1, 2, cluster_step.HEAD_SIZE // 2)):
-            cluster_step.attention_block(partials, s, cache, *common, rotation, (qkv, proj), eps, False)
-        residual, folded, sums = (x, partials, bias), (a.f(4 * C), a.f(4 * C)), a.f(clusters, C)
-        cluster_step.mlp_block(sums, s, residual, ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
+        for B in (11, 1):
+            clusters = cluster_step.mlp_clusters(C, B)
+            s, x, partials, sums = a.f(B, C), a.f(B, C), a.f(H, B, C), a.f(clusters, B, C)
+            cache, lengths = a.x(B, block, 2 * C), a.i(B, high=block) + length
+            for rotation in (None, a.f(B, 2, cluster_step.HEAD_SIZE // 2)):
+                rest = ln[0], qkv, (a.f(3 * C), a.f(3 * C)), proj, lengths, rotation, (qkv, proj), eps, False
+                for residual in ((x, None, None), (x, sums, bias)):
+                    cluster_step.attention_block(partials, s, cache, residual, *rest)
+            folded = a.f(4 * C), a.f(4 * C)
+            cluster_step.mlp_block(sums, s, (x, partials, bias), ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
         maxima, indices = a.f(cluster_step.logit_maxima()), a.i(cluster_step.logit_maxima(), high=V)
         weights = qkv, proj, fc, fc_proj
         cluster_step.logits(a.f(V), maxima, indices, s, (x, sums, bias), ln, a.x(V, C), weights, eps)
