@@ -40,7 +40,7 @@ def with_units(text):
 
 
 def write_report(folder, records, missing, preset, steps, titles):
-    """Write index.html and the picture files to `folder`; returns the path of the page. Raises ConfigError.
+    """Write index.html and the picture files to `folder`; returns the path of the page.
 
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
@@ -62,11 +62,7 @@ def write_report(folder, records, missing, preset, steps, titles):
         colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"), gains=paper_sections.gains(runs),
         tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
     )  # fmt: skip
-    try:
-        for chart in charts:
-            chart.write(folder)
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        where = error.filename or folder
-        raise ConfigError(f"{where}: cannot be written ({error.strerror}): free some space") from None
+    for chart in charts:
+        chart.write(folder)
+    page.write_text(text, encoding="utf-8")
     return page

@@ -36,10 +36,8 @@ def seconds(value):
 
 def amount(count):
     """Bytes as text: 40 B, 43.6 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= each[1]), ("B", 1))
+    return f"{count / size:.3g} {unit}"
 
 
 def tiny(value):

@@ -1,7 +1,7 @@
 """The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
 
 from benchmarks.report import shipped
-from benchmarks.report.machine_sections import TRACES, trace_title
+from benchmarks.report.machine_sections import traces
 from benchmarks.report.trace import MICROSECONDS, events_of
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -16,9 +16,8 @@ def views(runs):
     """[view], in the order of the list."""
     found = [slices(recording) for recording in (runs.results("recordings") or {}).values()]
     found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
-    for name in TRACES:
-        if step := runs.results(name):
-            found.append(training_step(f"{trace_title(runs, name)}, preset {runs.preset}, this machine", step))
+    for _, title, step in traces(runs):
+        found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
     if not runs.results("trace3"):
         for step in shipped.timelines():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
@@ -28,11 +27,9 @@ def views(runs):
 
 def slices(recording):
     """A recording of recording.py with its explanation."""
-    ranks, size = recording["ranks"], recording["bytes"]
     text = (
-        f"{recording['text']} Recorded from {ranks} ranks with arrays of {amount(size)} (all parameters of preset "
-        f"{recording['preset']}). A slice has the colour of the rank that it comes from; a sum has the stripes of all "
-        f"its ranks."
+        f"{recording['text']} Recorded from arrays of {amount(recording['bytes'])} (preset {recording['preset']}). A "
+        f"slice has the colour of the rank that it comes from; a sum has the stripes of all its ranks."
     )
     return recording | {"kind": "slices", "group": "collectives and ZeRO", "text": text}
 
@@ -51,10 +48,9 @@ def pipeline(name, ranks, count):
             live.append([start if kind == "F" else end, live[-1][1] + changes[kind]])
         lanes.append({"rank": rank, "name": "", "events": events, "live": [*live, [timeline.seconds, live[-1][1]]]})
     text = (
-        f"{ranks} ranks, {count} micro-batches, simulated with one unit of time for F, B and W: "
-        f"{timeline.seconds:g} units, bubble {100 * timeline.bubble:.0f} %, at most "
-        f"{', '.join(f'{peak:g}' for peak in timeline.peaks)} live activations on ranks 0 to {ranks - 1} (the curve "
-        f"below the bars). A number is a micro-batch."
+        f"{ranks} ranks, {count} micro-batches (the numbers), one unit of time for F, B and W: {timeline.seconds:g} "
+        f"units, bubble {100 * timeline.bubble:.0f} %, at most {', '.join(f'{peak:g}' for peak in timeline.peaks)} "
+        f"live activations on the ranks (the curve below the bars)."
     )
     group = "pipeline schedules"
     return {"kind": "trace", "group": group, "title": f"pipeline {name}", "text": text, "unit": "unit", "lanes": lanes}
@@ -66,8 +62,8 @@ def training_step(title, step, origin=""):
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
     without = f", without bars below {seconds(least * MICROSECONDS)}" if least > 0 else ""
     text = (
-        f"{origin}The step takes {seconds(step['seconds'])}{without}. Bars that have not begun are pale. + and − zoom "
-        f"at the line of the present time."
+        f"{origin}The step takes {seconds(step['seconds'])}{without}. Pale bars have not begun. + and − zoom at the "
+        f"line of the present time."
     )
     return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
 
