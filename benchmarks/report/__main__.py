@@ -10,8 +10,6 @@ import signal
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
 from benchmarks.report.parts import PartFiles, run_parts
@@ -41,12 +39,11 @@ def make_report(args):
     environment()  # a missing package is an error before the measurements
     parts, files = parts_of(args.preset, args.steps, args.full), PartFiles(args.out / "parts", args.fresh)
     try:
-        with tqdm(total=len(parts), unit="part", disable=None, leave=False, dynamic_ncols=True) as bar:
-            records, missing, failures = run_parts(parts, files, bar, args.no_measure)
+        records, missing, failures = run_parts(parts, files, args.no_measure)
     except KeyboardInterrupt:
-        saved = sum(files.load(part) is not None for part in parts)
-        saved = f"{saved} of {counted(len(parts), 'part')} are saved in {files.folder}"
-        print(f"interrupted: {saved}; run the same command again to continue", file=sys.stderr)
+        print(
+            f"\ninterrupted: parts are saved in {files.folder}; run the same command again to continue", file=sys.stderr
+        )
         return 130
     titles = {part.name: part.title for part in parts}
     page = write_report(args.out, records, missing, args.preset, args.steps, titles)

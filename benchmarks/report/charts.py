@@ -35,11 +35,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a chart. marks: [(value, text, colour, marker of matplotlib)]; bar: one bar."""
+    """One row of a chart. marks: [(value, text, colour, marker of matplotlib, or "" for a bar)]."""
 
     label: str
     marks: list
-    bar: bool = False
     text: str = ""  # at the right end
 
 
@@ -173,7 +172,7 @@ def draw_rows(axes, chart, colours, limit):
     for place, row in enumerate(chart.rows):
         values, texts, names, markers = zip(*row.marks, strict=True)
         points += [(value, place, f"{row.label}: {text}") for value, text in zip(values, texts, strict=True)]
-        if row.bar:
+        if not any(markers):
             bars = axes.barh(place, values, color=[colours[name] for name in names], height=0.62)
             axes.bar_label(bars, texts, padding=4)
             continue
@@ -187,7 +186,7 @@ def draw_rows(axes, chart, colours, limit):
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
-    if chart.rows[0].bar:
+    if not any(markers):
         axes.margins(x=0)
     else:
         axes.grid(True, axis="x", linewidth=0.6)

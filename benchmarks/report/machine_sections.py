@@ -54,10 +54,7 @@ def op_chart(name, title, seconds_of):
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
     unit, scale = ("s", 1) if total > 10 else ("ms", 1e3)  # of all texts and of the axis, so that a reader can compare
     percent = {op: f"{100 * time / total:.0f} %" if time >= total / 100 else "below 1 %" for op, time in items}
-    rows = [
-        Row(op, [(time * scale, f"{number(time * scale)} {unit}, {percent[op]}", "c0", "")], bar=True)
-        for op, time in items
-    ]
+    rows = [Row(op, [(time * scale, f"{number(time * scale)} {unit}, {percent[op]}", "c0", "")]) for op, time in items]
     alt = f"{title}: {', '.join(f'{op} {percent[op]}' for op, _ in items[:3])} of the kernels' time."
     return Chart(f"{name}-ops", f"Kernels of one step, {title}", alt, f"time ({unit})", rows=rows)
 

@@ -18,9 +18,6 @@ from benchmarks.report.recording import record_all
 from benchmarks.report.runs import RANKS
 from benchmarks.report.trace import read_step
 from gpt2core.app.shipped import CORPUS, WEIGHTS
-from gpt2core.architecture import parameter_shapes
-from gpt2core.arena import Arena
-from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import first_tokens
 from gpt2core.text.tokenizer import Tokenizer
 from testing.jobs import run_mpi
@@ -29,20 +26,18 @@ STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
 WARM_UP_STEPS = 5  # first steps of a training that its median time leaves out
-BUCKETS = 8  # about as many messages as the traced run with --dp bucket sends in a step
+BUCKET = "--bucket-mb", "5"  # about 8 messages with the gradients of `paper`
 NEW_TOKENS, PROMPT_TOKENS = 30, 256  # the paper's inference
 REPEATS = 3  # of each inference
 BATCH_PROMPTS = 4  # prompts of --mode batch
 TIMEOUT = 1800  # seconds of one command
-MESSAGE_SIZES = 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 43_600_000  # bytes; the last: all gradients of `paper`
+MESSAGE_SIZES = [1_000, 10_000, 100_000, 1_000_000, 10_000_000, 43_600_000]  # bytes; the last: gradients of `paper`
 
 
 def parts_of(preset, steps, full):
     """The Parts for this machine. full: also train stage 1 on 1, 4 and 8 ranks."""
     gpus = len(nvidia_smi("name"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    sizes = [size for size in MESSAGE_SIZES if preset == "paper" or size <= 1_000_000]
-    bucket = "--bucket-mb", bucket_mb(preset)
     found = [  # (name, title, function, its arguments)
         ("train0", f"training, {steps} steps, stage 0", train, 0, None, preset, steps),
         *(
@@ -57,8 +52,8 @@ def parts_of(preset, steps, full):
         ("scaling", "training speed of 1, 2, ... threads and ranks", scaling, preset, cores),
         ("trace0", "trace of a step, stage 0", trace, 0, None, preset),
         ("trace1-flat", "trace, stage 1, 2 ranks, --dp flat", trace, 1, 2, preset, "--dp", "flat"),
-        ("trace1-bucket", "trace, stage 1, 2 ranks, --dp bucket", trace, 1, 2, preset, "--dp", "bucket", *bucket),
-        ("collectives", "all-reduce algorithms on 2 ranks", all_reduces, 2, sizes),
+        ("trace1-bucket", "trace, stage 1, 2 ranks, --dp bucket", trace, 1, 2, preset, "--dp", "bucket", *BUCKET),
+        ("collectives", "all-reduce algorithms on 2 ranks", all_reduces, 2, MESSAGE_SIZES),
     ]
     if gpus:
         several = 1 << (gpus.bit_length() - 1)  # a power of two
@@ -73,12 +68,6 @@ def parts_of(preset, steps, full):
         Part("prompt", "a prompt through the shipped model of the book", record_prompt, times=False),
         *(Part(name, title, function, arguments) for name, title, function, *arguments in found),
     ]
-
-
-def bucket_mb(preset):
-    """The value of --bucket-mb (10^6 bytes), as text, for about BUCKETS messages with the gradients of this preset."""
-    megabytes = 4 * Arena(parameter_shapes(PRESETS[preset])).size / 1e6  # fp32
-    return f"{float(f'{megabytes / BUCKETS:.1g}'):g}"  # one digit
 
 
 def train(stage, ranks, preset, steps):

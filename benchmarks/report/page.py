@@ -59,7 +59,7 @@ def write_report(folder, records, missing, preset, steps, titles):
     text = template.render(
         s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
-        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"), gains=paper_sections.gains(runs),
+        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"),
         tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
     )  # fmt: skip
     for chart in charts:

@@ -1,7 +1,6 @@
 """What the page says beside the paper: the first screen, Tables 1 and 2, and what each change gains."""
 
 import math
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from benchmarks import paper
@@ -15,14 +14,6 @@ from gpt2core.errors import counted
 
 PRODUCTS = "linear", "mlp", "unembed", "attention"  # names of kernels that contain matrix products begin with these
 SAME = 1e-3  # curves with smaller relative differences are one line of the chart
-INFERENCE = {  # {part: (program, what is divided)}
-    "infer0": ("stage 0, one process", "nothing: one prompt, the whole model"),
-    "infer1-replicate": ("stage 1, --mode replicate", "nothing: each rank computes all logits; rank 0 uses their mean"),
-    "infer1-batch": ("stage 1, --mode batch", "the prompts"),
-    "infer1-tensor": ("stage 1, --mode tensor", "each layer"),
-}
-
-
 # -- the first screen --------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +106,11 @@ def table_1(runs):
         f'as the serial program; its text has {text_time:,.0f} s and "15 % faster": '
         f"{100 * (1 - text_time / serial):.1f} % less than {serial:,.0f} s.",
     )
+    for name, ratio in runs.inference_speedups().items():
+        if name != "infer1-replicate":
+            results = runs.results(name)
+            note = f"{counted(results['prompts'], 'prompt')}; per prompt, relative to stage 0: {ratio}"
+            rows.append([f"stage 1, --mode {name[7:]}", "", "", "", Cell(number(results["seconds"]), note)])
     caption = (
         f"Table 1. Seconds of the training (preset {runs.preset}) and of the inference (256 tokens of prompt, 30 new "
         f"ones), without the start of the program. Grey: results of another machine, or none. The paper: {paper.CPU}; "
@@ -124,72 +120,43 @@ def table_1(runs):
     return Table(caption, ["program", *(f"{program} (s)" for program in programs)], rows, (1, 2, 3, 4), grey)
 
 
-def inference_modes(runs):
-    """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
-    rows, ratios = [], runs.inference_speedups()
-    for name, (program, divided) in INFERENCE.items():
-        row = ["", Cell("–", runs.reason(name)), "", "", ""]
-        if results := runs.results(name):
-            prompts, time, ratio = results["prompts"], results["seconds"], ratios.get(name)
-            row = [prompts, number(time), number(time / prompts), "1" if ratios else "", ""]
-            if ratio:
-                row[3:] = ratio.cell(number(ratio.times)), f"{ratio.ideal:g}"
-        rows.append([program, *row, divided])
-    caption = (
-        "Inference of stages 0 and 1 on this machine, on 2 ranks. Ideal of --mode batch: prompts share each product."
-    )
-    head = ["program", "prompts", "all prompts (s)", "one prompt (s)", "times as fast", "ideal", "what is divided"]
-    return Table(caption, head, rows, (1, 2, 3, 4, 5), [k for k, name in enumerate(INFERENCE) if name in runs.missing])
-
-
 # -- what each change gains --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gain:
-    """One change from a program to another. theirs: the ratios of the paper, in Table 1 and perhaps in the text.
-
-    ours: a Speedup, or None. note: what was compared, or why there is no ratio.
-    """
-
-    title: str
-    theirs: list
-    ours: Speedup | None
-    note: str
-
-    @property
-    def ideal(self):
-        return self.ours.ideal if self.ours and math.isfinite(self.ours.ideal) else None
-
-    @property
-    def texts(self):
-        """(the ratios of the paper, our ratio)."""
-        return " or ".join(map(number, self.theirs)), number(self.ours.times) if self.ours else "–"
-
-
-def gains(runs):
-    """The Gains that sections 9.1 to 9.3 of the paper explain."""
+def gain_chart(runs):
+    """(Chart, caption, footnote): the gains that sections 9.1 to 9.3 of the paper explain."""
     (serial, _), _, _, (both, _) = paper.SECONDS.values()
-    in_text = {(0, 1): serial / paper.MPI_SECONDS_IN_TEXT, (1, 3): paper.MPI_SECONDS_IN_TEXT / both}
-    changes = [  # title (section of the paper), the slower and the faster stage, our ratio if it is not that of Table 1
-        ("serial to MPI, training (9.1)", 0, 1, gain_ranks),
-        ("serial to MPI, inference (9.1.2)", 0, 1, gain_replicate),
-        ("serial to CUDA, training (9.2)", 0, 2, None),
-        ("serial to CUDA, inference (9.2)", 0, 2, None),
-        ("one GPU to several, training (9.3)", 2, 3, gain_gpus),
-        ("MPI to MPI and CUDA, training (9.3)", 1, 3, None),
-        ("MPI to MPI and CUDA, inference (9.3)", 1, 3, None),
+    mpi = paper.MPI_SECONDS_IN_TEXT
+    changes = [  # title (section of the paper), slower and faster stage, [ratio in the paper's text], ours
+        ("serial to MPI, training (9.1)", 0, 1, [serial / mpi], gain_ranks(runs)),
+        ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_replicate(runs)),
+        ("serial to CUDA, training (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "training")),
+        ("serial to CUDA, inference (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "inference")),
+        ("one GPU to several, training (9.3)", 2, 3, [], gain_gpus(runs)),
+        ("MPI to MPI and CUDA, training (9.3)", 1, 3, [mpi / both], gain_pair(runs, 1, 3, "training")),
+        ("MPI to MPI and CUDA, inference (9.3)", 1, 3, [], gain_pair(runs, 1, 3, "inference")),
     ]
-    found = []
-    for title, slow, fast, compare in changes:
-        what = "inference" if "inference" in title else "training"
-        times = [paper.SECONDS[PAPER_NAMES[stage]][what == "inference"] for stage in (slow, fast)]
-        theirs = [
-            times[0] / times[1],
-            *([in_text[slow, fast]] if what == "training" and (slow, fast) in in_text else []),
-        ]
-        found.append(Gain(title, theirs, *(compare(runs) if compare else gain_pair(runs, slow, fast, what))))
-    return found
+    rows, notes = [], []
+    for title, slow, fast, in_text, (ours, note) in changes:
+        times = [paper.SECONDS[PAPER_NAMES[stage]]["inference" in title] for stage in (slow, fast)]
+        theirs, text = [times[0] / times[1], *in_text], "–"
+        marks = [(ratio, f"paper: {ratio:.3g} times as fast", "soft", "o") for ratio in theirs]
+        if ours:
+            bad = ours.disturbed
+            if math.isfinite(ours.ideal):
+                marks.append((ours.ideal, f"ideal: {ours.ideal:g}", "ink", "|"))
+            said = f"disturbed: {ours.reason}" if bad else f"ours: {ours.times:.3g} times as fast"
+            marks.append((ours.times, said, "c1" if bad else "c0", "X" if bad else "o"))
+            text = f"disturbed ({number(ours.times)})" if bad else number(ours.times)
+        rows.append(Row(title, marks, text=f"{' or '.join(map(number, theirs))} → {text}"))
+        notes.append(f"{title}: {note}")
+    alt = f"How many times as fast, paper → ours. {'; '.join(f'{row.label}: {row.text}' for row in rows)}."
+    caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: above it, so disturbed."
+    return (
+        Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log=True),
+        caption,
+        "; ".join(notes),
+    )
 
 
 def gain_ranks(runs):
@@ -225,37 +192,6 @@ def gain_gpus(runs):
     (ratio,) = speedups(one["median_step"], {"train3": (many["median_step"], ranks)}).values()
     text = f"{seconds(many['median_step'])} on {counted(ranks, 'GPU')}, {seconds(one['median_step'])} on one"
     return ratio, f"the median step: {text}"
-
-
-def gain_chart(found):
-    """(Chart, caption)."""
-    rows = []
-    for gain in found:
-        marks = [(ratio, f"paper: {ratio:.3g} times as fast", "soft", "o") for ratio in gain.theirs]
-        if gain.ideal:
-            marks.append((gain.ideal, f"ideal: {gain.ideal:g}", "ink", "|"))
-        if gain.ours:
-            bad = gain.ours.disturbed
-            text = f"disturbed: {gain.ours.reason}" if bad else f"ours: {gain.ours.times:.3g} times as fast"
-            marks.append((gain.ours.times, text, "c1" if bad else "c0", "X" if bad else "o"))
-        rows.append(Row(gain.title, marks, text=" → ".join(gain.texts)))
-    alt = "How many times as fast each change makes the program, for the paper and for ours, on a logarithmic axis; "
-    alt += "the table below has the numbers."
-    caption = (
-        "Circles: the paper; dots: ours; lines: the ideal; crosses: above it, so disturbed. Numbers: paper → ours."
-    )
-    return Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log=True), caption
-
-
-def gain_table(found):
-    rows = []
-    for gain in found:
-        (theirs, ours), note = gain.texts, gain.note
-        if gain.ours and gain.ours.disturbed:
-            ours, note = f"disturbed ({ours})", f"{note}. Disturbed: {gain.ours.reason}"
-        rows.append([gain.title, theirs, Cell(ours, note), f"{gain.ideal:g}" if gain.ideal else ""])
-    caption = "How many times as fast. Two values of the paper: in its Table 1 or in its text."
-    return Table(caption, ["change (section of the paper)", "paper", "ours", "ideal"], rows, (1, 2, 3))
 
 
 def reasons(runs):

@@ -79,15 +79,15 @@ def need_mpi(ranks):
         raise Skipped(f"{error}") from None
 
 
-def run_parts(parts, files, bar, only_saved=False):
+def run_parts(parts, files, only_saved=False):
     """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
 
-    bar: a tqdm progress bar. A part that is skipped or that fails does not stop the others; failures has the names of
-    those that failed. only_saved: run no part with times.
+    Prints a line for each part. A part that is skipped or that fails does not stop the others; failures has the names
+    of those that failed. only_saved: run no part with times.
     """
     records, missing, failures = {}, {}, []
-    for part in parts:
-        bar.set_description_str(part.title)
+    for number, part in enumerate(parts, 1):
+        print(f"{number}/{len(parts)} {part.title}: ", end="", flush=True)
         try:
             if record := files.load(part):
                 said = f"measured on {record['date'][:10]}, used again"
@@ -108,6 +108,5 @@ def run_parts(parts, files, bar, only_saved=False):
             missing[part.name] = f"it failed: {first} {reason}".strip()
             failures.append(part.name)
             said = f"FAILED: {first} {reason}"
-        bar.write(f"{part.title}: {said}")
-        bar.update()
+        print(said, flush=True)
     return records, missing, failures

@@ -131,7 +131,7 @@
       from = Math.min(Math.max(0, time - span / 2), length - span);
       drawing.style.setProperty("--left", `${(-100 * from) / span}%`);
       drawing.style.setProperty("--width", `${(100 * length) / span}%`);
-      axis.innerHTML = html`${[0, 1, 2, 3, 4].map((k) => html`<span>${duration(from + (span * k) / 4, unit)}</span>`)}`;
+      axis.innerHTML = html`${[0, 1, 2, 3].map((k) => html`<span>${duration(from + (span * k) / 4, unit)}</span>`)}`;
     }
     zoom = (factor) => {
       span = Math.min(length, Math.max(length / 256, span * factor));
@@ -227,8 +227,8 @@
       html`<div>${name}</div><div class="cells">${cells.map((each) => cell(name, each))}</div>`);
     return html`<div class="rank" style="grid-area: ${row} / ${column}; --own: ${colourOf(rank)}">
       <div><b>rank ${rank}</b><span class="wide">in memory: </span>${amount(total)}</div>${arrays}
-      <div class="memory" data-tip="in memory: ${amount(total)} (${parts.join(", ")})">
-      <div class="bytes" style="width: ${(100 * total) / most}%"></div></div></div>`;
+      <progress value="${total}" max="${most}" aria-label="memory"
+        data-tip="in memory: ${amount(total)} (${parts.join(", ")})"></progress></div>`;
   }
 
   // The arrow of a message in the gap between two cards, and its slice, which rests there.

@@ -82,8 +82,8 @@
     next() {
       const values = logits[layers][state.token], kept = order(values).slice(0, TOP_K[state.k]);
       const shares = softmax(kept.map((id) => values[id]), state.temperature);
-      return kept.slice(0, 10).map((id, index) => html`<li><span>${shown(vocabulary[id])}</span><span class="bar"
-        style="--length: ${(100 * shares[index]).toFixed(1)}%"></span><span>${percent(shares[index])}</span></li>`);
+      return kept.slice(0, 10).map((id, index) => html`<li><span>${shown(vocabulary[id])}</span>
+        <progress value="${shares[index]}" aria-hidden="true"></progress><span>${percent(shares[index])}</span></li>`);
     },
     question: () => `What follows “${tokens.slice(Math.max(0, state.token - 3), state.token + 1).join("").trim()}”?`,
     temperature: () => state.temperature.toFixed(2),

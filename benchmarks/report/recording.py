@@ -10,12 +10,12 @@ a frame is a round.
 """
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.communicator import Handle
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
@@ -58,11 +58,21 @@ class Recorder:
         number, ranks = decoded(x, self.size)
         message = {"time": self.time, "from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
         self.sent.append(message)
-        return Recorded(self, self.comm.send_start(x, to, tag), received=0)
+        return self.handle(self.comm.send_start(x, to, tag), received=0)
 
     def recv_start(self, out, source, tag=0):
         self.note(out)
-        return Recorded(self, self.comm.recv_start(out, source, tag), received=1)
+        return self.handle(self.comm.recv_start(out, source, tag), received=1)
+
+    def handle(self, started, received):
+        """The handle of a message. received: the number of messages that the rank has received after wait()."""
+
+        def wait():
+            self.note()
+            started.wait()
+            self.time += received
+
+        return SimpleNamespace(wait=wait)
 
     def note(self, message=None):
         """Save the content of the arrays at the present time, and the largest size of the buffers at this time.
@@ -72,25 +82,13 @@ class Recorder:
         if message is not None and not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
             whole = message if message.base is None else message.base
             self.buffers[id(whole)] = whole
-        before = self.states.get(self.time, {"bytes": {BUFFERS: 0}})["bytes"][BUFFERS]
+        before = self.states[self.time]["bytes"][BUFFERS] if self.time in self.states else 0
         buffers = max(before, sum(array.nbytes for array in self.buffers.values()))
         cells = {
             name: [decoded(array[part], self.size) for part in even_slices(array.size, count)]
             for name, (array, count) in self.arrays.items()
         }
         self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: buffers}}
-
-
-class Recorded(Handle):
-    """The handle of a message. received: the number of messages that the rank has received after wait()."""
-
-    def __init__(self, recorder, handle, received):
-        self.recorder, self.handle, self.received = recorder, handle, received
-
-    def wait(self):
-        self.recorder.note()
-        self.handle.wait()
-        self.recorder.time += self.received
 
 
 def marked(size, rank, ranks):

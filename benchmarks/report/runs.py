@@ -105,8 +105,7 @@ class Runs:
         if several prompts share each product.
         """
         runs, base = {}, self.results("infer0")
-        for mode in ("replicate", "batch", "tensor"):
-            if results := self.results(name := f"infer1-{mode}"):
-                ideals = {"replicate": 1, "batch": results["prompts"], "tensor": results["ranks"]}
-                runs[name] = results["seconds"] / results["prompts"], ideals[mode]
+        for name, ideal in (("infer1-replicate", None), ("infer1-batch", "prompts"), ("infer1-tensor", "ranks")):
+            if results := self.results(name):
+                runs[name] = results["seconds"] / results["prompts"], results[ideal] if ideal else 1
         return speedups(base["seconds"], runs) if base else {}
