@@ -85,15 +85,13 @@ def style_sheet():
 def svg_of(figure, salt):
     """A light figure as SVG with the variables of style_sheet() as colours.
 
-    It has no ids that a second chart of the page could repeat, and no style sheet, which would be one of the page.
+    It has no style sheet, which would be one of the page. salt: makes the ids unique.
     """
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(text, format="svg")
     text = text.getvalue()
     text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
     names = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
     return re.sub(r"#[0-9a-f]{6}\b", lambda found: names.get(found[0], found[0]), text)
 

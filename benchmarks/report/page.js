@@ -13,20 +13,15 @@ function html(texts, ...values) {
 }
 
 (() => {
-  // -- the link of the section in view is marked; the contents are open beside the page, and closed above it -----------
+  // -- the link of the section in view is marked ----------------------------------------------------------------------
 
   const links = [...document.querySelectorAll("nav a")], sections = [...document.querySelectorAll("main > section")];
-  const contents = document.querySelector("nav details"), wide = matchMedia("(min-width: 64rem)");
   function mark() {
     const here = sections.findLast((each) => each.getBoundingClientRect().top < innerHeight / 3) ?? sections[0];
     for (const link of links) link.ariaCurrent = link.hash === `#${here.id}` ? "true" : null;
   }
-  const unfold = () => { contents.open = wide.matches; };
   addEventListener("scroll", mark, { passive: true });
-  wide.addEventListener("change", unfold);
-  for (const link of links) link.addEventListener("click", unfold);
   mark();
-  unfold();
 
   // -- tooltips: of elements with data-tip, and of the points of a chart, also by the arrow keys -----------------------
 

@@ -88,11 +88,6 @@
     open(Number(choice.value));
     root.scrollIntoView({ block: "nearest" }); // the new view may be higher than the last one
   });
-  drawing.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey || view.kind !== "trace") return; // ctrlKey: also two fingers on a touchpad
-    event.preventDefault();
-    zoom(event.deltaY < 0 ? 0.8 : 1.25);
-  }, { passive: false });
 
   // The keys work with the focus in the player or, while the player covers the middle of the window or is inside it, on
   // no element of the page. A key that the browser itself uses on the element with the focus is not ours.

@@ -1,10 +1,10 @@
 """Results of GPUs from results/, for the sections that this machine cannot measure. Each is marked with its source."""
 
 import json
-from collections import defaultdict
+from collections import Counter
 
 from benchmarks.harness.table_format import load
-from benchmarks.report.trace import gpu_op, largest_first, step_of
+from benchmarks.report.trace import gpu_op, step_of
 from testing.jobs import ROOT
 
 
@@ -41,10 +41,10 @@ def runs():
 
 def kernels():
     """{title of a kernel: seconds in one step of `paper`} of stage 2, largest first."""
-    found = defaultdict(float)
+    found = Counter()
     for row in load("gpu/profile_paper")["results"]["graph"]:
         found[gpu_op(row["title"])] += row["ms"] / 1e3
-    return largest_first(found)
+    return dict(found.most_common())
 
 
 def scaling_rows():
@@ -62,8 +62,13 @@ def timelines():
     for title in [event for event in events if event["name"] == "process_name"]:
         own = [event | {"pid": 0} for event in events if event["pid"] == title["pid"]]
         network = [event["tid"] for event in own if event.get("args", {}).get("name") == "communication"]
+        # the kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names
+        loss = max(event["ts"] for event in own if event["name"].startswith("forward_backward_kernel"))
+        update = min(event["ts"] for event in own if event["name"].startswith(("clip", "adamw")))
         for event in own:
-            event["cat"] = "collective" if event.get("tid") in network else "GPU"
+            start = event.get("ts", 0)
+            phase = "forward" if start <= loss else "backward" if start < update else "optimizer"
+            event["cat"] = "collective" if event.get("tid") in network else phase
         end = max(event["ts"] + event["dur"] for event in own if event["ph"] == "X")
         step = {"ph": "X", "cat": "step", "name": title["args"]["name"], "pid": 0, "ts": 0, "dur": end}
         steps.append(step_of([*own, step]))

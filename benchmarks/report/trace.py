@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 NO_WORK = "step", "phase", "collective", "wait"  # categories of events that are no kernels
@@ -55,28 +55,24 @@ def time_by_op(step):
     The time of an event does not include the events inside it. If the trace has kernels of GPUs, only these count: the
     other events are their launches.
     """
-    found, on_gpu = defaultdict(float), any(event[3] == "GPU" for event in events_of(step))
+    found, on_gpu = Counter(), any(event[3] == "GPU" for event in events_of(step))
     for lane in step["lanes"]:
         outer = []  # [(end, op)] of the events that contain the next one
         for name, start, duration, category, *_ in sorted(lane["events"], key=lambda event: (event[1], -event[2])):
             while outer and outer[-1][0] <= start + ROUNDING:
                 outer.pop()
-            op = gpu_op(name) if on_gpu else name
+            op = gpu_op(name)
             counts = category == "GPU" if on_gpu else category not in NO_WORK
             if outer and outer[-1][1]:
                 found[outer[-1][1]] -= duration * MICROSECONDS
             if counts:
                 found[op] += duration * MICROSECONDS
             outer.append((start + duration, op if counts else None))
-    return largest_first(found)
-
-
-def largest_first(numbers):
-    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
+    return dict(found.most_common())
 
 
 def gpu_op(kernel):
-    """The title under which the time of a GPU kernel is counted: all matrix products have one title."""
+    """The title under which the time of a kernel is counted: all matrix products of a GPU have one title."""
     name = kernel.partition("<")[0]
     return "matrix products" if PRODUCT.search(kernel) else KERNELS.get(name, name)
 

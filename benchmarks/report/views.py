@@ -2,12 +2,12 @@
 
 from benchmarks.report import shipped
 from benchmarks.report.machine_sections import traces
-from benchmarks.report.trace import MICROSECONDS, events_of
+from benchmarks.report.trace import MICROSECONDS
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
 
-MAX_BARS = 4000  # bars of one view; a phone stays fast with them
+SHORTEST = 5000  # a bar that is shorter than this part of the step is not drawn; so a phone stays fast
 PIPELINE = 4, 8  # ranks and micro-batches of the schedules
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 
@@ -21,7 +21,7 @@ def views(runs):
     if not runs.results("trace3"):
         for step in shipped.timelines():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
-            found.append(training_step(text, by_phase(step), f"Shipped result: {shipped.origin('gpus/timeline')}. "))
+            found.append(training_step(text, step, f"Shipped result: {shipped.origin('gpus/timeline')}. "))
     return found
 
 
@@ -57,27 +57,12 @@ def pipeline(name, ranks, count):
 
 
 def training_step(title, step, origin=""):
-    """A step of trace.py with at most MAX_BARS bars: the shortest are left out, and the text says so."""
-    least = (sorted((event[2] for event in events_of(step)), reverse=True)[MAX_BARS:] or [-1])[0]
+    """A step of trace.py without the bars that are too short to be seen."""
+    least = step["seconds"] / MICROSECONDS / SHORTEST
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    without = f", without bars below {seconds(least * MICROSECONDS)}" if least > 0 else ""
+    without = f", without bars below {seconds(least * MICROSECONDS)}"
     text = (
         f"{origin}The step takes {seconds(step['seconds'])}{without}. Pale bars have not begun. + and − zoom at the "
         f"line of the present time."
     )
     return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
-
-
-def by_phase(step):
-    """A step on GPUs whose kernels have the categories forward, backward and optimizer instead of GPU.
-
-    The kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names.
-    """
-    loss = max(event[1] for event in events_of(step) if event[0].startswith("forward_backward_kernel"))
-    update = min(event[1] for event in events_of(step) if event[0].startswith(("clip", "adamw")))
-
-    def phase(event):
-        name = "forward" if event[1] <= loss else "backward" if event[1] < update else "optimizer"
-        return [*event[:3], name if event[3] == "GPU" else event[3], *event[4:]]
-
-    return step | {"lanes": [lane | {"events": [phase(event) for event in lane["events"]]} for lane in step["lanes"]]}
