@@ -64,8 +64,9 @@ class Runs:
 
     def place(self, name):
         ranks, cores = self.results(name)["ranks"], self.records[name]["other_cores"] or 0
-        busy = f", while other programs used {cores:.1f} cores" if cores > BUSY else ""
-        return f"fp32, {THIS_MACHINE}" + (f", {ranks} ranks" if ranks else "") + busy
+        found = f"fp32, {THIS_MACHINE}" + (f", {ranks} ranks" if ranks else "")
+        found += ", with the compilation of the kernels" * (name in PARTS["training"][2:])
+        return found + (f", while other programs used {cores:.1f} cores" if cores > BUSY else "")
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""

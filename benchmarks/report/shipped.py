@@ -9,14 +9,9 @@ from testing.jobs import ROOT
 
 
 def origin(name, used=None):
-    """Where and when results/NAME.json was measured, for a caption. used: the number of GPUs used."""
+    """Where and when results/NAME.json was measured, for a caption. used: how many of several GPUs were used."""
     record = load(name)
-    machine = record["hardware"]
-    where = f"{machine['cpu']}, {machine['cores']} cores"
-    if gpu := machine.get("gpu"):
-        where = f"{machine['gpus']} x {gpu}"
-        if used and used < int(machine["gpus"]):
-            where = f"{used} of the machine's {machine['gpus']} GPUs ({gpu})"
+    where = f"{used} of " * bool(used) + record["machine"]
     return f"{where}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
 
 
@@ -33,9 +28,9 @@ def runs():
     decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
     how = "fp32, 50 times the median step"
     return {
-        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32', 1)}"),
+        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32')}"),
         ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
-        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper', 1)}"),
+        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper')}"),
     }
 
 
