@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
-from benchmarks.report.parts import PartFiles, run_parts
+from benchmarks.report.parts import run_parts
 from gpt2core.app.command import run_command
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.communicator import Solo
@@ -37,13 +37,11 @@ def make_report(args):
     """Measure the parts that are missing and write the report; returns the exit code."""
     check_output(args.out)
     environment()  # a missing package is an error before the measurements
-    parts, files = parts_of(args.preset, args.steps, args.full), PartFiles(args.out / "parts", args.fresh)
+    parts, folder = parts_of(args.preset, args.steps, args.full), args.out / "parts"
     try:
-        records, missing, failures = run_parts(parts, files, args.no_measure)
+        records, missing, failures = run_parts(parts, folder, args.no_measure, args.fresh)
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted: parts are saved in {files.folder}; run the same command again to continue", file=sys.stderr
-        )
+        print(f"\ninterrupted: parts are saved in {folder}; run the same command again to continue", file=sys.stderr)
         return 130
     titles = {part.name: part.title for part in parts}
     page = write_report(args.out, records, missing, args.preset, args.steps, titles)

@@ -1,12 +1,12 @@
 """The measured parts of the report: each is one JSON file, so that an interrupted report continues where it ended."""
 
+import functools
 import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 from benchmarks.harness.processes import BenchmarkFailed
 from benchmarks.harness.report import commit, cpu, to_json
@@ -36,38 +36,34 @@ class Part:
     times: bool = True
 
 
-class PartFiles:
-    """The directory of the parts. fresh: ignore the files of earlier runs."""
+@functools.cache
+def origin():
+    return {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
 
-    def __init__(self, folder, fresh=False):
-        self.folder, self.fresh = Path(folder), fresh
-        self.origin = {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
 
-    def path(self, part):
-        return self.folder / f"{part.name}.json"
+def load(folder, part):
+    """The record of a part in the folder, or None if there is none, or none that fits."""
+    try:
+        record = json.loads((folder / f"{part.name}.json").read_text(encoding="utf-8"))
+        fits = record["arguments"] == part.arguments and record["origin"] == origin() and "results" in record
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
+        return None
+    return record if fits else None
 
-    def load(self, part):
-        """The saved record of a part, or None if there is none, or none that fits."""
-        try:
-            record = json.loads(self.path(part).read_text(encoding="utf-8"))
-            fits = record["arguments"] == part.arguments and record["origin"] == self.origin and "results" in record
-        except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
-            return None
-        return record if fits and not self.fresh else None
 
-    def measure(self, part):
-        """Measure a part; save and return its record. Raises Skipped, BenchmarkFailed, UserError or AssertionError."""
-        started, others = time.monotonic(), OtherPrograms()
-        results = part.measure(*part.arguments)
-        record = {
-            "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"), "times": part.times,
-            "seconds": time.monotonic() - started, "other_cores": others.cores(), "arguments": part.arguments,
-            "origin": self.origin, "results": results,
-        }  # fmt: skip
-        temporary = self.path(part).with_suffix(".part")
-        temporary.write_text(to_json(record), encoding="utf-8")
-        temporary.replace(self.path(part))  # in one operation, so that a reader never sees half a file
-        return record
+def measure(folder, part):
+    """Measure a part; save and return its record. Raises Skipped, BenchmarkFailed, UserError or AssertionError."""
+    started, others = time.monotonic(), OtherPrograms()
+    results = part.measure(*part.arguments)
+    record = {
+        "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"), "times": part.times,
+        "seconds": time.monotonic() - started, "other_cores": others.cores(), "arguments": part.arguments,
+        "origin": origin(), "results": results,
+    }  # fmt: skip
+    temporary = folder / f"{part.name}.part"
+    temporary.write_text(to_json(record), encoding="utf-8")
+    temporary.replace(folder / f"{part.name}.json")  # in one operation, so that a reader never sees half a file
+    return record
 
 
 def need_mpi(ranks):
@@ -79,22 +75,22 @@ def need_mpi(ranks):
         raise Skipped(f"{error}") from None
 
 
-def run_parts(parts, files, only_saved=False):
+def run_parts(parts, folder, only_saved=False, fresh=False):
     """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
 
     Prints a line for each part. A part that is skipped or that fails does not stop the others; failures has the names
-    of those that failed. only_saved: run no part with times.
+    of those that failed. only_saved: run no part with times. fresh: measure all parts again.
     """
     records, missing, failures = {}, {}, []
     for number, part in enumerate(parts, 1):
         print(f"{number}/{len(parts)} {part.title}: ", end="", flush=True)
         try:
-            if record := files.load(part):
+            if not fresh and (record := load(folder, part)):
                 said = f"measured on {record['date'][:10]}, used again"
             elif only_saved and part.times:
                 raise Skipped("--no-measure was given")
             else:
-                record = files.measure(part)
+                record = measure(folder, part)
                 cores = record["other_cores"] or 0  # None if it is not known
                 busy = f", other programs used {cores:.1f} cores" if part.times and cores > BUSY else ""
                 said = f"{record['seconds']:.0f} s{busy}"

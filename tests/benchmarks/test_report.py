@@ -156,7 +156,7 @@ def test_the_recorded_prompt_has_the_numbers_of_the_model():
 def test_without_the_shipped_weights_the_page_says_why_there_is_no_prompt(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "record_prompt", lambda: prompt.record_prompt(weights=tmp_path))
     (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "prompt")
-    records, missing, failures = parts.run_parts([part], parts.PartFiles(tmp_path / "parts"))
+    records, missing, failures = parts.run_parts([part], tmp_path)
     assert not records and failures == ["prompt"] and missing["prompt"].startswith(f"it failed: {tmp_path}")
 
 
@@ -231,7 +231,7 @@ def test_a_saved_part_is_used_again_unless_its_arguments_or_its_file_changed(cap
         return {"value": len(calls)}
 
     def value(part, fresh=False):
-        records, missing, failures = parts.run_parts([part], parts.PartFiles(tmp_path, fresh))
+        records, missing, failures = parts.run_parts([part], tmp_path, fresh=fresh)
         assert not missing and not failures
         return records[part.name]["results"]["value"]
 
@@ -256,7 +256,7 @@ def test_a_skipped_and_a_failed_part_do_not_stop_the_others(capsys, tmp_path):
         parts.Part("b", "part b", fail),
         parts.Part("c", "part c", lambda: 3),
     ]
-    records, missing, failures = parts.run_parts(chosen, parts.PartFiles(tmp_path))
+    records, missing, failures = parts.run_parts(chosen, tmp_path)
     assert records.keys() == {"c"} and failures == ["b"] and missing["a"] == "no MPI was found"
     assert missing["b"].startswith("it failed: 'training' ended with status 1; ") and "error: no memory" in missing["b"]
     first, second, _ = capsys.readouterr().out.splitlines()
@@ -270,7 +270,7 @@ def test_without_mpi_the_parts_that_need_it_are_skipped(capsys, tmp_path, monkey
     monkeypatch.setattr(parts, "choose", no_mpi)
     chosen = [part for part in measure.parts_of("nano", 2, True) if "1-" in part.name]
     chosen += [part for part in measure.parts_of("nano", 2, True) if part.name == "collectives"]
-    records, missing, failures = parts.run_parts(chosen, parts.PartFiles(tmp_path))
+    records, missing, failures = parts.run_parts(chosen, tmp_path)
     assert len(chosen) == 10 and missing.keys() == {part.name for part in chosen} and not records and not failures
     assert set(missing.values()) == {"mpi4py is not installed; pip install mpi4py mpich"}
 
@@ -389,7 +389,7 @@ def test_the_cpu_time_of_other_programs_is_counted_and_that_of_own_programs_is_n
 def test_the_load_of_a_part_is_saved_and_printed(capsys, tmp_path, monkeypatch):
     for cores, printed in ((1.26, "part a: 0 s, other programs used 1.3 cores"), (None, "part a: 0 s")):
         monkeypatch.setattr(parts.OtherPrograms, "cores", lambda self, cores=cores: cores)
-        parts.run_parts([parts.Part("a", "part a", lambda: 3)], parts.PartFiles(tmp_path, True))
+        parts.run_parts([parts.Part("a", "part a", lambda: 3)], tmp_path, fresh=True)
         assert json.loads((tmp_path / "a.json").read_text())["other_cores"] == cores
         assert capsys.readouterr().out == f"1/1 {printed}\n"
 
@@ -926,4 +926,4 @@ def test_an_interrupted_report_says_so_and_continues(tmp_path):
     assert process.returncode == 130 and "Traceback" not in err and not (tmp_path / "index.html").exists()
     assert f"parts are saved in {tmp_path / 'parts'}; run the same command again to continue" in err
     (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "train0")
-    assert len(parts.PartFiles(tmp_path / "parts").load(part)["results"]["losses"]) == 2  # the next run uses it
+    assert len(parts.load(tmp_path / "parts", part)["results"]["losses"]) == 2  # the next run uses it
