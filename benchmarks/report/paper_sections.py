@@ -52,7 +52,7 @@ def headline(runs):
         if run := runs.run(what, stage):
             of_what = f"{runs.steps} training steps of preset {runs.preset}" if what == "training" else "30 new tokens"
             theirs = paper.SECONDS[PAPER_NAMES[stage]][what == "inference"]
-            beside = f" The paper: {theirs:,.0f} s." if runs.is_paper or what == "inference" else ""
+            beside = f" The paper: {seconds(theirs)}." if runs.is_paper or what == "inference" else ""
             found.append((*seconds(run.value).split(), f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
     return found[:3]
 
