@@ -53,7 +53,7 @@ def headline(runs):
             of_what = f"{runs.steps} training steps of preset {runs.preset}" if what == "training" else "30 new tokens"
             theirs = paper.SECONDS[PAPER_NAMES[stage]][what == "inference"]
             beside = f" The paper: {seconds(theirs)}." if runs.is_paper or what == "inference" else ""
-            found.append((*seconds(run.value).split(), f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
+            found.append((number(run.value), "s", f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
     return found[:3]
 
 
@@ -69,7 +69,7 @@ def loss_chart(runs):
     ]
     ours = {f"ours, {label}": run.value for label, run in runs.curves().items()}
     if len(ours) > 1 and max(largest_differences(runs).values()) < SAME:
-        ours = {f"our {len(ours)} curves, one on the other": max(ours.values(), key=len)}
+        ours = {f"our {len(ours)} programs: equal curves": max(ours.values(), key=len)}
     for (label, losses), colour in zip(ours.items(), ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
         lines.append(Line(label, range(len(losses)), losses, colour, width=2.8))
     title = f"Loss of {runs.steps} steps, preset {runs.preset}"

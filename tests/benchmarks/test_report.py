@@ -362,7 +362,7 @@ def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, 
     runs = Runs(records, {}, "nano", 4)
     drawn = [line.label for line in paper_sections.loss_chart(runs)[0].lines]
     assert drawn[:4] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
-    assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 curves, one on the other"]) == (lines == 1)
+    assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 programs: equal curves"]) == (lines == 1)
     assert "differ from stage 0 by at most" in paper_sections.equality(runs)
 
 
