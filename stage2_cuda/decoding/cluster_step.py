@@ -24,11 +24,11 @@ SOURCES, ROWS_SOURCES = ((*cuda_launch.HEADERS, *FILES[:2], kernels) for kernels
 CLUSTER, THREADS, HEAD_SIZE = 8, 256, 64  # blocks per cluster, threads per block
 WARPS = THREADS // 32
 MAX_BLOCK = 1024  # positions, for one sequence: each block of a cluster holds 1/8 of the keys in registers
-MAX_ROWS, CLUSTER_ROWS = 32, 16  # the most sequences of these kernels, and of a cluster (8 or 16)
-CHUNKS_BYTES = 2 * 128 * HEAD_SIZE * 4  # AHEAD chunks of 128 keys and values in shared memory, in cluster_rows.cu
-# {C: hidden units per warp}: so the MLP has 4C / (64 UNITS) clusters: 16 for one sequence, and for several at most 12,
-# because then two of each fit on the GPU (see LOGIT_CLUSTERS).
-UNITS, ROWS_UNITS = {256: 1, 512: 2, 768: 3}, {256: 2, 512: 4, 768: 4}
+# For several sequences: those of a cluster, the most of a decode step, and the bytes of a chunk of 128 keys and values.
+# A step of GPT-2 124M in bf16 on an H200 for 2, 8, 16 and 32 sequences: 160, 170, 265 and 475 us; by the kernels of
+# batched.py 308, 318, 348 and 416 us. More sequences need more clusters than the GPU runs at the same time.
+ROWS, MAX_ROWS, CHUNK_BYTES = 8, 16, 128 * HEAD_SIZE * 4
+UNITS = {256: 1, 512: 2, 768: 3}  # {C: hidden units per warp}: so the MLP has 4C / (64 UNITS) = 16 clusters
 # Of the kernel for the logits. A multiprocessor can run two blocks, but the 132 multiprocessors of an H200 have room
 # for 31 clusters, not 33, because a cluster must run in one part of the GPU. 20 to 28 clusters take the same time.
 LOGIT_CLUSTERS = 24
@@ -44,9 +44,9 @@ def supports(config, dtype, tiling, B):
     return sizes and fits and tiling.pdl and cuda_launch.serves(dtype)
 
 
-def mlp_clusters(C, B):
-    """The number of partial sums of each of B rows that the MLP's kernel computes: one per cluster."""
-    return 4 * C // (64 * (UNITS if B == 1 else ROWS_UNITS)[C])
+def mlp_clusters(C):
+    """The number of clusters of mlp_kernel, each of which computes a partial sum."""
+    return 4 * C // (64 * UNITS[C])
 
 
 def parts_of_head(head):
@@ -62,6 +62,11 @@ def parts_of_head(head):
     return (qkv, proj), (fc, fc_proj)
 
 
+def chunks_ahead(B):
+    """The number of chunks of keys and values that a block copies to shared memory before it needs them."""
+    return 4 if B <= ROWS else 2  # if there are more clusters than fit on the GPU, two blocks fit on a multiprocessor
+
+
 def attention_block(partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengths, rotation, ahead, eps, overlap):
     """Store s = x + sum of the residual's partials + bias, and partial sums of the attention output times `proj`.
 
@@ -74,14 +79,14 @@ def attention_block(partials, s, cache, residual, ln_w, qkv, qkv_ln, proj, lengt
     x, parts, bias = residual
     arguments = partials, s, cache, x, parts, bias, ln_w, qkv, *qkv_ln, proj, lengths, rotation, *ahead
     numbers = cache.shape[1], float(eps), math.log2(math.e) / math.sqrt(HEAD_SIZE)
-    shared_bytes = proj.nbytes // (CLUSTER * len(partials)) + CHUNKS_BYTES
+    shared_bytes = proj.nbytes // (CLUSTER * len(partials)) + chunks_ahead(len(s)) * CHUNK_BYTES
     launch_layer("attention_kernel", cache.dtype, arguments, parts, numbers, shared_bytes, overlap)
 
 
 def mlp_block(partials, s, residual, ln_w, fc, fc_ln, fc_proj, ahead, eps):
     """Store s = x + sum of the residual's partials + bias, and partial sums of gelu(LN(s) fc + b) fc_proj.
 
-    partials (mlp_clusters(C, B), B, C), s (B, C): float32 results. residual: (x, partials, bias). fc (4C, C), fc_proj
+    partials (mlp_clusters(C), B, C), s (B, C): float32 results. residual: (x, partials, bias). fc (4C, C), fc_proj
     (C, 4C): transposed weights; fc_ln: (gamma_w, beta_w) of single_row.fold_layernorm. ahead: see attention_block().
     """
     x, parts, bias = residual
@@ -125,18 +130,16 @@ def launch_layer(name, dtype, arguments, parts, numbers, shared_bytes, overlap):
         count = 0 if parts is None else len(parts)
         launch(SOURCES, name, C, dtype, clusters, *arguments, count, *numbers, overlap=overlap)
     else:
-        clusters, numbers = clusters * -(-B // CLUSTER_ROWS), (*numbers, B, CLUSTER_ROWS)
-        options = dict(overlap=overlap, shared_bytes=shared_bytes)
-        launch(ROWS_SOURCES, f"rows_{name}", C, dtype, clusters, *arguments, *numbers, **options)
+        options = dict(overlap=overlap, shared_bytes=shared_bytes, ahead=chunks_ahead(B))
+        launch(ROWS_SOURCES, f"rows_{name}", C, dtype, clusters * -(-B // ROWS), *arguments, *numbers, B, **options)
 
 
-def launch(sources, name, C, dtype, clusters, *arguments, **options):
-    source = CudaSource(sources, macros(sources, C, dtype))
+def launch(sources, name, C, dtype, clusters, *arguments, ahead=0, **options):
+    source = CudaSource(sources, macros(C, dtype, ahead))
     cuda_launch.launch(source, name, clusters * CLUSTER, THREADS, *arguments, **options)
 
 
-def macros(sources, C, dtype):
-    """The macros with which SOURCES or ROWS_SOURCES are compiled: pairs (name, value)."""
+def macros(C, dtype, ahead=0):
+    """The macros with which the sources are compiled: pairs (name, value). ahead: chunks_ahead(), of ROWS_SOURCES."""
     bf16, gelu = int(dtype.name == "bfloat16"), (("U1", f"{U1.value!r}f"), ("U3", f"{U3.value!r}f"))
-    units = (UNITS if sources == SOURCES else ROWS_UNITS)[C]
-    return ("C", C), ("UNITS", units), ("BF16", bf16), ("BLOCK_THREADS", THREADS), *gelu
+    return ("C", C), ("UNITS", UNITS[C]), ("BF16", bf16), ("BLOCK_THREADS", THREADS), ("AHEAD", ahead), *gelu

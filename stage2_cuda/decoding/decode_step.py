@@ -131,7 +131,7 @@ class ClusterStep(DecodeStep):
         (B, C), H = self.h.shape, self.config.n_head
         self.s, self.x = empty((B, C), "float32"), empty((B, C), "float32")
         self.attention_partials = empty((H, B, C), "float32")
-        self.mlp_partials = empty((cluster_step.mlp_clusters(C, B), B, C), "float32")
+        self.mlp_partials = empty((cluster_step.mlp_clusters(C), B, C), "float32")
         count = cluster_step.logit_maxima()
         self.maxima, self.indices = empty((1, count), "float32"), empty((1, count), "int32")
         self.layers = [[TransposedSublayer(each, dtype, empty) for each in layer] for layer in self.plan.layers]
@@ -162,8 +162,11 @@ class ClusterStep(DecodeStep):
     def finish(self, residual):
         if len(self.h) > 1:
             return super().finish(residual)
-        outputs = self.logits[0], self.maxima[0], self.indices[0], self.s[0]
-        cluster_step.logits(*outputs, residual, self.plan.norm, self.plan.head, self.first_weights, self.eps)
+        outputs, weights = (
+            (self.logits[0], self.maxima[0], self.indices[0], self.s[0]),
+            (self.plan.norm, self.plan.head),
+        )
+        cluster_step.logits(*outputs, residual, *weights, self.first_weights, self.eps)
         return self.maxima, self.indices
 
 

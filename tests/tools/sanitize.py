@@ -333,11 +333,10 @@ def launch_cluster_step(a):
     if not on_gpu or np.dtype(a.dtype).itemsize != 2 or triton_launch.gpu_model()[0] != cuda_launch.HOPPER:
         return
     for C, V, length in ((256, 37, 1), (768, 1000, 70)):
-        H, block, eps = C // cluster_step.HEAD_SIZE, 70, 1e-5
+        H, block, eps, clusters = C // cluster_step.HEAD_SIZE, 70, 1e-5, cluster_step.mlp_clusters(C)
         ln, bias = (a.x(C), a.x(C)), a.x(C)
         qkv, proj, fc, fc_proj = a.x(3 * C, C), a.x(C, C), a.x(4 * C, C), a.x(C, 4 * C)
         for B in (11, 1):
-            clusters = cluster_step.mlp_clusters(C, B)
             s, x, partials, sums = a.f(B, C), a.f(B, C), a.f(H, B, C), a.f(clusters, B, C)
             cache, lengths = a.x(B, block, 2 * C), a.i(B, high=block) + length
             for rotation in (None, a.f(B, 2, cluster_step.HEAD_SIZE // 2)):
