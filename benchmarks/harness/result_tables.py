@@ -394,6 +394,7 @@ TABLES = {
     "cpu-step": Table("cpu/train_step*", """
         = {"GPT-2 124M" if "gpt2" in str(file.name) else "`paper`"}, {file.machine}, threads {threads}
         {name}, ms = {seconds:ms} | ours: times as fast as PyTorch = {row.ratio:ratio}
+        ours: times as fast as llm.c = {row.times_as_fast_as_llmc if name == "ours" else None:ratio}
         floor / ours = {share_of_floor if row.ratio else None:percent 0}
         ours: peak MiB = {peak_bytes if row.ratio else None:memory}
         torch eager: peak MiB = {peak_bytes if name == "torch eager" else None:memory}""",
