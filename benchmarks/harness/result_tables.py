@@ -15,6 +15,7 @@ TABLES = {
     "cpu-step": Table("cpu/train_step*", """
         = {"GPT-2 124M" if "gpt2" in str(file.name) else "`paper`"}, {file.machine}, threads {threads}
         {name}, ms = {seconds:ms} | ours: times as fast as PyTorch = {row.ratio:ratio}
+        ours: times as fast as llm.c = {row.ratio and row.times_as_fast_as_llmc:ratio}
         floor / ours = {row.ratio and share_of_floor:percent 0}
         ours: peak MiB = {row.ratio and peak_bytes:memory}
         torch eager: peak MiB = {peak_bytes if name == "torch eager" else None:memory}""", merged=True),
