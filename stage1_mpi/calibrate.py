@@ -95,15 +95,15 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together; and `micro_batch` of Machine.
+    """The Rates of a block, and of embedding and head together; and `micro_batch` and `embedding` of Machine.
 
     Five times determine five constants of a block: those of passes of three models, and of one score of attention.
     Embedding and head have the same rate of products.
     """
     shapes = (SHORT, 1), (NARROW, MANY), (WIDE, FEW), (WIDE, MANY)
     passes = [make_pass(replace(config, n_layer=n), count) for config, count in shapes for n in (1, config.n_layer)]
-    others = make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True)
-    *times, plain, merged = shortest(world, [*passes, *others], lambda run: run())
+    others = make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True), make_pass(SHORT, 1, of_embedding=True)
+    *times, plain, merged, embedding = shortest(world, [*passes, *others], lambda run: run())
     times = np.reshape(times, (len(shapes), 2, 2))  # shape, layers, direction
     blocks = (times[:, 1] - times[:, 0]) / [[config.n_layer - 1] for config, _ in shapes]
     ends, attention, rates = times[:, 0] - blocks, attention_times(world), {}
@@ -124,7 +124,8 @@ def unit_rates(world):
         rates[f"ends_{direction}"] = [overhead, 1 / flop, 1 / byte]
     micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
     micro_batch -= parameter * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
-    return rates | {"micro_batch": [max(0.0, micro_batch)]}
+    part = min(1.0, (embedding.sum() / ends[0].sum()).item())
+    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part]}
 
 
 def row_of(unit, config, count, products):
@@ -153,8 +154,8 @@ def attention_times(world):
     return shortest(world, [make(length) for length in LENGTHS], lambda run: run()) / MANY
 
 
-def make_pass(config, sequences, group=None, merged=False):
-    """A function -> (forward seconds, backward seconds) of a pass of this model.
+def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
+    """A function -> (forward seconds, backward seconds) of a pass of this model, or only of its embedding.
 
     group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch.
     """
@@ -166,19 +167,21 @@ def make_pass(config, sequences, group=None, merged=False):
         view[...] = own[name]
     shape, count = (sequences, config.block_size), sequences if merged else 1
     layout, dloss = ArenaLayout(arena, backend), backend.ones((), np.float64)
-    work = Workload(config, layout, *flats, backend, count, shape, dloss, merged=count)
+    work = Workload(config, layout, *flats, backend, count, shape, dloss, "block" if of_embedding else "none", count)
     worker = Worker(ArenaGradients(work, nothing), group, nothing)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (count, 1, shape[1]) if merged else shape)
     ids = backend.prepare_tokens(ids, config.vocab_size)
     arguments = work.training_arguments(0, ids, 1 / ids.size)
+    parts = worker.parts[:1]  # with "block", the embedding is a part of its own
+    dy = backend.zeros((*shape, config.n_embd), backend.dtype) if of_embedding else dloss
 
     def run():
         start = time.thread_time()
         worker.unit_gradients.begin()
         worker.unit_gradients.begin_pass()
-        graphs, _ = forward_pass(worker.parts, ids, arguments)
+        graphs, _ = forward_pass(parts, ids, arguments)
         middle = time.thread_time()
-        backward_pass(graphs, dloss)
+        backward_pass(graphs, dy)
         return middle - start, time.thread_time() - middle
 
     return run

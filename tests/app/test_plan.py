@@ -26,7 +26,7 @@ NUMBERS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
-    "bandwidth": [8e9], "micro_batch": [6e-5], "update": [1e-4], "step": [1e-3], "queries": [64],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "update": [1e-4], "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -34,7 +34,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 6, [infinite, 0.0, 0.0, 0.0, infinite]
+    links, times = [FREE] * 6, [0.0, infinite, 0.0, 0.0, 0.0, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
@@ -265,6 +265,12 @@ def test_w_actions_compute_the_gradients_of_matrices_and_b_actions_the_rest():
     assert head.backward == 2 * head.forward == 2 * head.weights
     block = unit_seconds(layout(), simple(), "h.0", 2)
     assert block.backward == 2 * block.forward > 2 * block.weights  # attention has no parameters
+
+
+def test_the_embedding_has_a_part_of_the_overhead_of_both_ends():
+    machine = simple(ends_forward=Rate(5.0, float("inf")), ends_backward=Rate(10.0, float("inf")), embedding=0.2)
+    embedding, head = (unit_seconds(layout(), machine, unit, 1) for unit in ("embedding", "head"))
+    assert embedding == (1.0, 2.0, 0.0) and head == (4.0, 8.0, 0.0)
 
 
 def test_the_update_of_each_unit_takes_time_on_the_rank_that_has_it():

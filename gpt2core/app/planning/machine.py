@@ -10,7 +10,7 @@ from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_
 
 MEASURED = (  # on the CPU
     "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
-    "background", "bandwidth", "micro_batch", "update", "step", "queries",
+    "background", "embedding", "bandwidth", "micro_batch", "update", "step", "queries",
 )  # fmt: skip
 
 
@@ -48,12 +48,12 @@ class Machine:
 
     inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather, message:
     the Links of other all-reduces, of the other collectives, and of a message on one host. background: of a collective
-    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. bandwidth:
-    bytes per second of the memory, for the update and for sums of gradients. micro_batch: seconds of a unit for each
-    merged micro-batch after the first one, besides those of its parameters. update: seconds of the update of a unit,
-    besides those of its numbers: each parameter is a few calls of kernels. step: seconds of a step for everything else.
-    queries: see unit_work(). overlaps: whether messages run while a rank computes. processors: the multiprocessors of a
-    GPU; None: a CPU.
+    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. embedding:
+    the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per second of the memory,
+    for the update and for sums of gradients. micro_batch: seconds of a unit for each merged micro-batch after the first
+    one, besides those of its parameters. update: seconds of the update of a unit, besides those of its numbers: each
+    parameter is a few calls of kernels. step: seconds of a step for everything else. queries: see unit_work().
+    overlaps: whether messages run while a rank computes. processors: the multiprocessors of a GPU; None: a CPU.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Machine:
     message: Link
     background: Link
     far: Link
+    embedding: float
     bandwidth: float
     micro_batch: float
     update: float
@@ -91,8 +92,8 @@ def h100(precision):
     flops, memory = EFFICIENCY * PEAK[precision], HBM_EFFICIENCY * HBM
     block, ends = Rate(0.0, flops, memory), Rate(0.0, flops)
     return Machine(
-        f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, memory, 0.0, 0.0, 100e-6,
-        math.inf, 8, True, PROCESSORS,
+        f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, 0.0, 0.0,
+        100e-6, math.inf, 8, True, PROCESSORS,
     )  # fmt: skip
 
 

@@ -48,11 +48,13 @@ class Times(NamedTuple):
 
 def unit_seconds(layout, machine, unit, sequences):
     """The Times of a unit for a pass of so many sequences."""
-    if unit == "embedding":  # its times are part of those of the head
-        return Times(0.0, 0.0, 0.0)
-    block, tp, tokens = unit.startswith("h."), layout.parallel.tp, sequences * layout.seq_len
+    ends, block = (machine.ends_forward, machine.ends_backward), unit.startswith("h.")
+    if unit == "embedding":  # its other times are those of the head
+        return Times(*(machine.embedding * rate.overhead for rate in ends), 0.0)
+    ends = [rate._replace(overhead=(1 - machine.embedding) * rate.overhead) for rate in ends]
+    rates = (machine.block_forward, machine.block_backward) if block else ends
+    tp, tokens = layout.parallel.tp, sequences * layout.seq_len
     work = unit_work(layout.config, layout.seq_len, unit, tp, machine.queries)
-    rates = (machine.block_forward, machine.block_backward) if block else (machine.ends_forward, machine.ends_backward)
     idle = idle_flops(layout.config, tp, tokens, machine.processors) if block else (0.0, 0.0)
     forward, backward = (
         rate.seconds(work, sequences, layout.compute_bytes, passes) + waits / rate.flops
