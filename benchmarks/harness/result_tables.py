@@ -428,12 +428,10 @@ TABLES = {
         order=lambda cells: (cells[""].split(", ")[0], float(cells[""].split()[1]))),
     "ranks-fit": RANKS_FIT,
     "ranks-convergence": Table("ranks/convergence_intel", rows=validations),
-    "ranks-grid": Table("ranks/grid", """
-        measured; predicted = {name} | ms per step = {measured.ms:.1f}; {predicted.ms:.1f}
-        bubble = {measured.bubble:percent}; {predicted.bubble:percent}
-        memory of a rank, MB = {measured.memory:MB .1f}; {predicted.memory:MB .1f}
-        messages = {measured.calls}; {predicted.calls}
-        MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
+    "ranks-grid": Table(("ranks/grid_nano", "ranks/grid", "ranks/grid_paper"), """
+        measured; predicted = {name} | {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
+        {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
+        {preset}, MB of a rank = {measured.memory:MB .1f}; {predicted.memory:MB .1f}""", merged=True),
     "gpus-plan": Table("gpus/plan", """
         = {name} | measured, ms = {measured * 1e3:.1f} | predicted, ms = {predicted * 1e3:.1f}
         error = {error:percent}"""),
