@@ -80,6 +80,9 @@ TABLES = {
         measured; predicted = {name} | {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
         {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
         {preset}, MB of a rank = {measured.memory:MB .1f}; {predicted.memory:MB .1f}""", merged=True),
+    "token-files": Table("ranks/token_files", """
+        ranks | peak of a rank, MB = {peak_bytes:MB .1f} | of which for 4 GB of tokens, MB = {loader_bytes:MB .1f}
+        loss of the last step = {loss:.6f} | parameters, SHA-256 = {hash}"""),
     "table-1": Table("gpus/table_1*", """
         = {name} | training, the paper, s = {paper.training:,.2f} | inference, the paper, s = {paper.inference:.2f}
         training, {file.machine}, s = {training:.2f} | a step, {file.machine}, ms = {step * 1e3:.2f}

@@ -77,6 +77,19 @@ def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
     assert [*first.values()] == ["stage 0", "15,264.36", "112.62", "4.50", "1250.00", "0.500", "4.250000"]
 
 
+def test_a_corpus_of_many_files_is_trained_on_as_one_and_its_memory_is_that_of_the_loader(monkeypatch):
+    saved = []
+    monkeypatch.setattr(token_files, "save", lambda results, args: saved.extend(results))
+    token_files.main(["--megabytes", "2", "--ranks", "1", "2", "--steps", "2", "--seq-len", "32"])
+    one, two = saved
+    assert one["hash"] == two["hash"] and one["loss"] == two["loss"] > 5
+    assert all(row["peak_bytes"] > 1 << 24 and abs(row["loader_bytes"]) < 1 << 24 for row in saved)
+    assert [*cells("token-files", saved)[1]] == [
+        "ranks", "peak of a rank, MB", "of which for 4 GB of tokens, MB", "loss of the last step",
+        "parameters, SHA-256",
+    ]  # fmt: skip
+
+
 def test_stages_of_a_gpu_need_one(monkeypatch):
     monkeypatch.setattr(table_1, "nvidia_smi", lambda _: [])
     with pytest.raises(UserError, match="no GPU, which stages 2 and 3 need: use --stages 0 1"):
