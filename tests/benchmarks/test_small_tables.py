@@ -10,7 +10,7 @@ from benchmarks.cpu import deployment
 from benchmarks.gpus import table_1
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks import collectives, convergence, sparse
+from benchmarks.ranks import collectives, convergence, sparse, token_files
 from gpt2core.errors import UserError
 
 HARDWARE = {"cores": 2}
