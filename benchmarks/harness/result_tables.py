@@ -13,7 +13,8 @@ MAIN_SHAPES = [1, 16, 16384, 64], [64, 12, 1024, 64], [4, 16, 4096, 128]  # of a
 
 TABLES = {
     "cpu-step": Table("cpu/train_step*", """
-        = {"GPT-2 124M" if "gpt2" in str(file.name) else "`paper`"}, {file.machine}, threads {threads}
+        = {"GPT-2 124M" if "gpt2" in str(row.preset or file.name) else "`%s`" % (row.preset or "paper")}, \
+{file.machine}, threads {threads}
         {name}, ms = {seconds:ms} | ours: times as fast as PyTorch = {row.ratio:ratio}
         ours: times as fast as llm.c = {row.ratio and row.times_as_fast_as_llmc:ratio}
         floor / ours = {row.ratio and share_of_floor:percent 0}

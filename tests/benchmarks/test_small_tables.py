@@ -62,7 +62,8 @@ def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
     logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 4)
     commands = []
     monkeypatch.setattr(table_1, "train", lambda *words, **flags: (next(logs), commands.append((words, flags))))
-    monkeypatch.setattr(table_1, "run_to_end", lambda name, *_: f"{name}: total 0.50 s")
+    times = iter([9.0, 0.5, 0.5] * 2)  # the first inference compiles
+    monkeypatch.setattr(table_1, "inference_seconds", lambda name, *_: (next(times), ""))
     saved = []
     monkeypatch.setattr(table_1, "save", lambda results, args: saved.extend(results))
     table_1.main(["--stages", "0", "1", "--steps", "3", "--ranks", "2", "--rounds", "2"])
@@ -93,7 +94,9 @@ def test_a_corpus_of_many_files_is_trained_on_as_one_and_its_memory_is_that_of_t
 def test_stages_of_a_gpu_need_one(monkeypatch):
     monkeypatch.setattr(table_1, "nvidia_smi", lambda _: [])
     with pytest.raises(UserError, match="no GPU, which stages 2 and 3 need: use --stages 0 1"):
-        table_1.main(["--steps", "1"])
+        table_1.main(["--steps", "2"])
+    with pytest.raises(UserError, match="--steps 1: .* use 2 or more"):
+        table_1.main(["--stages", "0", "--steps", "1"])
 
 
 def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
