@@ -111,21 +111,23 @@ def unit_rates(world):
     for i, (direction, products) in enumerate((("forward", 1), ("backward", 2))):
         sequence, score = line([heads * length**2 for length in LENGTHS], attention[:, i])
         # of each measured time: how often it has each of the five constants
-        rows, known = [[0.0, 0.0, products * 4 * width / heads, 0.0, 1.0]], [score]
-        for (config, count), seconds in zip(shapes, blocks[:, i], strict=True):
-            rows.append(row_of("h.0", config, count, products))
-            known.append(seconds - count * sequence)
-        found = np.maximum(np.linalg.solve(rows, known), 1e-15)  # noise may give less than 0
-        overhead, parameter, flop, byte, score = found.tolist()
+        of_score = [0.0, 0.0, products * 4 * width / heads, 0.0, 1.0]
+        of_blocks = [row_of("h.0", *shape, products) for shape in shapes]
+        without_sequences = blocks[:, i] - [count * sequence for _, count in shapes]
+        overhead, parameter, flop, byte, score = solve([of_score, *of_blocks], [score, *without_sequences])
         rates[f"block_{direction}"] = [overhead, 1 / flop, 1 / byte, sequence, score, parameter]
-        rows = np.array([row_of("head", config, count, products) for config, count in shapes[:2]])
-        known = ends[:2, i] - rows[:, 2] * flop
-        overhead, byte = np.maximum(np.linalg.solve(rows[:, [0, 3]], known), 1e-15).tolist()
+        of_ends = np.array([row_of("head", *shape, products) for shape in shapes[:2]])
+        overhead, byte = solve(of_ends[:, [0, 3]], ends[:2, i] - of_ends[:, 2] * flop)
         rates[f"ends_{direction}"] = [overhead, 1 / flop, 1 / byte]
     micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
-    micro_batch -= parameter * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
+    micro_batch -= rates["block_backward"][-1] * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
     part = min(1.0, (embedding.sum() / ends[0].sum()).item())
     return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part]}
+
+
+def solve(rows, seconds):
+    """The constants of which each time has as many as its row says; at least 1e-15, because noise may give less."""
+    return np.maximum(np.linalg.solve(rows, seconds), 1e-15).tolist()
 
 
 def row_of(unit, config, count, products):

@@ -393,8 +393,8 @@ class CudaBackend(FusedHead, Backend):
         def run_candidate(tiles):  # with y in place of dy: y has the same shape, and is finite for any loss scale
             run(tiles, y)
 
-        tuner, precision = self.runtime.tuner, self.dot_precision
-        run(tuned_tiles.tuned_backward(tuner, run_candidate, dqkv, delta, qkv, n_head, precision), dy)
+        options = qkv, n_head, self.dot_precision, rotation is not None
+        run(tuned_tiles.tuned_backward(self.runtime.tuner, run_candidate, dqkv, delta, *options), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):
