@@ -97,11 +97,11 @@ def summarise(results):
     medians = add_step_fields(results)
     for result in results:
         result["share_of_floor"] = paired_ratio(medians[FLOOR], medians[result["name"]])
-    ours, floor = (next(result for result in results if result["name"] == name) for name in ("ours", FLOOR))
-    add_peer(ours, results, {name: paired_ratio(seconds, medians["ours"]) for name, seconds in medians.items()})
+    ours, floor = (next(result for result in results if result["name"] == name) for name in (OURS, FLOOR))
+    add_peer(ours, results, {name: paired_ratio(seconds, medians[OURS]) for name, seconds in medians.items()})
     ours["floor"] = {"seconds": floor["seconds"]}
     if LLMC in medians:
-        ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians["ours"])
+        ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians[OURS])
 
 
 def main():

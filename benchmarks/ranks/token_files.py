@@ -8,7 +8,6 @@ with more positions. "loader" is the difference of the peaks of resident memory,
 """
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from benchmarks.cpu.classroom import measure
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.training_runs import python_command
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.shipped import TOKENIZERS
 from gpt2core.text.tokenizer import Tokenizer
-from stage1_mpi.launch import choose, launch_line
 
 FILES, SMALL_MEGABYTES = 40, 1
 
@@ -38,20 +37,11 @@ def write_tokens(folder, megabytes, files):
 def run(pattern, ranks, args):
     """(last row of the log, peak_bytes of the largest process) of a training on `ranks` ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        log, T = f"{folder}/log.jsonl", str(args.seq_len)
-        words = ["--preset", "nano", "--block-size", T, "--seq-len", T, "--steps", str(args.steps), "--sample", "0"]
-        words += [
-            "--data",
-            pattern,
-            "--tokenizer",
-            str(TOKENIZERS["book"]),
-            "--shuffle",
-            "--no-save",
-            "--log",
-            str(log),
-        ]
-        launcher = launch_line(*choose(), ranks)
-        measured = measure([*launcher, sys.executable, "-m", "stage1_mpi.train_gpt2", *words, "--threads", "1"])
+        log, T = Path(folder, "log.jsonl"), args.seq_len
+        flags = f"--preset nano --block-size {T} --seq-len {T} --steps {args.steps} --shuffle --no-save --sample 0"
+        files = "--data", pattern, "--tokenizer", TOKENIZERS["book"], "--log", log
+        words = *flags.split(), "--threads", "1", *map(str, files)
+        measured = measure(python_command(ranks, "stage1_mpi.train_gpt2", *words))
         return read_log(log)[-1], measured["peak_bytes"]
 
 

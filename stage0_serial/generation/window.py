@@ -19,7 +19,7 @@ import numpy as np
 
 from stage0_serial.rows import slices
 
-QUERIES = 64  # of a tile of scores; tiles above the diagonal are skipped
+QUERIES = 64  # of a tile of scores, as in numpy_backend.py; tiles above the diagonal are skipped
 MAX_BYTES = 1 << 29  # of the weights that are copied; the windows of larger models are computed as prompts are
 
 
