@@ -17,9 +17,8 @@ class Backend(ABC):
 
     Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
     writes only to new arrays; rotary_attention_forward, attention_cached, clip and adamw_step also write to arguments
-    that their docstrings name.
-    A gradient that a backward kernel returns is an array, or a function of a Destination (parallel/parameter.py). `aux`
-    keeps no array of a parameter, because ZeRO-3 frees it between forward and backward.
+    that their docstrings name. A gradient that a backward kernel returns is an array, or a function of a Destination
+    (parallel/parameter.py). `aux` keeps no array of a parameter, because ZeRO-3 frees it between forward and backward.
 
     Micro-batches: if `merges_micro_batches`, activations may be (M, B, T, C), and the N targets of a loss those of M
     micro-batches of equal size. Each row has the bits that it would have in a call of its own, and the gradient of a

@@ -70,9 +70,8 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision, rotates=False):
     """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta.
 
-    rotates: whether they also rotate dq and dk (rotary positions).
-
-    Shapes and dtypes of the arrays: as for attention_backward() in launches.py.
+    rotates: whether they also rotate dq and dk (rotary positions). Shapes and dtypes of the arrays: as for
+    attention_backward() in launches.py.
     """
     table, tried, about = tiles_for(qkv, n_head, precision)
     about += ", rotary" * rotates

@@ -184,6 +184,37 @@ DEVICE void load_rotated(float (&x)[8], const float* row, const float* rotation,
   }
 }
 
+// Store the attention of a warp to some keys: y (D), the sum of the values times their weights exp2(score - maximum),
+// of which lane i < 8 has the elements 8 i to 8 i + 7; and warp_stats, the maximum and the sum of the weights.
+DEVICE void store_warp(float* warp_y, float2& warp_stats, const float (&y)[8], float maximum, float sum) {
+  const int lane = thread_number() % 32;
+  if (lane < 8) {
+    *(float4*)(warp_y + lane * 8) = make_float4(y[0], y[1], y[2], y[3]);
+    *(float4*)(warp_y + lane * 8 + 4) = make_float4(y[4], y[5], y[6], y[7]);
+  }
+  if (lane == 0) warp_stats = make_float2(maximum, sum);
+}
+
+struct Combined {
+  float element, maximum, sum;
+};
+
+// The attention of COUNT warps, or blocks, together: one element of y, the maximum, the sum of the weights.
+template <int COUNT>
+DEVICE Combined combine(const float (&y)[COUNT][D], const float2 (&stats)[COUNT], int element) {
+  Combined result = {0, SMALLEST, 0};
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) result.maximum = fmaxf(result.maximum, stats[i].x);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const float weight = fast_exp2(stats[i].x - result.maximum);
+    result.sum += weight * stats[i].y, result.element += weight * y[i][element];
+  }
+  return result;
+}
+
+DEVICE float gelu(float h) { return fast_divide(h, 1 + fast_exp2(h * (U1 + U3 * h * h))); }  // see kernels/gelu.py
+
 // Each block copies its share of two weights with n_1 and n_2 elements to the L2 cache. ahead_1, ahead_2: the weights
 // of the kernel after the next one, or null pointers.
 DEVICE void prefetch_weights(const u16* ahead_1, int n_1, const u16* ahead_2, int n_2, int clusters) {

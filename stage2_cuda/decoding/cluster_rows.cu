@@ -165,7 +165,7 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
   RowsAttentionMemory& memory = shared_memory<RowsAttentionMemory>();
   const int groups = (B + ROWS - 1) / ROWS, head = cluster_number() / groups, rank = rank_in_cluster();
   const int first_row = cluster_number() % groups * ROWS, row = min(first_row + rank, B - 1);
-  const int thread = thread_number(), warp = thread / 32, lane = thread % 32, part = thread % 8;
+  const int thread = thread_number(), warp = thread / 32, part = thread % 8;
   const bool used = first_row + rank < B;  // otherwise the result of this block is not stored
 
   if (thread == 0) {
@@ -273,22 +273,10 @@ CLUSTER_KERNEL rows_attention_kernel(float* partials_out, float* s, u16* cache, 
   sum = sum_lanes(sum * factor, 8, 16);
 #pragma unroll
   for (int e = 0; e < 8; e++) y[e] = sum_lanes(y[e] * factor, 8, 16);
-  if (lane < 8) {
-    *(float4*)&memory.warp_y[warp][lane * 8] = make_float4(y[0], y[1], y[2], y[3]);
-    *(float4*)&memory.warp_y[warp][lane * 8 + 4] = make_float4(y[4], y[5], y[6], y[7]);
-  }
-  if (lane == 0) memory.warp_stats[warp] = make_float2(top, sum);
+  store_warp(memory.warp_y[warp], memory.warp_stats[warp], y, top, sum);
   block_barrier();
-  float element = 0;
-  maximum = SMALLEST, sum = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) maximum = fmaxf(maximum, memory.warp_stats[i].x);
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
-    const float weight = fast_exp2(memory.warp_stats[i].x - maximum);
-    sum += weight * memory.warp_stats[i].y, element += weight * memory.warp_y[i][thread % D];
-  }
-  const Four four = split_lanes(fast_divide(element, sum));
+  const Combined combined = combine(memory.warp_y, memory.warp_stats, thread % D);
+  const Four four = split_lanes(fast_divide(combined.element, combined.sum));
   if (thread % 4 == 0)
 #pragma unroll
     for (int i = 0; i < 2; i++) send(&memory.y[rank][thread % D / 4], &memory.y_arrived, thread / D + 4 * i, four);
@@ -338,7 +326,7 @@ CLUSTER_KERNEL rows_mlp_kernel(float* partials_out, float* s, const float* x, co
   wait_for_copies<0>();
   load_copies(w_proj, copies);
   const float h = receive_products(memory.product, unit, gamma_of, beta_of, eps);
-  const Four four = split_lanes(fast_divide(h, 1 + fast_exp2(h * (U1 + U3 * h * h))));  // GELU, see kernels/gelu.py
+  const Four four = split_lanes(gelu(h));
   if (thread < 64 * UNITS && thread % 4 == 0)
 #pragma unroll
     for (int i = 0; i < CLUSTER; i++) send(&memory.hidden[rank][thread / 4], &memory.hidden_arrived, i, four);

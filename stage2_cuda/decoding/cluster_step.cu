@@ -165,41 +165,23 @@ CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const
   }
   const Attended attended = keys <= 2 * KEYS_PER_PASS ? attend<2>(q, k, v, first_key, keys, scale)
                                                       : attend<PASSES>(q, k, v, first_key, keys, scale);
-  const float* y = attended.y;
-  if (lane < 8) {
-    *(float4*)&memory.warp_y[warp][lane * 8] = make_float4(y[0], y[1], y[2], y[3]);
-    *(float4*)&memory.warp_y[warp][lane * 8 + 4] = make_float4(y[4], y[5], y[6], y[7]);
-  }
-  if (lane == 0) memory.warp_stats[warp] = make_float2(attended.maximum, attended.sum);
+  store_warp(memory.warp_y[warp], memory.warp_stats[warp], attended.y, attended.maximum, attended.sum);
   block_barrier();
 
   // combine the 8 warps of the block: a thread has one element of y, and sends it to two blocks
-  float element = 0, maximum = SMALLEST, sum = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) maximum = fmaxf(maximum, memory.warp_stats[i].x);
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
-    const float weight = fast_exp2(memory.warp_stats[i].x - maximum);
-    sum += weight * memory.warp_stats[i].y, element += weight * memory.warp_y[i][thread % D];
-  }
+  const Combined of_block = combine(memory.warp_y, memory.warp_stats, thread % D);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int target = thread / D + 4 * i;
-    send(&memory.block_y[rank][thread % D], &memory.y_arrived, target, element);
-    if (thread % D == 0) send(&memory.block_stats[rank], &memory.y_arrived, target, make_float2(maximum, sum));
+    send(&memory.block_y[rank][thread % D], &memory.y_arrived, target, of_block.element);
+    const float2 stats = make_float2(of_block.maximum, of_block.sum);
+    if (thread % D == 0) send(&memory.block_stats[rank], &memory.y_arrived, target, stats);
   }
   wait_for_signal(&memory.y_arrived);
 
   if (thread < D) {  // combine the 8 blocks
-    element = 0, maximum = SMALLEST, sum = 0;
-#pragma unroll
-    for (int i = 0; i < CLUSTER; i++) maximum = fmaxf(maximum, memory.block_stats[i].x);
-#pragma unroll
-    for (int i = 0; i < CLUSTER; i++) {
-      const float weight = fast_exp2(memory.block_stats[i].x - maximum);
-      sum += weight * memory.block_stats[i].y, element += weight * memory.block_y[i][thread];
-    }
-    const Four four = split_lanes(fast_divide(element, sum));
+    const Combined all = combine(memory.block_y, memory.block_stats, thread);
+    const Four four = split_lanes(fast_divide(all.element, all.sum));
     if (thread % 4 == 0) memory.y[thread / 4] = four;
   }
   block_barrier();
@@ -242,7 +224,7 @@ CLUSTER_KERNEL mlp_kernel(float* partials_out, float* s, const float* x, const f
   send_residual(memory.row, s, terms);
   wait_for_signal(&memory.row.arrived);
   const float h = layernorm_product(memory.sums, memory.row, w, gamma_of, beta_of, eps);
-  const Four four = split_lanes(fast_divide(h, 1 + fast_exp2(h * (U1 + U3 * h * h))));  // GELU, see kernels/gelu.py
+  const Four four = split_lanes(gelu(h));
   if (lane < 8 * UNITS && lane % 4 == 0)
     send(&memory.hidden[rank_in_cluster() * 2 * UNITS + lane / 4], &memory.hidden_arrived, warp, four);
   wait_for_signal(&memory.hidden_arrived);

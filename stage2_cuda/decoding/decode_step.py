@@ -162,11 +162,8 @@ class ClusterStep(DecodeStep):
     def finish(self, residual):
         if len(self.h) > 1:
             return super().finish(residual)
-        outputs, weights = (
-            (self.logits[0], self.maxima[0], self.indices[0], self.s[0]),
-            (self.plan.norm, self.plan.head),
-        )
-        cluster_step.logits(*outputs, residual, *weights, self.first_weights, self.eps)
+        outputs = self.logits[0], self.maxima[0], self.indices[0], self.s[0]
+        cluster_step.logits(*outputs, residual, self.plan.norm, self.plan.head, self.first_weights, self.eps)
         return self.maxima, self.indices
 
 

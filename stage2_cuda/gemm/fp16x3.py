@@ -49,7 +49,7 @@ MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this 
 # is divided into parts, and each part is added by other programs.
 PROGRAMS = 264
 MIN_PART_K = 256  # the fewest terms of the sum in one part
-MAX_PARTS, SUM_BLOCK = 8, 512  # of add_parts_kernel: the most parts, and the elements of out that a program computes
+MAX_PARTS, SUM_BLOCK = 8, 512  # of add_product_parts_kernel: the most parts, and elements of out of one program
 
 
 class SplitOperand(NamedTuple):
@@ -123,17 +123,17 @@ def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumu
     options |= dict(TRANS_A=trans_a, TRANS_B=trans_b, ACCUMULATE=accumulate)
     launch(product_kernel, grid, *arguments, **options, num_warps=num_warps, num_stages=num_stages)
     if partials is not None:
-        add_parts(out.reshape(-1), partials)
+        add_product_parts(out.reshape(-1), partials)
 
 
-def add_parts(out, partials):
+def add_product_parts(out, partials):
     """out (K) float32 = the sum of the P rows of partials (P, K), float32, in a fixed order."""
     parts, size = partials.shape
     if parts > MAX_PARTS:
         add_partials(partials, out)  # few columns: one program for 16 of them
     else:
         grid = (triton.cdiv(size, SUM_BLOCK),)
-        launch(add_parts_kernel, grid, out, partials, size, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4)
+        launch(add_product_parts_kernel, grid, out, partials, size, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4)
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def product_kernel(
 
 
 @triton.jit
-def add_parts_kernel(out_ptr, partials_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def add_product_parts_kernel(out_ptr, partials_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (K / BLOCK): each program adds the PARTS rows, 2, 4 or 8, of BLOCK columns.
 
     The order is that of a tree: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).

@@ -95,7 +95,7 @@ def test_a_product_of_fp32_has_the_precision_of_fp32(rng, n, c, k, trans_a, tran
 def test_the_parts_of_a_product_are_added_in_the_order_of_a_tree(rng, parts, size):
     partials = rng.standard_normal((parts, size), np.float32)
     out = array_module().full(size, np.nan, np.float32)
-    fp16x3.add_parts(out, device(partials))
+    fp16x3.add_product_parts(out, device(partials))
     near(out, partials.astype(np.float64).sum(0), 1e-6)
     if parts <= 8:
         rows = partials
