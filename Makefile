@@ -265,7 +265,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU,
 	"$(python)" -m benchmarks.gpus.parity --save
 	"$(python)" -m benchmarks.gpus.collectives --save
 	"$(python)" -m benchmarks.gpus.timeline --save
-	"$(python)" -m benchmarks.gpus.kill --save
+	"$(python)" -m benchmarks.ranks.kill --save --stage 3 --times 10 --steps 1500 --checkpoint-every 100
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

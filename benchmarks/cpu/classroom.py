@@ -23,8 +23,6 @@ from benchmarks.harness.rounds import interleaved
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
-STAGES = (0, 1, 2, 3)
-
 
 def make(target, *variables):
     """The command that runs a target of the Makefile with this Python."""
@@ -33,17 +31,13 @@ def make(target, *variables):
 
 def commands(folder):
     """{title: command}; `folder` is an empty directory for the files that the commands write."""
-    train = {
-        "make train PRESET=tiny": ("PRESET=tiny",),
-        "make train STAGE=1 N=2 PRESET=tiny": ("STAGE=1", "N=2", "PRESET=tiny"),
-        "make train STAGE=2 PRESET=nano": ("STAGE=2", "PRESET=nano"),
-        "make train STAGE=3 N=2 PRESET=nano": ("STAGE=3", "N=2", "PRESET=nano"),
-    }
-    found = {title: make("train", *variables, f"OUT={folder / title[-20:]}") for title, variables in train.items()}
-    for stage in STAGES:
+    found = {}
+    for variables in ("PRESET=tiny", "STAGE=1 N=2 PRESET=tiny", "STAGE=2 PRESET=nano", "STAGE=3 N=2 PRESET=nano"):
+        found[f"make train {variables}"] = make("train", *variables.split(), f"OUT={folder / variables[:7]}")
+    for stage in range(4):
         run = [sys.executable, "docs/notebooks/run.py", str(stage), "--out", str(folder)]
         found[f"the notebook of stage {stage}"] = run
-    for stage in STAGES:
+    for stage in range(4):
         found[f"make grade STAGE={stage}"] = make("grade", f"STAGE={stage}", f"DIR={solved(stage, folder)}")
     return found | {"make parity": make("parity")}
 
@@ -85,9 +79,7 @@ def measure_all(commands, rounds, directory=ROOT):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.cpu.classroom", __doc__)
-    parser.add_flags(rounds=1)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.cpu.classroom", __doc__, rounds=1).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = measure_all(commands(Path(folder)), args.rounds)
     TABLES["classroom"].print(results)

@@ -22,9 +22,7 @@ COMMANDS = {
 
 
 def main():
-    parser = benchmark_parser("benchmarks.cpu.first_run", __doc__)
-    parser.add_flags(rounds=3)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.cpu.first_run", __doc__, rounds=3).parse_args()
     results = measure_all(COMMANDS, args.rounds, ROOT / "stage0_serial")
     seconds = {"seconds": {result["name"]: result["seconds"] for result in results}}
     TABLES["first-run"].print(seconds)

@@ -44,9 +44,6 @@ TOLERANCE = 1e-2  # largest relative difference between the norms of two impleme
 KINDS = ("forward", "both")  # both: forward and backward
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def random_inputs(B, H, T, D):
     """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
     numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
@@ -116,9 +113,6 @@ class CausalAttention(ours.Graphs):
 
     def norms(self):
         return [self.norm(array) for array in (self.y, self.dqkv)]
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def process_specs(args):

@@ -33,9 +33,6 @@ TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N,
 A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)  # gelu(x) = x (1 + tanh(u)) / 2, u = A (x + B x^3)
 
 
-# -- fused products ---------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def gelu_backward_kernel(
     dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
@@ -86,9 +83,6 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
     centred = tl.where(mask, s - mean, 0)
     tl.store(mean_ptr + tl.program_id(0), mean)
     tl.store(rstd_ptr + tl.program_id(0), 1 / tl.sqrt(tl.sum(centred * centred, 0) / channels + 1e-5))
-
-
-# -- timing -----------------------------------------------------------------------------------------------------------
 
 
 def microseconds(functions, rounds=5, repeats=20):
@@ -187,9 +181,7 @@ def functions_of(cupy, backend, n, c, k):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.fusions", __doc__)
-    parser.add_flags(rounds=5)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.gpu.fusions", __doc__, rounds=5).parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 
     check_gpu()

@@ -229,9 +229,8 @@ def measure(args):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser(BENCHMARK, __doc__, rounds=5)
     add = parser.add_argument
-    parser.add_flags(rounds=5)
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")

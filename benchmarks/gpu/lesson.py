@@ -28,9 +28,6 @@ from gpt2core.presets import PRESETS
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
 
 
-# -- timed by the host's clock ----------------------------------------------------------------------------------------
-
-
 class Comparison(NamedTuple):
     """Two versions to compare: plain() and ours() each return the measured seconds of one launch, step or token."""
 
@@ -115,9 +112,6 @@ def generation():
     yield Comparison(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
 def device_seconds(xp, function, min_total=0.02):
     """Seconds of one call of function(), by device events: the mean of calls that take at least `min_total` s."""
     begin, end = xp.cuda.Event(), xp.cuda.Event()
@@ -161,9 +155,7 @@ def comparisons(xp):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.lesson", __doc__)
-    parser.add_flags(rounds=7)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.gpu.lesson", __doc__, rounds=7).parse_args()
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)

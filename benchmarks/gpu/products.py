@@ -43,9 +43,6 @@ SHAPES = {
 TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # largest relative difference between the norms of two results
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def random_inputs(N, C, K, transposed):
     """[(numbers, shape)] for x, w and dy; numbers: one-dimensional float32 array, the same in both processes.
 
@@ -97,9 +94,6 @@ class Linear(ours.Graphs):
 
     def norms(self):
         return [self.norm(array) for array in self.results]
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def measure(args, precision):

@@ -310,9 +310,8 @@ def report(result, limit):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.profile", __doc__)
+    parser = benchmark_parser("benchmarks.gpu.profile", __doc__, preset="gpt2", precision="bf16", steps=5)
     add = parser.add_argument
-    parser.add_flags(preset="gpt2", precision="bf16", steps=5)
     add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")

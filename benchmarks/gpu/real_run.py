@@ -35,8 +35,6 @@ SEED = 0
 STAGES = {0: ("stage0_serial", "fp32", "cpu"), 2: ("stage2_cuda", "bf16", "cuda")}
 AVERAGED = 10  # training losses of this many steps are one point of the curve
 
-# -- in the process of PyTorch -----------------------------------------------------------------------------------------
-
 
 def prepare(module, recipe, device, **options):
     """Called in the process of PyTorch. Return train(), which trains as `recipe` says, on `device`."""
@@ -58,9 +56,6 @@ def prepare(module, recipe, device, **options):
 def model_config(recipe, vocab_size):
     sizes = {name: recipe[name] for name in ("n_layer", "n_head", "n_embd")}
     return replace(PRESETS["book"], vocab_size=vocab_size, block_size=recipe["seq_len"], **sizes)
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def train_ours(recipe, stage, timeout):

@@ -48,9 +48,6 @@ TITLES = {
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     """Called in each process. Return `run_round(steps)`, which trains on fresh random tokens and times every step.
 
@@ -107,9 +104,6 @@ def driver_bytes():
     """The device memory in use by all processes; None if nvidia-smi does not report it."""
     used = nvidia_smi("memory.used")
     return sum(int(row[0]) for row in used) << 20 if used and all(row[0].isdigit() for row in used) else None
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def process_specs(args, preset, precision):

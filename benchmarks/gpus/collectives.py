@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks.collectives import fit_medians, launch
+from benchmarks.ranks.collectives import fit, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.bucket_size import best_bucket
@@ -37,11 +37,9 @@ OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of -
 }
 STAGED = "--transport mpi, fp32"  # copies the array to the host, where MPI adds it, and back
 ALGORITHMS = [TORCH, *OURS, STAGED]
-NCCL = "nccl, fp32"
-FITTED = [NCCL, "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
+FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
 SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
 ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
-MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -230,29 +228,17 @@ def error_of(world, name, torch_sum):
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def bus_bandwidth(size, seconds, ranks):
-    """The bus bandwidth as nccl-tests defines it: bytes per second that each GPU would send in a ring all-reduce."""
-    return 2 * (ranks - 1) / ranks * size / seconds
-
-
-def encoded_bytes(name, size):
-    """The bytes of a float32 array of `size` bytes in the format in which the algorithm sends it."""
-    return size // 2 if name.endswith("bf16") else size
-
-
 def summarise(results, ranks):
-    """Add three fields to the results of one job: ranks, bus_bandwidth and times_as_fast_as_torch."""
+    """Add three fields to the results of one job: ranks, bus_bandwidth and times_as_fast_as_torch.
+
+    bus_bandwidth, as in nccl-tests: bytes per second that each GPU would send in a ring all-reduce.
+    """
     torch_seconds = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
     for result in results:
-        size = result["bytes"]
+        sent = result["bytes"] // (2 if result["name"].endswith("bf16") else 1)  # the array as it is encoded
         result["ranks"], median = ranks, statistics.median(result["seconds"])
-        result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[size], result["seconds"])
-        result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(result["name"], size), median, ranks)
-
-
-def fit(results):
-    """{name: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes."""
-    return {name: fit_medians([result for result in results if result["name"] == name]) for name in FITTED}
+        result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[result["bytes"]], result["seconds"])
+        result["bus_bandwidth"] = 2 * (ranks - 1) / ranks * sent / median
 
 
 def gradient_bytes(preset):
@@ -260,46 +246,27 @@ def gradient_bytes(preset):
     return 4 * Arena(parameter_shapes(PRESETS[preset])).size
 
 
-def verdicts(results, ranks):
-    """Yield one sentence for each size of 100 MB or more: whether our all-reduce reaches the target."""
-    for result in results:
-        if result["name"] == NCCL and result["bytes"] >= 10**8:
-            ratio = result["times_as_fast_as_torch"]["median"]
-            met = "reached" if ratio >= MIN_SHARE else "MISSED"
-            size = f"{1e-6 * result['bytes']:,.0f} MB"
-            yield f"{ranks} GPUs, {size}: {ratio:.3f} times torch's bandwidth (target {MIN_SHARE}: {met})"
-
-
-def parser():
-    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__)
+def main():
+    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__, ranks=[2, 4], rounds=9, timeout=150)
     add = parser.add_argument
-    parser.add_flags(ranks=[2, 4], rounds=9, timeout=150)
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     results, fits, errors, bucket_sizes = [], {}, {}, {}
     for ranks in args.ranks:
-        progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
-            errors[str(ranks)], of_ranks = job
-        progress("")
+        errors[str(ranks)], of_ranks = job
         summarise(of_ranks, ranks)
         TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "errors": errors})
-        print("\n".join(verdicts(of_ranks, ranks)))
-        fits[ranks] = fit(of_ranks)
+        fits[ranks] = fit([result for result in of_ranks if result["name"] in FITTED], "name")
         for name, (alpha, beta) in fits[ranks].items():
             bucket_sizes[f"{ranks} GPUs, {name}"] = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
         print(f"\nfits; best --bucket-mb for {args.preset}")
         TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
         results += of_ranks
-    saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
-    save(saved, args)
+    save({"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}, args)
 
 
 if __name__ == "__main__":

@@ -36,30 +36,25 @@ BUCKETS = 0.1, 1.0, 25.0  # 10^6 bytes
 
 def layouts(rng, ranks, count, config, stage):
     """`count` different pairs (threads, options of ParallelConfig) of `ranks` ranks; the first one is the default."""
+
+    def choice(values):
+        return list(values)[rng.integers(len(values))]
+
     found = [(1, {})]
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     while len(found) < count:
-        tp, pp = (int(rng.choice(divisors(ranks))) for _ in range(2))
-        threads, zero = int(rng.choice((1, 2))) if stage == 1 else 1, choice(rng, ZERO)
+        tp, pp, threads, zero = choice(divisors), choice(divisors), choice((1, 2) if stage == 1 else (1,)), choice(ZERO)
         options = dict(
-            tp=tp, pp=pp, zero=zero, dp=choice(rng, STRATEGIES if zero < 2 else ["flat"]),
-            bucket_mb=choice(rng, BUCKETS), recompute=choice(rng, RECOMPUTE),
-            pp_schedule=choice(rng, SCHEDULES) if pp > 1 else "1f1b",
-            zero_gather=choice(rng, ("end", "forward") if zero < 2 else ["end"]),
+            tp=tp, pp=pp, zero=zero, dp=choice(STRATEGIES if zero < 2 else ["flat"]),
+            bucket_mb=choice(BUCKETS), recompute=choice(RECOMPUTE),
+            pp_schedule=choice(SCHEDULES) if pp > 1 else "1f1b",
+            zero_gather=choice(("end", "forward") if zero < 2 else ["end"]),
         )  # fmt: skip
         if (threads, options) not in found and fits(ranks, threads, options, config):
             found.append((threads, options))
         elif ranks == 1 and len(found) > 1:
             break  # one rank has few layouts
     return found
-
-
-def choice(rng, values):
-    values = list(values)
-    return values[rng.integers(len(values))]
-
-
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def fits(ranks, threads, options, config):
@@ -102,7 +97,7 @@ def results_of(runs):
     return rows
 
 
-def parser():
+def main():
     parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
@@ -110,16 +105,13 @@ def parser():
     add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
     add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
+    precisions = args.precision or (("fp32",) if args.stage == 1 else ("fp32", "bf16"))
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)
     for ranks in args.ranks:
         cases, names = [], []
-        for precision, (tied, clip) in itertools.product(args.precision or precisions(args.stage), MODELS):
+        for precision, (tied, clip) in itertools.product(precisions, MODELS):
             for threads, options in layouts(rng, ranks, args.layouts, config, args.stage):
                 cases.append((precision, tied, clip, threads, options))
                 names.append(name_of(ranks, threads, options))
@@ -135,10 +127,6 @@ def main(argv=None):
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
     save(results, args)
     return 1 if different else 0
-
-
-def precisions(stage):
-    return ("fp32",) if stage == 1 else ("fp32", "bf16")
 
 
 if __name__ == "__main__":

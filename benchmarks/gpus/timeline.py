@@ -28,9 +28,6 @@ from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, op
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LANES
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
-
-
 def steps_of(host, preset, precision, variants):
     """Profile one replayed step of each variant. Return {name: [fields of an Activity]} on rank 0, else None.
 
@@ -70,9 +67,6 @@ def last_of_two(activities):
     return activities[int(np.argmax(gaps)) :]
 
 
-# -- in the parent process ---------------------------------------------------------------------------------------------
-
-
 def processes_of(steps):
     """The steps {name: lanes_of()} as processes of a trace: each step is a process."""
     return [
@@ -87,20 +81,12 @@ def processes_of(steps):
     ]
 
 
-def union(intervals):
-    """The union of intervals (start, end): a sorted list of disjoint [start, end]."""
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return merged
-
-
 def union_length(intervals):
     """The length of the union of intervals (start, end)."""
-    return sum(end - start for start, end in union(intervals))
+    total, reached = 0.0, -float("inf")
+    for start, end in sorted(intervals):
+        total, reached = total + max(0.0, end - max(start, reached)), max(end, reached)
+    return total
 
 
 def times_of(placed):
@@ -137,16 +123,12 @@ def plot(steps, path):
         axes[-1, 0].set_xlabel("ms")
 
 
-def parser():
+def main():
     parser = parser_of("benchmarks.gpus.timeline", __doc__, 200)
     add_sizes(parser)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants

@@ -267,15 +267,6 @@ class BenchmarkParser(Parser):
             kind = {"type": type(values[0]), "choices": CHOICES.get(name)}
             self.add_argument(flag, default=default, help=text, **kind, **several)
 
-    def add_save_flags(self, name):
-        """Add the flags --save, --save-as and --commit. name: the default of --save-as, a file name without .json."""
-        add = self.add_argument
-        add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
-        # --no-save is the default now. The flag exists because older command lines have it.
-        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
-        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
-        add("--commit", help="commit to record in the results file (default: the one that git reports)")
-
     def parse_args(self, arguments=None, namespace=None):
         options = super().parse_args(arguments, namespace)
         for action in self._actions:
@@ -287,11 +278,11 @@ class BenchmarkParser(Parser):
         return options
 
 
-def benchmark_parser(benchmark, docstring, saves=True):
+def benchmark_parser(benchmark, docstring, saves=True, **flags):
     """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring.
 
     The lines "python -m BENCHMARK flags  # comment" of the docstring are its examples. saves: whether to add the flags
-    of save().
+    of save(). flags: see add_flags().
     """
     command = re.compile(rf"^ *python -m {re.escape(benchmark)}(.*?) +# (.*)\n", re.MULTILINE)
     examples = [(flags.strip(), comment) for flags, comment in command.findall(docstring)]
@@ -300,7 +291,13 @@ def benchmark_parser(benchmark, docstring, saves=True):
     parser = BenchmarkParser(text, examples, f"python -m {benchmark}", formatter_class=keep_lines)
     parser.set_defaults(benchmark=benchmark)
     if saves:
-        parser.add_save_flags(benchmark.split(".")[-1])
+        add, name = parser.add_argument, benchmark.split(".")[-1]
+        add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
+        # --no-save is the default now. The flag exists because older command lines have it.
+        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
+        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+        add("--commit", help="commit to record in the results file (default: the one that git reports)")
+    parser.add_flags(**flags)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import timeit
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,12 +20,12 @@ def random_batch(rng, vocab_size, batch_size, seq_len):
 
 def median_seconds(function, times):
     """The median seconds of `times` calls of function()."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.median(timeit.repeat(function, number=1, repeat=times))
+
+
+def mean_seconds(function, times):
+    """The mean seconds of `times` calls of function()."""
+    return timeit.timeit(function, number=times) / times
 
 
 def interleaved(functions, rounds):

@@ -116,9 +116,6 @@ def way_row(groups, way, args):
     return values
 
 
-# -- the timeline ------------------------------------------------------------------------------------------------------
-
-
 def intervals(way, size, context, batch, warm_up):
     """[(lane, start, end)] in ms of one step of this rank, from PyTorch's profiler.
 

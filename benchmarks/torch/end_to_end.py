@@ -35,9 +35,6 @@ AFTER_WARM_UP = 10  # measured steps
 TIMEOUT = 500  # seconds of one row
 
 
-# -- in the process of an implementation -------------------------------------------------------------------------------
-
-
 def prepare(module, implementation, device, batch):
     """Called in each process. Return run_round(), which measures one row; module: benchmarks.torch.passes."""
 
@@ -55,9 +52,6 @@ def prepare(module, implementation, device, batch):
         return {kind: time_of(passes, kind, device, warm_up, repeats) for kind in KINDS}
 
     return run_round
-
-
-# -- in the parent process ---------------------------------------------------------------------------------------------
 
 
 class Processes:

@@ -37,9 +37,6 @@ RANKING = """
     registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
 def tiles():
     """The MatmulTiles of the grid that fit: their operands into shared memory, their sums into registers."""
     for tile in itertools.starmap(MatmulTile, itertools.product(*GRID)):
@@ -57,9 +54,6 @@ def resident(registers, shared, warps):
     """The number of programs that one multiprocessor runs at the same time."""
     per_program = -(-registers // 8) * 8 * 32 * warps  # registers are allocated in units of eight per thread
     return min(REGISTERS // per_program, WARPS // warps, (SHARED + 1024) // (shared + 1024))
-
-
-# -- timing ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -172,9 +166,6 @@ def compare(size, tile, rounds):
     calls = {OURS: lambda: matmul_add_relu(a, b, c, tile), **peers(size)}
     timers = {name: functools.partial(milliseconds, captured(call)) for name, call in calls.items()}
     return {"tile": text(tile), "ms": interleaved(timers, rounds)}
-
-
-# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def print_ranking(size, rows, count):

@@ -40,9 +40,6 @@ def run_parts(parts, mark):
         result = function(result)
 
 
-# -- PyTorch -----------------------------------------------------------------------------------------------------------
-
-
 def allocated_by_torch(passes, kind, path):
     """The events of a TorchPasses. On a GPU the memory snapshot is written to `path`."""
     if passes.device.type == "cpu":
@@ -140,9 +137,6 @@ def saved_by_block(passes, shape):
     return found
 
 
-# -- this project ------------------------------------------------------------------------------------------------------
-
-
 def allocated_by_ours(passes, kind):
     """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
     import cupy
@@ -189,9 +183,6 @@ def source_of_caller(skipped="benchmarks"):
             return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {function}"
         frame = frame.f_back
     return "CuPy"
-
-
-# -- summaries ---------------------------------------------------------------------------------------------------------
 
 
 def allocated_after(events):

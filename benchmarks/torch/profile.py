@@ -44,9 +44,6 @@ CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
 KEPT = 5  # kernels of each pass in the results file
 
 
-# -- one pass ----------------------------------------------------------------------------------------------------------
-
-
 def activities_of(function, device):
     """[Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
     if device.type == "cuda":
@@ -149,9 +146,6 @@ def attention_of_layer(passes, size, context, precision, batch):
     scores = batch * heads * context**2  # elements
     operations = {PRODUCTS: 4 * scores * (width // heads), SOFTMAX: 5 * scores, OTHERS: scores}
     return {part: {"ms": ms, "operations": operations[part]} for part, ms in spent.items()}
-
-
-# -- which rows ------------------------------------------------------------------------------------------------------
 
 
 def selected(args):
