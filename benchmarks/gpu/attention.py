@@ -22,7 +22,7 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
@@ -51,15 +51,12 @@ def random_inputs(B, H, T, D):
 
 
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times forward, then forward and backward.
+    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's CausalAttention.
 
-    module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. Each
-    CUDA graph is about `milliseconds` long. run_round() returns {"forward", "both": milliseconds of one call, "norms":
-    norms of y and of the gradient}.
+    options: of this CausalAttention.
     """
     build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
-
-    return lambda shape, milliseconds: timed_round(build(*shape), milliseconds)
+    return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 
 class CausalAttention(ours.Graphs):

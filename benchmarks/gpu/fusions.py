@@ -18,9 +18,9 @@ from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, interleaved
+from benchmarks.harness.rounds import SEED
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
-from stage2_cuda.tuning.tuner import capture_calls, milliseconds
+from stage2_cuda.tuning.tuner import capture_calls, medians
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
@@ -89,7 +89,7 @@ def microseconds(functions, rounds=5, repeats=20):
     """Time the functions {name: function}; return {name: median microseconds of a call}.
 
     A function that raises an exception is not in the result. `repeats` calls of each function are captured in a CUDA
-    graph; the graphs are timed in interleaved rounds.
+    graph; each round times all graphs.
     """
     import cupy
 
@@ -103,11 +103,9 @@ def microseconds(functions, rounds=5, repeats=20):
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
             graphs[name] = capture_calls(stream, function, repeats)
-    timers = {
-        name: partial(milliseconds, cupy, stream, partial(graph.launch, stream)) for name, graph in graphs.items()
-    }
-    times = interleaved(timers, rounds)
-    return {name: 1e3 * float(np.median(each)) / repeats for name, each in times.items()}
+    with stream:
+        times = medians(cupy, stream, list(graphs.values()), rounds)
+    return {name: 1e3 * float(ms) / repeats for name, ms in zip(graphs, times, strict=True)}
 
 
 def functions_of(cupy, backend, n, c, k):

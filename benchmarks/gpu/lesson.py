@@ -22,7 +22,7 @@ from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import interleaved, random_batch
+from benchmarks.harness.rounds import interleaved, mean_seconds, random_batch
 from gpt2core.presets import PRESETS
 
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
@@ -59,12 +59,9 @@ def launches(xp):
 
 
 def host_seconds(xp, function, calls):
-    """The mean seconds of `calls` calls of function(), by the host's clock. The calls need not wait for the GPU."""
+    """mean_seconds() of calls that need not wait for the GPU."""
     xp.cuda.Device().synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        function()
-    seconds = (time.perf_counter() - started) / calls
+    seconds = mean_seconds(function, calls)
     xp.cuda.Device().synchronize()
     return seconds
 

@@ -18,7 +18,7 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
@@ -54,11 +54,7 @@ def random_inputs(N, C, K, transposed):
 
 
 def prepare(module, precision):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times the three products of a layer.
-
-    module: the imported Python module that is measured; its Linear makes the calls. Each CUDA graph is about
-    `milliseconds` long. run_round() returns {kind in KINDS: milliseconds of one call, "norms": norms of the results}.
-    """
+    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's Linear."""
     linears = {}  # {shape: Linear} of the last shape
 
     def run_round(shape, milliseconds):
@@ -66,7 +62,7 @@ def prepare(module, precision):
         if shape not in linears:
             linears.clear()  # the largest arrays take several gigabytes
             linears[shape] = module.Linear(random_inputs(*shape), shape[3], precision)
-        return timed_round(linears[shape], milliseconds)
+        return linears[shape].run_round(milliseconds)
 
     return run_round
 
@@ -118,18 +114,14 @@ def summarise(pair):
     compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
-def parser():
+def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
     parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     tables = (measure(args, precision) for precision in args.precision)
     save_each(args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
 

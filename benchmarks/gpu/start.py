@@ -50,7 +50,7 @@ def environment(directory):
 
 
 def run_command(command, directory, trace=None):
-    """Run a command once; return its seconds and its output. trace: a file for start_trace."""
+    """Run a command once; return its seconds. trace: a file for start_trace."""
     script, arguments = COMMANDS[command]
     module, arguments = f"stage2_cuda.{script}", shlex.split(arguments.format(out=directory / f"{time.monotonic_ns()}"))
     program = [sys.executable, str(ROOT / (module.replace(".", "/") + ".py")), *arguments]
@@ -63,20 +63,20 @@ def run_command(command, directory, trace=None):
     seconds = time.monotonic() - started
     if result.returncode:
         raise BenchmarkFailed(f"{command} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
-    return seconds, result.stdout + result.stderr
+    return seconds
 
 
 def measure(command, rounds):
-    """{state: {"seconds": [...], "trace": events, "output": text}} of one command, with new caches in each round."""
+    """{state: {"seconds": [...], "trace": events}} of one command, with new caches in each round."""
     results = {state: {"seconds": []} for state in STATES}
     for number in range(rounds + 1):
         with tempfile.TemporaryDirectory(prefix="start-") as temporary:
             directory = Path(temporary)
             for state in STATES:
                 trace = directory / f"{state}.json" if number == rounds else None
-                seconds, output = run_command(command, directory, trace)
+                seconds = run_command(command, directory, trace)
                 if trace:
-                    results[state] |= {"trace": json.loads(trace.read_text()), "output": output}
+                    results[state]["trace"] = json.loads(trace.read_text())
                 else:
                     results[state]["seconds"].append(seconds)
         print(".", end="", file=sys.stderr, flush=True)
@@ -101,7 +101,6 @@ def main():
     add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
     parser.MAY_BE_0 += ("rounds",)  # only the traced run
     add("--rounds", type=int, default=3, help="runs of each command with empty and with warm caches (default 3)")
-    add("--show-output", action="store_true", help="print what each traced command printed (default: no)")
     args = parser.parse_args()
     results = {}
     for command in args.commands:
@@ -109,9 +108,6 @@ def main():
         for state, result in results[command].items():
             print(f"\n{command}, {state} caches: a traced run; a row contains the time of rows inside it")
             Table("", BREAKDOWN).print(breakdown(result["trace"]))
-            output = result.pop("output")
-            if args.show_output:
-                print(output)
     if args.rounds:
         TABLES["start"].print(results)
     save(results, args)

@@ -12,6 +12,7 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 
 import numpy as np
 
+from benchmarks.gpu.profile import union_length
 from benchmarks.gpus.scaling import add_sizes, parser_of
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.processes import run_main
@@ -79,14 +80,6 @@ def processes_of(steps):
         )
         for name, placed in steps.items()
     ]
-
-
-def union_length(intervals):
-    """The length of the union of intervals (start, end)."""
-    total, reached = 0.0, -float("inf")
-    for start, end in sorted(intervals):
-        total, reached = total + max(0.0, end - max(start, reached)), max(end, reached)
-    return total
 
 
 def times_of(placed):

@@ -50,6 +50,30 @@ def measure_specs(specs, args, warm_up, request):
         return {each.spec.name: measured[each.spec.name] | {"import_bytes": each.baseline} for each in processes}
 
 
+class GraphTimer:
+    """Times short GPU calls precisely: several calls of a function are captured in one CUDA graph, which is replayed.
+
+    A subclass sets `calls`, {kind: function}. It has milliseconds(call), the device time of call(), captured(kind,
+    count), a function that replays a new graph of `count` calls, and norms(), the norms of the results.
+    """
+
+    def __init__(self):
+        self.calls, self.graphs = {}, {}  # graphs: {kind: (function that replays, number of calls)}
+
+    def run_round(self, length):
+        """{kind: milliseconds of one call, "norms": norms of the results}. Each graph is about `length` ms long."""
+        for kind, call in self.calls.items():
+            if kind not in self.graphs:
+                self.milliseconds(call)  # compiles
+                count = max(1, round(length / min(self.milliseconds(call) for _ in range(3))))
+                self.graphs[kind] = self.captured(kind, count), count
+        times = {}
+        for kind, (replay, count) in self.graphs.items():
+            replay()  # brings the GPU to its full clock rate
+            times[kind] = self.milliseconds(replay) / count
+        return times | {"norms": self.norms()}
+
+
 def measure_shapes(specs, args, shapes, kinds):
     """Yield the results of one shape after another: a dictionary for each ProcessSpec, with its name.
 

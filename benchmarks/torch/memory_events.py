@@ -141,8 +141,6 @@ def allocated_by_ours(passes, kind):
     """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
     import cupy
 
-    from benchmarks.harness.ours import eager_function
-
     events, marks = [], {}
 
     class Hook(cupy.cuda.MemoryHook):
@@ -160,7 +158,7 @@ def allocated_by_ours(passes, kind):
         yield
 
     runtime, pool = passes.backend.runtime, cupy.get_default_memory_pool()
-    function = eager_function(passes, kind)
+    function = passes.eager_function(kind)
     if kind == FORWARD:
         marks["forward"] = 0
     runtime.range = mark  # instead of the method of the class

@@ -76,8 +76,8 @@ def test_the_work_of_each_launch_is_counted():
     B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
     backend = CudaBackend("fp16")
     trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_batches=1)
-    update = ours.update_function(trainer, *Windows(np.arange(100) % vocab, T).batch(0, B))
-    launches = launches_of(update, backend)
+    arguments = ours.update_arguments(trainer, *Windows(np.arange(100) % vocab, T).batch(0, B))
+    launches = launches_of(functools.partial(trainer.compile_update(capture=False), *arguments), backend)
     work = {launch.title: launch for launch in launches}
     D = 16  # 8, padded to the minimum of tl.dot
     assert work["attention: forward"].flops == 2 * B * H * T * T * D
@@ -149,10 +149,10 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
 @pytest.mark.long
 def test_removing_an_optimisation_changes_only_the_time():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
-    want = ours.gradients(variants.trainer(None, 1)).copy()
+    want = variants.trainer(None, 1).accumulator.gradients.copy()
     assert np.linalg.norm(want) > 0
     for change in set(gpu_choices.CHANGES.values()) - {gpu_choices.untimed_algorithms}:  # needs cublasLt
-        got = ours.gradients(variants.trainer(change, 1))
+        got = variants.trainer(change, 1).accumulator.gradients
         assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the tolerance of fp16 kernels
 
 
