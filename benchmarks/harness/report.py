@@ -90,19 +90,13 @@ def summarised(results, field=None):
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(rows):
-    """The lines of a Markdown table. rows: dictionaries with the same keys, which become the header."""
+def print_table(rows):
+    """Print a Markdown table. rows: dictionaries with the same keys, which become the header."""
     header = list(rows[0])
     cells = [header, ["---"] + ["---:"] * (len(header) - 1), *([str(row[key]) for key in header] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-
-
-def print_table(rows):
-    """Print a Markdown table; see table()."""
-    print("\n".join(table(rows)))
+    for line in cells:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
 # -- results/ ---------------------------------------------------------------------------------------------------------
@@ -152,10 +146,8 @@ def cpu_suffix():
 
 def cpu_field(name):
     """A field of an x86 CPU in Linux's /proc/cpuinfo, for example "cpu family"; "" if it is not known."""
-    try:
-        found = re.search(rf"^{name}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        found = None
+    path = Path("/proc/cpuinfo")
+    found = path.exists() and re.search(rf"^{name}\s*:\s*(.+)$", path.read_text(encoding="utf-8"), re.M)
     return found[1] if found else ""
 
 
@@ -252,7 +244,7 @@ CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": (
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
-    MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows"  # names of flags
+    MAY_BE_0 = "warm_up", "warmup", "seed", "zero"  # names of flags
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
