@@ -36,7 +36,7 @@ from benchmarks.torch.models import (
     release_memory,
     timed,
 )
-from benchmarks.torch.passes import NAIVE, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
 # B batch, H heads, T time, D head size
@@ -118,7 +118,7 @@ def run_passes(passes, warm_up, repeats):
 def profile_row(size, context, precision, args):
     """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
     release_memory()
-    passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
+    passes = TorchPasses(args.attention, size, context, precision, args.device, args.batch)
     wall = run_passes(passes, args.warm_up, args.repeats)
     result = {}
     for name, (prepare, function) in pass_functions(passes).items():
@@ -159,16 +159,17 @@ def selected(args):
 def main():
     precisions = "fp32 is without TF32 (default bf16, two rows of fp32)"
     parser = model_parser("benchmarks.torch.profile", __doc__, precisions)
-    text = "run the passes in their NVTX ranges and record nothing: for nsys"
-    parser.add_argument("--ranges-only", action="store_true", help=text)
+    add = parser.add_argument
+    add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
+    add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
     parser.add_flags(warm_up=2, repeats=5)
     args = parser.parse_args()
     check_device(args)
-    settings = {"{} / context {} / {} / {}".format(*each, NAIVE): each for each in selected(args)}
+    settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():
             if all(text in name for text in args.only):
-                run_passes(TorchPasses(NAIVE, *each, args.device, args.batch), args.warm_up, args.repeats)
+                run_passes(TorchPasses(args.attention, *each, args.device, args.batch), args.warm_up, args.repeats)
         return
     if args.device == "cuda" and not args.dry_run:
         cupti.open_cupti()
