@@ -252,7 +252,6 @@ def profile(config, args):
     for _ in range(3):  # the first step is launched from Python, the second is captured, the third is replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
-    host_seconds = median_seconds(step.replay, args.steps)
     device_seconds = replay_seconds(*step.graph_and_stream, args.steps)
     replays = recorded(step.replay, args.steps)
     if not replays:
@@ -269,7 +268,6 @@ def profile(config, args):
         # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
         "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,
-        "replay_seconds": host_seconds,  # by the host's clock, from the launch of the graph to its end
         "device_seconds": device_seconds,  # of one of several back-to-back replays, by device events
         "busy_seconds": busy_seconds,  # the sum of the durations of a replay's kernels, by CUPTI
         "idle_share_profiled": idle_share(replays, args.steps),

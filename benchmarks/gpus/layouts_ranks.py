@@ -18,23 +18,18 @@ MICRO_BATCHES = 8
 
 def train_all(host, stage, cases, sizes):
     """[the digest of the curve of each case, and whether all ranks of this job have it]; host: an MpiCommunicator."""
-    found, world = [], world_of(stage, host)
-    for precision, tied, clip, threads, options in cases:
-        backends = backends_of(stage, precision, threads)
-        digest = train(world, backends, tied, clip, ParallelConfig(**options), *sizes)
-        found.append((digest, host.all_gather_object(digest).count(digest) == host.size))
-    return found
-
-
-def world_of(stage, host):
-    world = host
+    found, world = [], host
     if stage == 3:
         from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
         world = NcclCommunicator(host)
         world.use_transport("nccl")
     world.use_collectives("canonical")
-    return world
+    for precision, tied, clip, threads, options in cases:
+        backends = backends_of(stage, precision, threads)
+        digest = train(world, backends, tied, clip, ParallelConfig(**options), *sizes)
+        found.append((digest, host.all_gather_object(digest).count(digest) == host.size))
+    return found
 
 
 def backends_of(stage, precision, threads):

@@ -155,19 +155,14 @@ def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
 def summarise(results):
     """Add fields to each result of one table: min, tokens_per_second, efficiency and times_as_fast.
 
-    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our results on the most GPUs
-    also get times_bucket (its time / time of our variant with --dp bucket), if that variant was measured.
+    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
-    by_name, most = {result["name"]: result for result in results}, max(result["ranks"] for result in results)
-    bucket = by_name.get(variant_name(most, OUR_VARIANTS["bucket"]))
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
         result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
-        if bucket is not None and result["side"] == "ours" and result["ranks"] == bucket["ranks"]:
-            result["times_bucket"] = paired_ratio(result["seconds"], bucket["seconds"])
         peer = ddp.get(result["ranks"])
         result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
 

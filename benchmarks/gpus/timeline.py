@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.profile import union_length
 from benchmarks.gpus.scaling import add_sizes, parser_of
-from benchmarks.harness.drawing import panels
+from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
@@ -105,15 +105,12 @@ def times_of(placed):
 
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
-    with panels(path, len(steps), figsize=(10, 1.8 * len(steps)), sharex=True, layout="tight", dpi=130) as (_, axes):
-        for panel, (name, placed) in zip(axes[:, 0], steps.items(), strict=True):
-            for lane, colour in enumerate(COLOURS):
-                bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
-                panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
-            panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
-            panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
-            panel.grid(axis="x", alpha=0.3)
-        axes[-1, 0].set_xlabel("ms")
+    spans = {}
+    for name, placed in steps.items():
+        of_step = spans[f"{name}: {times_of(placed)['step_ms']:.1f} ms"] = {lane: [] for lane in LANES}
+        for lane, activity in placed:
+            of_step[LANES[lane]].append((activity.start / 1e3, activity.duration / 1e3))
+    draw_timeline(path, dict(zip(LANES, COLOURS, strict=True)), spans)
 
 
 def main():

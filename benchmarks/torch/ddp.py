@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.assignment_tables import TABLES, print_tables
-from benchmarks.harness.drawing import panels
+from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
@@ -152,20 +152,15 @@ def joined(found):
     return [(lane, round(start, 3), round(end, 3)) for lane, spans in lanes.items() for start, end in spans]
 
 
-def draw_timeline(spans, path, title):
+def draw_intervals(intervals, path):
     """Draw {way: intervals} one above the other, on one axis of milliseconds."""
-    rows = TABLES["ddp-timeline"].cells([{"results": {"intervals": spans}}])
-    hidden = {row[""]: row["communication during computation"] for row in rows}
-    with panels(path, len(spans), figsize=(11, 1.9 * len(spans)), sharex=True) as (figure, axes):
-        for (way, found), panel in zip(spans.items(), axes[:, 0], strict=True):
-            for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
-                bars = [(start, end - start) for each, start, end in found if each == lane]
-                panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
-            panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
-            panel.set_title(f"{way}: {hidden[way] or '0 %'} of the communication runs during computation", fontsize=10)
-            panel.grid(axis="x", alpha=0.3)
-        axes[-1, 0].set(xlabel="ms", xlim=(0, None))
-        figure.suptitle(title, fontsize=11)
+    rows, spans = TABLES["ddp-timeline"].cells([{"results": {"intervals": intervals}}]), {}
+    for row, found in zip(rows, intervals.values(), strict=True):
+        hidden = f"{row['communication during computation'] or '0 %'} of the communication runs during computation"
+        of_way = spans[f"{row['']}: {hidden}"] = {COMMUNICATION: [], COMPUTE: []}
+        for lane, start, end in found:
+            of_way[lane].append((start, end - start))
+    draw_timeline(path, {COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}, spans)
 
 
 def timeline(args, settings, groups):
@@ -175,7 +170,7 @@ def timeline(args, settings, groups):
         found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
         spans[way] = found[0]
     path = save({"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
-    draw_timeline(spans, path.with_suffix(".png"), settings)
+    draw_intervals(spans, path.with_suffix(".png"))
 
 
 def main():
