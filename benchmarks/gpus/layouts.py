@@ -9,24 +9,31 @@ parallelism. Layouts are drawn at random for each number of ranks, and train the
     python -m benchmarks.gpus.layouts --stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64  # on CPUs
 """
 
+import functools
+import hashlib
 import itertools
 from collections import Counter
 from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
+from benchmarks.ranks.collectives import launch
+from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor.shards import check_tensor_parallel
+from gpt2core.parallel.whole_parameters import fill, parameter_hash
 from gpt2core.presets import PRESETS
-from testing.jobs import run_mpi
+from gpt2core.training_loop import read_batch
 
+MICRO_BATCHES = 8
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
 COLUMNS = """
     = {precision} | tied = {tied} | clip = {clip} | --tp = {tp} | ranks = {" ".join(map(str, ranks))}
@@ -77,23 +84,64 @@ def name_of(ranks, threads, options):
     return " ".join([f"{ranks} ranks:", *words, *([f"threads={threads}"] if threads > 1 else [])])
 
 
+def train_all(host, stage, cases, sizes):
+    """[the digest of the curve of each case, and whether all ranks of this job have it]; host: an MpiCommunicator."""
+    found, world = [], host
+    if stage == 3:
+        from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+        world = NcclCommunicator(host)
+        world.use_transport("nccl")
+    world.use_collectives("canonical")
+    for precision, tied, clip, threads, options in cases:
+        backends = backends_of(stage, precision, threads)
+        digest = train(world, backends, tied, clip, ParallelConfig(**options), *sizes)
+        found.append((digest, host.all_gather_object(digest).count(digest) == host.size))
+    return found
+
+
+def backends_of(stage, precision, threads):
+    if stage == 1:
+        from stage0_serial.numpy_backend import NumpyBackend
+
+        return [NumpyBackend(precision) for _ in range(threads)]
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    return [CudaBackend(precision, deterministic=True)]
+
+
+def train(world, backends, tied, clip, parallel, config, batch_size, seq_len, steps):
+    """The digest of losses, norms and the hash of the parameters after `steps` steps."""
+    config = replace(config, tied=tied)
+    trainer = FastTrainer(
+        config, backends, batch_size=batch_size, seq_len=seq_len, micro_batches=MICRO_BATCHES, world=world,
+        optimizer=dict(clip=clip, weight_decay=0.1), parallel=parallel, seed=None,
+    )  # fmt: skip
+    fill(trainer, trainer.parameters, iter(initial(config)) if world.is_root else None)
+    trainer.optimizer.refresh_copy(0)
+    windows = Windows(np.random.default_rng(0).integers(0, config.vocab_size, 20_000), seq_len)
+    reports = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(steps)]
+    curve = [(step.loss.hex(), step.grad_norm.hex()) for step in reports]
+    return hashlib.sha256(repr((curve, parameter_hash(trainer))).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def initial(config):
+    """The initial parameters; those of the last model are kept for the next layout."""
+    return list(initial_parameters(config, 0))
+
+
 def results_of(runs):
-    """One row for each precision, model and --tp. runs: [(precision, tied, clip, tp, ranks, name, digest, equal)]."""
-    rows = []
-    for key, group in itertools.groupby(sorted(runs, key=lambda run: run[:4]), key=lambda run: run[:4]):
+    """One row for each precision, model and --tp. runs: [{"name", "digest", "same", and the keys of a row}]."""
+    keys, rows = ("precision", "tied", "clip", "tp"), []
+    runs = sorted(runs, key=lambda run: [run[key] for key in keys])
+    for values, group in itertools.groupby(runs, key=lambda run: [run[key] for key in keys]):
         group = list(group)
-        digest = Counter(run[6] for run in group).most_common(1)[0][0]
-        rows.append(
-            dict(zip(("precision", "tied", "clip", "tp"), key, strict=True))
-            | {
-                "ranks": sorted({run[4] for run in group}),
-                "layouts": [run[5] for run in group],
-                "runs": len(group),
-                "equal": sum(run[6] == digest and run[7] for run in group),
-                "digest": digest[:16],
-                "different": [run[5] for run in group if run[6] != digest or not run[7]],
-            }
-        )
+        digest = Counter(run["digest"] for run in group).most_common(1)[0][0]
+        different = [run["name"] for run in group if run["digest"] != digest or not run["same"]]
+        row = {"ranks": sorted({run["ranks"] for run in group}), "layouts": [run["name"] for run in group]}
+        row |= {"runs": len(group), "equal": len(group) - len(different)}
+        rows.append(dict(zip(keys, values, strict=True)) | row | {"digest": digest[:16], "different": different})
     return rows
 
 
@@ -110,17 +158,16 @@ def main():
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)
     for ranks in args.ranks:
-        cases, names = [], []
-        for precision, (tied, clip) in itertools.product(precisions, MODELS):
-            for threads, options in layouts(rng, ranks, args.layouts, config, args.stage):
-                cases.append((precision, tied, clip, threads, options))
-                names.append(name_of(ranks, threads, options))
-        progress(f"{ranks} ranks: {len(cases)} runs")
-        sizes = config, args.batch_size, args.seq_len, args.steps
-        found = run_mpi(ranks, train_all, args.stage, cases, sizes, timeout=args.timeout)[0]
-        for case, name, result in zip(cases, names, found, strict=True):
-            runs.append((*case[:3], case[4].get("tp", 1), ranks, name, *result))
-    progress("")
+        cases = [
+            (precision, tied, clip, threads, options)
+            for precision, (tied, clip) in itertools.product(precisions, MODELS)
+            for threads, options in layouts(rng, ranks, args.layouts, config, args.stage)
+        ]
+        job = args.stage, cases, (config, args.batch_size, args.seq_len, args.steps)
+        found = launch(ranks, "train_all", *job, timeout=args.timeout, benchmark=args.benchmark)
+        for (precision, tied, clip, threads, options), (digest, same) in zip(cases, found, strict=True):
+            run = dict(precision=precision, tied=tied, clip=clip, tp=options.get("tp", 1), ranks=ranks)
+            runs.append(run | dict(name=name_of(ranks, threads, options), digest=digest, same=same))
     results = results_of(runs)
     Table("", COLUMNS).print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
