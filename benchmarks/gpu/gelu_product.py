@@ -103,9 +103,6 @@ def prepare(module, direction, index):
     return lambda action, **options: {"compile": compile, "time": time}[action](**options)
 
 
-# -- in the benchmark --------------------------------------------------------------------------------------------------
-
-
 def variants(only):
     """[(direction, index, text)] of the variants whose direction or text contains `only`."""
     from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILES, FORWARD_TILES

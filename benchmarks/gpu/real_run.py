@@ -133,7 +133,6 @@ def curves_of(results):
 
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
-    parser.MAY_BE_0 += ("stage",)
     add = parser.add_argument
     text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
     add("--data", default=os.path.relpath(BOOK, ROOT), help=text)

@@ -11,13 +11,12 @@ the libraries stay in the memory of the operating system. `python -X importtime`
 import os
 import shlex
 import site
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
+from benchmarks.cpu.classroom import measure as run
+from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
 from testing.jobs import ROOT
@@ -30,8 +29,10 @@ COMMANDS = {  # {out} is a new directory
 STATES = "empty", "warm"  # of the caches
 
 
-def environment(directory):
-    """The environment of a command whose caches are in `directory`."""
+def seconds_of(command, directory, state):
+    """Run a command once, with its caches in `directory`; return its seconds."""
+    script, arguments = COMMANDS[command]
+    program = [sys.executable, str(ROOT / "stage2_cuda" / f"{script}.py")]
     caches = {
         "TRITON_CACHE_DIR": directory / "triton",
         "CUPY_CACHE_DIR": directory / "cupy",
@@ -40,20 +41,8 @@ def environment(directory):
         "PYTHONUSERBASE": site.getuserbase(),  # where packages are, if they were installed for one user
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    return os.environ | {name: str(value) for name, value in caches.items()}
-
-
-def seconds_of(command, directory):
-    """Run a command once; return its seconds."""
-    script, arguments = COMMANDS[command]
-    words = shlex.split(arguments.format(out=directory / f"{time.monotonic_ns()}"))
-    program = [sys.executable, str(ROOT / "stage2_cuda" / f"{script}.py"), *words]
-    started = time.monotonic()
-    result = subprocess.run(program, cwd=ROOT, env=environment(directory), capture_output=True, text=True)
-    seconds = time.monotonic() - started
-    if result.returncode:
-        raise BenchmarkFailed(f"{command} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
-    return seconds
+    words = shlex.split(arguments.format(out=directory / state))
+    return run(program + words, **{name: str(value) for name, value in caches.items()})["seconds"]
 
 
 def measure(command, rounds):
@@ -63,7 +52,7 @@ def measure(command, rounds):
         progress(f"{command}, round {number + 1}/{rounds}")
         with tempfile.TemporaryDirectory(prefix="start-") as directory:
             for state in STATES:
-                results[state]["seconds"].append(seconds_of(command, Path(directory)))
+                results[state]["seconds"].append(seconds_of(command, Path(directory), state))
     progress("")
     return results
 

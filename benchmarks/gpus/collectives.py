@@ -11,7 +11,6 @@ larger arrays a launch takes less time than an all-reduce.
 import functools
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.rounds import mean_seconds
 from benchmarks.ranks.collectives import fit, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
@@ -95,11 +95,14 @@ def random_array(world, n):
     return cupy.random.standard_normal(n, np.float32) * np.float32(SCALE)
 
 
-def reduction(world, name, source):
-    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name` of OURS.
+def reduction(world, name, source, torch_sum):
+    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name`.
 
-    x has the shape of `source`; the caller fills x.
+    x has the shape of `source`; the caller fills x. torch_sum: PyTorch's all-reduce, from open_torch().
     """
+    if name not in OURS:
+        x = source.copy()
+        return x, functools.partial(torch_sum if name == TORCH else functools.partial(staged_sum, world), x)
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
@@ -123,18 +126,27 @@ def timed_sums(world, name, source, repeats, torch_sum):
     """Return a function timed(), which runs `repeats` all-reduces and returns the seconds of one of them.
 
     timed() first fills the buffer with `source`. The first two calls are for warm-up: their results are not used.
-    torch_sum: PyTorch's all-reduce, from open_torch().
     """
-    if name == TORCH:
-        return torch_sums(world, source, repeats, torch_sum)
-    if name == STAGED:
-        return staged_sum(world, source)
+    x, reduce = reduction(world, name, source, torch_sum)
+    seconds = {TORCH: launched_seconds, STAGED: host_seconds}.get(name, captured_seconds)(reduce, repeats)
+
+    def timed():
+        import cupy
+
+        x[...] = source.astype(x.dtype)
+        cupy.cuda.runtime.deviceSynchronize()
+        world.barrier()
+        return seconds()
+
+    return timed
+
+
+def captured_seconds(reduce, repeats):
+    """A function that replays a graph of `repeats` all-reduces; its first two calls capture the graph and return 0."""
     import cupy
 
     from stage2_cuda.runtime.cuda_graph import CapturedStep
     from stage2_cuda.tuning.tuner import milliseconds
-
-    x, reduce = reduction(world, name, source)
 
     def sums():
         for _ in range(repeats):
@@ -143,59 +155,41 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
     step = CapturedStep(sums, collectives=True)
 
-    def timed():
-        x[...] = source.astype(x.dtype)
-        cupy.cuda.runtime.deviceSynchronize()
-        world.barrier()
+    def seconds():
         step()  # not timed: it makes all ranks start the timed replay together
         if step.graph is None or step.calls == 2:  # one of the first two calls: there was no graph before it
             cupy.cuda.runtime.deviceSynchronize()
             return 0.0
         return milliseconds(cupy, step.stream, lambda: step.graph.launch(step.stream)) / 1e3 / repeats
 
-    return timed
+    return seconds
 
 
-def torch_sums(world, source, repeats, torch_sum):
-    """Return timed() for PyTorch's all-reduce (see timed_sums()). It launches the all-reduces without a graph."""
+def launched_seconds(reduce, repeats):
+    """A function that launches PyTorch's all-reduces without a graph."""
     import torch
 
-    x = source.copy()
-
-    def timed():
-        x[...] = source
-        torch.cuda.synchronize()
-        world.barrier()
+    def seconds():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for number in range(2 * repeats):  # the first half is not timed: it makes all ranks start together
             if number == repeats:
                 begin.record()
-            torch_sum(x)
+            reduce()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / repeats
 
-    return timed
+    return seconds
 
 
-def staged_sum(world, source):
-    """Return timed() for one all-reduce through the host (see timed_sums()).
+def host_seconds(reduce, repeats):
+    """A function that times one all-reduce by the host's clock, because the host waits for the GPU in staged_sum()."""
+    return lambda: mean_seconds(reduce, 1)
 
-    In this all-reduce the host waits for the GPU, so it cannot be captured in a graph. The host's clock measures it.
-    """
-    from cupy import cuda
 
-    x = source.copy()
-
-    def timed():
-        x[...] = source
-        cuda.runtime.deviceSynchronize()
-        world.barrier()
-        started = time.perf_counter()
-        staged(world).all_reduce(x, out=x)
-        return time.perf_counter() - started
-
-    return timed
+def staged_sum(world, x):
+    """The sum of --transport mpi, through the host."""
+    staged(world).all_reduce(x, out=x)
 
 
 @functools.cache
@@ -212,12 +206,7 @@ def error_of(world, name, torch_sum):
 
     source = random_array(world, ERROR_BYTES // 4)
     exact = world.all_gather(source.get()[None]).astype(np.float64).sum(0)
-    if name in OURS:
-        x, reduce = reduction(world, name, source)
-    else:
-        x = source.copy()
-        sum_in_place = torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
-        reduce = functools.partial(sum_in_place, x)
+    x, reduce = reduction(world, name, source, torch_sum)
     x[...] = source.astype(x.dtype)
     cupy.cuda.runtime.deviceSynchronize()
     reduce()

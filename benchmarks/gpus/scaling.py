@@ -188,36 +188,27 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, docstring, timeout, preset="gpt2"):
-    """A parser with the common flags of the benchmarks on several GPUs.
-
-    timeout, preset: the defaults of --timeout in seconds and of --preset.
-    """
-    parser = benchmark_parser(benchmark, docstring)
-    parser.add_flags(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout)
-    return parser
+def parser_of(benchmark, docstring, timeout, ranks, preset="gpt2"):
+    """A parser with the common flags of the benchmarks on several GPUs; the other arguments are defaults of flags."""
+    common = dict(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout, ranks=ranks)
+    return benchmark_parser(benchmark, docstring, **common)
 
 
 def add_rounds(parser):
-    """Add the flags of benchmarks with interleaved rounds."""
-    add = parser.add_argument
-    parser.add_flags(rounds=5, steps_per_round=10, threads=4)
-    warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
-    add("--warm-up", type=int, default=1, help=warm_up)
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
+    """Add the flags of benchmarks with interleaved rounds; every round begins with LEAD_IN untimed steps."""
+    parser.add_flags(rounds=5, steps_per_round=10, threads=4, warm_up=1)
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
-def add_sizes(parser, ranks=4, batch_size=16):
-    """Add --ranks and --batch-size, with these defaults, of the benchmarks whose variants all use the same GPUs."""
-    parser.add_flags(ranks=ranks)
-    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"sequences per GPU (default {batch_size})")
+def add_batch_size(parser):
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per GPU (default 16)")
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300)
+    parser = parser_of(BENCHMARK, __doc__, 300, [1, 2, 4])
     add = parser.add_argument
     add_rounds(parser)
-    parser.add_flags(ranks=[1, 2, 4], no_ddp=False, no_compile=False)
+    parser.add_flags(no_ddp=False, no_compile=False)
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
     add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")

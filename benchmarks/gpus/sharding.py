@@ -20,7 +20,7 @@ import statistics
 import numpy as np
 
 from benchmarks.gpus import scaling
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of, round_function, variant_name
+from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, parser_of, round_function, variant_name
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
@@ -165,9 +165,9 @@ def agree(results):
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, preset="gpt2-xl")
+    parser = parser_of(BENCHMARK, __doc__, 300, 2, preset="gpt2-xl")
     add = parser.add_argument
-    add_sizes(parser, ranks=2, batch_size=16)
+    add_batch_size(parser)
     add_rounds(parser)
     parser.add_flags(no_torch=False, no_compile=False)
     text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"

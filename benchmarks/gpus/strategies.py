@@ -9,7 +9,7 @@ baselines, because the deterministic mode uses other kernels for matrix products
     python -m benchmarks.gpus.strategies --ranks 2 --buckets-mb 1 10 100      # bucket sizes
 """
 
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, variant_name
+from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, measure, parser_of, variant_name
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
@@ -66,8 +66,8 @@ def summarise(results):
 
 
 def main():
-    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300)
-    add_sizes(parser)
+    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300, 4)
+    add_batch_size(parser)
     add_rounds(parser)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
     args = parser.parse_args()

@@ -244,7 +244,7 @@ CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": (
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
-    MAY_BE_0 = "warm_up", "warmup", "seed", "zero"  # names of flags
+    MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage"  # names of flags
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""

@@ -58,10 +58,8 @@ def curves_of(results):
 
 def main():
     parser = benchmark_parser("benchmarks.ranks.convergence", __doc__)
-    parser.MAY_BE_0 += ("seeds",)
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"
-    )
+    text = "seeds of the weights and orders (default 0 1)"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help=text)
     parser.add_flags(ranks=2, steps=400, eval_every=100, timeout=600)
     args = parser.parse_args()
     results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]

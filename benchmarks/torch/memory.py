@@ -205,8 +205,6 @@ def main():
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
     args = parser.parse_args()
     check_device(args)
-    if min(args.blocks) < 1:
-        parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))
