@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gpt2core.errors import ConfigError
 
 MAX_PARAMETERS = 1 << 40  # a larger number is almost certainly a typo, and overflows in array libraries
-POSITIONS = "learned", "rotary"  # a vector for each position; a rotation of queries and keys (ops.rotary)
+POSITIONS = "learned", "rotary"  # a vector for each position; a rotation of queries and keys (ops.rotary_attention)
 MAX_LAYERS = 1000  # the deepest trained transformers have fewer; lists of millions of layers would take minutes
 
 

@@ -16,7 +16,8 @@ class Backend(ABC):
     """Array kernels for one device. Docstrings read "arguments -> results"; dx is the gradient of x, dy that of y.
 
     Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
-    writes only to new arrays; attention_cached, clip and adamw_step also write to arguments that their docstrings name.
+    writes only to new arrays; rotary_attention_forward, attention_cached, clip and adamw_step also write to arguments
+    that their docstrings name.
     A gradient that a backward kernel returns is an array, or a function of a Destination (parallel/parameter.py). `aux`
     keeps no array of a parameter, because ZeRO-3 frees it between forward and backward.
 
@@ -199,6 +200,14 @@ class Backend(ABC):
 
     @abstractmethod
     def attention_backward(self, dy, qkv, y, aux, n_head):
+        """dy (B, T, C) -> dqkv (B, T, 3C)."""
+
+    @abstractmethod
+    def rotary_attention_forward(self, qkv, n_head, position):
+        """qkv (B, T, 3C) -> attention_forward of rotary_forward(qkv, n_head, position): y, aux. May overwrite qkv."""
+
+    @abstractmethod
+    def rotary_attention_backward(self, dy, y, aux, n_head, position):
         """dy (B, T, C) -> dqkv (B, T, 3C)."""
 
     @abstractmethod

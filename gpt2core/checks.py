@@ -33,10 +33,11 @@ def attention(qkv, n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
 
 
-def rotary(qkv, n_head):
-    axes("rotary", qkv.backend, qkv.shape, 3)
-    if qkv.shape[-1] % (6 * n_head):
-        raise ShapeError(f"rotary: qkv {qkv.shape} is not (B, T, 3C) with {n_head} heads of an even size")
+def rotary_attention(x, w, b, n_head):
+    axes("rotary_attention", x.backend, x.shape, 3)
+    linear(x, w, b)
+    if w.shape[1] % (6 * n_head):
+        raise ShapeError(f"rotary_attention: w {w.shape} is not (C, 3C) with {n_head} heads of an even size")
 
 
 def own_tokens(operation, count, vocabulary):

@@ -6,7 +6,20 @@ from gpt2core.backend import Backend
 
 
 class ComposedKernels(Backend):
-    """MLP, residual stream with LayerNorm, logits with loss. A subclass has their parts, and may replace the whole."""
+    """Attention of rotated q and k, MLP, residual stream with LayerNorm, logits with loss.
+
+    A subclass has their parts, and may replace the whole.
+    """
+
+    # -- attention with rotary positions -------------------------------------------------------------------------------
+
+    def rotary_attention_forward(self, qkv, n_head, position):
+        qkv = self.rotary_forward(qkv, n_head, position)
+        y, aux = self.attention_forward(qkv, n_head)
+        return y, (qkv, aux)
+
+    def rotary_attention_backward(self, dy, y, aux, n_head, position):
+        return self.rotary_backward(self.attention_backward(dy, aux[0], y, aux[1], n_head), n_head, position)
 
     # -- mlp: y = gelu(x w + b) w2, three operations; backward goes through them in the reverse order -----------------
 

@@ -133,10 +133,11 @@ class Block:
     def attention(self, y, arguments):
         """y (B, T, C) -> the Branch of attention."""
         w, bias = self.attention_out
-        qkv = ops.linear(ops.copy_to_group(y, self.group), *self.qkv)  # (B, T, 3C / group.size)
+        y = ops.copy_to_group(y, self.group)
         if self.rotary:
-            qkv = ops.rotary(qkv, self.n_head, arguments.position)
-        a = ops.attention(qkv, self.n_head)
+            a = ops.rotary_attention(y, *self.qkv, self.n_head, arguments.position)  # (B, T, C / group.size)
+        else:
+            a = ops.attention(ops.linear(y, *self.qkv), self.n_head)
         return Branch(ops.reduce_from_group(ops.linear(a, w), self.group), bias)
 
     def mlp(self, y, arguments):

@@ -9,7 +9,7 @@ from gpt2core.vocabulary import Vocabulary, gather_columns, own_slice
 # graph keeps only the arrays that a backward kernel reads. Of a parameter w it keeps the tensor, and reads w.data in
 # backward: with ZeRO-3 that is another array. Parameters are the first parents: their gradients are passed on first.
 # The model calls fused operations, which stand after their parts: mlp for gelu, stream_layernorm and residual_layernorm
-# for layernorm, unembed_cross_entropy for cross_entropy.
+# for layernorm, unembed_cross_entropy for cross_entropy, and for rotary positions rotary_attention for attention.
 
 
 def linear(x, w, b=None):
@@ -115,15 +115,21 @@ def attention(qkv, n_head):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, x, y, aux, n_head),))
 
 
-def rotary(qkv, n_head, position=0):
-    """qkv (B, T, 3C) -> the same with each q and k rotated by its position, position + t (Su et al. 2021).
+def rotary_attention(x, w, b, n_head, position=0):
+    """attention(linear(x, w, b), n_head), with each q and k rotated by its position, position + t (Su et al. 2021).
 
     The q of position m times the k of position n depends on m - n only, so attention learns relative positions.
     """
-    checks.rotary(qkv, n_head)
-    backend = qkv.backend
-    y = backend.rotary_forward(qkv.data, n_head, position)
-    return Tensor.from_op(y, (qkv,), lambda dy: (backend.rotary_backward(dy, n_head, position),))
+    checks.rotary_attention(x, w, b, n_head)
+    backend = x.backend
+    y, aux = backend.rotary_attention_forward(backend.linear_forward(x.data, w.data, b.data), n_head, position)
+
+    def backward(dy):
+        dqkv = backend.rotary_attention_backward(dy, y, aux, n_head, position)
+        dx, dw, db = backend.linear_backward(dqkv, x.data, w.data)
+        return dw, db, dx
+
+    return Tensor.from_op(y, (w, b, x), backward)
 
 
 def unembed(x, w):

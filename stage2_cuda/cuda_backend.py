@@ -343,14 +343,30 @@ class CudaBackend(FusedHead, Backend):
     # -- rotary positions --------------------------------------------------------------------------------------------
 
     def rotary_forward(self, qkv, n_head, position=0):
-        y = self.like(qkv)
-        rotary.rotary(y, qkv, n_head, position, 1)
+        y, rotation = self.like(qkv), self.rotation(qkv, n_head, position)
+        rotary.rotate(y, qkv, rotation, n_head, 1)
         return y
 
     def rotary_backward(self, dy, n_head, position=0):
-        dqkv, dy = self.like(dy), self.xp.ascontiguousarray(dy)
-        rotary.rotary(dqkv, dy, n_head, position, -1)
+        dqkv, dy, rotation = self.like(dy), self.xp.ascontiguousarray(dy), self.rotation(dy, n_head, position)
+        rotary.rotate(dqkv, dy, rotation, n_head, -1)
         return dqkv
+
+    def rotation(self, qkv, n_head, position):
+        """The cosines and sines (T, 2, D / 2) of the positions of the rows of qkv (B, T, 3C), from `position` on."""
+        rotation = self.floats(qkv.shape[1], 2, qkv.shape[2] // (6 * n_head))
+        rotary.compute_rotation(rotation, position)
+        return rotation
+
+    def rotary_attention_forward(self, qkv, n_head, position):
+        rotation = self.rotation(qkv, n_head, position)
+        rotary.rotate(qkv, qkv, rotation, n_head, 1)
+        y, lse = self.attention_forward(qkv, n_head)
+        return y, (qkv, lse, rotation)
+
+    def rotary_attention_backward(self, dy, y, aux, n_head, position):
+        qkv, lse, rotation = aux
+        return self.attention_gradient(dy, qkv, y, lse, n_head, rotation)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -365,10 +381,14 @@ class CudaBackend(FusedHead, Backend):
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
-        dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
+        return self.attention_gradient(dy, qkv, y, aux, n_head)
+
+    def attention_gradient(self, dy, qkv, y, lse, n_head, rotation=None):
+        """dqkv (B, T, 3C). rotation: that of rows of qkv that were rotated; dqkv is that of the rows before."""
+        dqkv, delta, dy = self.like(qkv), self.like(lse), self.xp.ascontiguousarray(dy)
 
         def run(tiles, dy):
-            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot_precision, tiles)
+            flash.attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, self.dot_precision, tiles, rotation)
 
         def run_candidate(tiles):  # with y in place of dy: y has the same shape, and is finite for any loss scale
             run(tiles, y)

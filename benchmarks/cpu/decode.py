@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each, summary
+from benchmarks.harness.report import add_peer, benchmark_parser, paired_ratio, save_each, summary
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from gpt2core.presets import PRESETS
@@ -112,20 +112,21 @@ def measure(args, threads, specs):
 def summarise(results):
     """Add cores used, speed ratios and the new tokens per second of batches to the results of one thread count.
 
-    The ratios "as fast as torch" compare with the program of PyTorch that is the fastest in this case. The rates of a
-    batch include the time of the prompts.
+    The peer of our program is the program of PyTorch that is the fastest in this case. The rates of a batch, and its
+    ratio, include the time of the prompts.
     """
     by_case = {(result["name"], result["case"]): result for result in results}
     for result in results:
-        peers = [by_case[name, result["case"]] for name in (TORCH, COMPILED) if (name, result["case"]) in by_case]
-        torch = min(peers, key=lambda peer: statistics.median(peer["total"]))
         recomputing = by_case.get((result["name"], "recomputing"))
         result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
-        result["times_as_fast_as_torch"] = paired_ratio(torch["token"], result["token"])
+        if result["name"] == OURS:
+            of_case = [each for each in results if each["case"] == result["case"]]
+            field = "total" if "batch" in result else "token"
+            ratios = {each["name"]: paired_ratio(each[field], result[field]) for each in of_case}
+            add_peer(result, of_case, ratios, "token")
         if "batch" in result:
             rates = [result["batch"] * result["new"] / total for total in result["total"]]
             result["tokens_per_second"] = summary(rates)
-            result["tokens_per_second_to_torch"] = paired_ratio(torch["total"], result["total"])
         elif recomputing:
             medians = [statistics.median(each["token"]) for each in (recomputing, result)]
             result["times_as_fast_as_recomputing"] = medians[0] / medians[1]

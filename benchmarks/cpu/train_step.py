@@ -8,15 +8,18 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
     python -m benchmarks.cpu.train_step --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
+import math
+
+from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec, run_main
+from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
+from benchmarks.peers import llmc
 from gpt2core.communicator import Solo
 from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
-EAGER, FLOOR = "torch eager", "sgemm floor"
+OURS, EAGER, LLMC, FLOOR = "ours", "torch eager", "llm.c", "sgemm floor"
 
 
 def prepare(module, preset, batch_size, seq_len, threads, **options):
@@ -35,7 +38,7 @@ def process_specs(args, threads):
     This project uses `threads` Python threads with one BLAS thread each; PyTorch uses `threads` OpenMP threads.
     """
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "seq_len": args.seq_len, "threads": threads}
-    yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
+    yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
     if NumpyBackend().runtime.blas == "mkl":
         yield ProcessSpec(
             "ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True, blas="openblas")
@@ -49,12 +52,30 @@ def process_specs(args, threads):
         options = dict(sizes, deterministic=True, precision="bf16")
         yield ProcessSpec("ours --precision bf16", "benchmarks.harness.ours", 1, options)
         yield ProcessSpec("torch bf16 autocast", "benchmarks.peers.torch_gpt2", threads, dict(sizes, bf16=True))
+    if args.llmc:
+        llmc.require(args.llmc, PRESETS[args.preset])
+        yield ProcessSpec(LLMC, "benchmarks.peers.llmc", threads, dict(sizes, folder=args.llmc))
     yield ProcessSpec(FLOOR, "benchmarks.cpu.sgemm_floor", 1, sizes)
+
+
+def check_losses(measured, tolerance=1e-4):
+    """Raise BenchmarkFailed unless ours and llm.c, which have equal weights and tokens, have equal losses.
+
+    tolerance: relative; the rounding errors of fp32, which the updates of some steps enlarge.
+    """
+    if LLMC in measured:
+        ours, peer = (
+            sum((each["losses"] for each in [answers["warm_up"], *answers["rounds"]]), [])
+            for answers in (measured[OURS], measured[LLMC])
+        )
+        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(ours, peer, strict=True)):
+            raise BenchmarkFailed(f"llm.c computes another model: its losses are {peer}, ours are {ours}")
 
 
 def measure(args, threads, specs):
     """Measure all specs with one thread count; return one result for each spec, with the seconds of every step."""
     measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    check_losses(measured)
     times = step_results(measured)
     return [
         {
@@ -74,9 +95,12 @@ def summarise(results):
     """Add minimum, cores used and ratios to the results of one thread count; the ratios are computed in each round."""
     medians = add_step_fields(results)
     for result in results:
-        own = medians[result["name"]]
-        result["times_as_fast_as_eager"] = paired_ratio(medians[EAGER], own)
-        result["share_of_floor"] = paired_ratio(medians[FLOOR], own)
+        result["share_of_floor"] = paired_ratio(medians[FLOOR], medians[result["name"]])
+    ours, floor = (next(result for result in results if result["name"] == name) for name in ("ours", FLOOR))
+    add_peer(ours, results, {name: paired_ratio(seconds, medians["ours"]) for name, seconds in medians.items()})
+    ours["floor"] = {"seconds": floor["seconds"]}
+    if LLMC in medians:
+        ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians["ours"])
 
 
 def main():
@@ -86,6 +110,8 @@ def main():
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
     text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
     parser.add_argument("--bf16", action="store_true", help=text)
+    text = "also measure llm.c: a checkout of github.com/karpathy/llm.c, which gcc compiles"
+    parser.add_argument("--llmc", metavar="DIR", help=text)
     args = parser.parse_args()
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
     save_each(args, tables, summarise, TABLES["cpu-step"].print)

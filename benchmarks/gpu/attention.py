@@ -135,8 +135,8 @@ def process_specs(args):
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
 
 
-def summarised(results):
-    """The results of one shape with TFLOP/s and speed ratios; reports results that differ from the first."""
+def summarise(results):
+    """Add TFLOP/s and speed ratios to the results of one shape; report results that differ from the first."""
     (B, H, T, D), own = results[0]["shape"], results[0]
     forward_flops = 2 * B * H * T * T * D
     flops = {"forward": forward_flops, "both": 3.5 * forward_flops}
@@ -144,7 +144,11 @@ def summarised(results):
         result["tflops"] = {kind: flops[kind] / statistics.median(result["ms"][kind]) / 1e9 for kind in KINDS}
         result["ours_is_times_as_fast"] = {kind: paired_ratio(result["ms"][kind], own["ms"][kind]) for kind in KINDS}
         compare_norms(result, own, TOLERANCE)
-    return results
+    if peers := [result for result in results if result["name"] in PEERS.values()]:
+        peer = min(peers, key=lambda each: statistics.median(each["ms"]["both"]))
+        own["peer"] = {"name": peer["name"], "ms": peer["ms"]}
+        ratios = [result["ours_is_times_as_fast"] for result in peers]
+        own["ratio"] = {kind: min((each[kind] for each in ratios), key=lambda ratio: ratio["median"]) for kind in KINDS}
 
 
 def parse_shape(text):
@@ -167,7 +171,7 @@ def main():
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     shapes = measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS)
-    save_each(args, ([of_shape] for of_shape in map(summarised, shapes)), TABLES["gpu-attention"].print)
+    save_each(args, shapes, summarise, TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.report import add_peer, benchmark_parser, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from gpt2core.errors import UserError
@@ -154,19 +154,20 @@ def search(run_round, candidates, request):
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
-    A result of a compiled program of PyTorch has the "tried" variants, of which it is the fastest.
+    A result of a compiled program of PyTorch has the "tried" variants, and the fastest of them, its "variant".
 
     Raises SystemExit if this project's program does not generate the same tokens in every round.
     """
     preset, batch, prompt, new, _ = CASES[case]
     request, sizes = {"prompt": prompt, "new": new}, dict(preset=preset, batch=batch, precision=precision)
-    variant, tried = {}, []
+    variant, searched = {}, {}
     if set(args.peers) - {"eager"}:
         window = prompt == PRESETS[preset].block_size
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
         spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
         with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
             variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
+        searched = {"tried": tried, "variant": described(variant)}
     specs = list(process_specs(args, sizes, variant))
     measured = measure_specs(specs, args, request, request)
     results = []
@@ -183,7 +184,7 @@ def measure(args, case, precision):
                 "case": case,
                 **spec.options,
                 **request,
-                **({"tried": tried} if spec.options.get("kind", "eager") != "eager" else {}),
+                **(searched if spec.options.get("kind", "eager") != "eager" else {}),
                 **{key: [each[key] for each in rounds] for key in ("first", "token", "total")},
                 "cold": measured[spec.name]["warm_up"]["total"],
             }
@@ -195,6 +196,13 @@ def summarise(results):
     """Add speed ratios to the results of one table: the time of each peer, divided by that of the result."""
     for result in results:
         result["times_as_fast"] = {peer["name"]: paired_ratio(peer["total"], result["total"]) for peer in results}
+    add_peer(results[0], results[1:], results[0]["times_as_fast"], "token")
+
+
+def described(variant):
+    """A variant of PyTorch's program as text."""
+    cut = f", cache cut to a multiple of {variant['cut']}" if variant.get("cut") else ""
+    return f"attention: {variant['attention']}, products: {variant['products']}{cut}"
 
 
 # -- constants of the kernels -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import interleaved
-from benchmarks.harness.table_format import Table, beside
+from benchmarks.harness.table_format import Table
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
 ROWS, COLUMNS, EPS, SEED = 16384, 768, 1e-5, 20260101
@@ -188,7 +188,7 @@ def main():
     args = benchmark_parser("benchmarks.gpu.ladder", __doc__, rounds=7).parse_args()
     check_gpu()
     results = measure(args.rounds)
-    Table("", TABLE, lambda results: beside(results, lambda rung: True)).print(results)
+    Table("", TABLE, base="True").print(results)
     save(results, args)
 
 

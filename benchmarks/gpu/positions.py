@@ -103,8 +103,7 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    for table in ("gpu-positions", "gpu-contexts"):
-        TABLES[table].print(results)
+    TABLES["gpu-positions"].print(results)
     save(results, args)
 
 

@@ -88,7 +88,7 @@ class Linear(ours.Graphs):
 
 
 def measure(args, precision):
-    """Measure all shapes; return for each shape a pair of results, of this project and of PyTorch.
+    """Measure all shapes; return for each shape two results, of this project and of PyTorch.
 
     "ms" of a result has the milliseconds of each round.
     """
@@ -96,7 +96,11 @@ def measure(args, precision):
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
     shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
     pairs = measure_shapes(specs, args, shapes, KINDS)
-    return [[result | {"precision": precision} for result in pair] for pair in pairs]
+    results = []
+    for pair in pairs:
+        results += [result | {"precision": precision} for result in pair]
+        summarise(results[-2:])
+    return results
 
 
 def summarise(pair):
@@ -118,7 +122,7 @@ def main():
     parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
     args = parser.parse_args()
     tables = (measure(args, precision) for precision in args.precision)
-    save_each(args, tables, lambda pairs: [*map(summarise, pairs)], TABLES["gpu-products"].print)
+    save_each(args, tables, TABLES["gpu-products"].print)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.result_tables import CEILINGS, TABLES
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, median_seconds, random_batch
+from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.cupti import open_cupti, recorded, short
@@ -41,6 +42,12 @@ CUDA_TITLES = {
 }
 ROWS = 30  # printed of a table
 UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
+# The largest rates measured on an H200: TFLOP/s of bf16 products of random numbers, TB/s of a copy.
+CEILINGS = {"tflops": 766, "tbps": 4.26}
+GROUPS = "attention", "layernorm", "column_sums", "cross_entropy", "adamw", "embedding"
+KERNELS = Table("", """
+    kernel = `{title}` | calls = {calls:g} | ms = {ms:.3f} | share of time = {share:percent}
+    TFLOP/s = {row.tflops:.0f} | TB/s = {row.tbps:.2f} | share of the limit = {row.limit:percent 0}""")  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -190,10 +197,10 @@ def union_length(intervals):
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def kernel_rows(listed, steps):
+def kernel_rows(listed, steps, precision):
     """One dictionary for each title, the longest time first; "ms" and "calls" are those of one step.
 
-    listed: from match_launches(), of `steps` steps.
+    listed: from match_launches(), of `steps` steps. limit: the share of CEILINGS; that of products is known in bf16.
     """
     microseconds, calls, flops, moved, names = Counter(), Counter(), Counter(), Counter(), defaultdict(set)
     for title, activity, launch in listed:
@@ -203,19 +210,39 @@ def kernel_rows(listed, steps):
         if launch:
             flops[title] += launch.flops
             moved[title] += launch.bytes
-    total = sum(microseconds.values())
-    return [
-        {
-            "title": title,
-            "calls": calls[title] / steps,
-            "ms": spent / 1e3 / steps,
-            "share": spent / total,
-            "tflops": flops[title] / spent / 1e6 or None,
-            "tbps": moved[title] / spent / 1e6 or None,
-            "kernels": sorted(names[title]),
-        }
-        for title, spent in microseconds.most_common()
-    ]
+    total, rows = sum(microseconds.values()), []
+    for title, spent in microseconds.most_common():
+        tflops, tbps = (counts[title] / spent / 1e6 for counts in (flops, moved))
+        limit = tflops / CEILINGS["tflops"] if precision == "bf16" and tflops else tbps / CEILINGS["tbps"]
+        row = {"title": title, "calls": calls[title] / steps, "ms": spent / 1e3 / steps, "share": spent / total}
+        row |= {"tflops": tflops or None, "tbps": tbps or None, "limit": limit or None}
+        rows.append({**row, "kernels": sorted(names[title])})
+    return rows
+
+
+def group_rows(result):
+    """The rows of the table "gpu-profile": the time of each group of kernels, then those of the whole step."""
+    groups = defaultdict(list)
+    for kernel in result["graph"]:
+        groups[group_of(kernel)].append((kernel["ms"], kernel["limit"] or 0.0))
+    total = sum(kernel["ms"] for kernel in result["graph"])
+    for title, found in sorted(groups.items(), key=lambda group: -sum(ms for ms, _ in group[1])):
+        ms = sum(ms for ms, _ in found)
+        limit = sum(ms * limit for ms, limit in found) / ms
+        yield {"title": title, "ms": ms, "share": ms / total, "limit": limit or None}
+    yield {"title": "sum of the kernels", "ms": total}
+    yield {"title": "idle, by device clock", "idle": result["idle_share"]}
+    yield {"title": "idle, by the kernels' time stamps", "idle": result["idle_share_profiled"]}
+    yield {"title": "whole step, graph replayed", "ms": 1e3 * result["graph_step_seconds"]}
+    yield {"title": "whole step, launched from Python", "ms": 1e3 * result["eager_step_seconds"]}
+
+
+def group_of(kernel):
+    """The group of a kernel: one of GROUPS, "matrix products", or "other kernels and copies"."""
+    name = kernel["title"].partition(": ")[0]
+    if name.startswith(("product", "splitK")):
+        return "matrix products"
+    return name if name in GROUPS else "other kernels and copies"
 
 
 # -- the measurement --------------------------------------------------------------------------------------------------
@@ -273,8 +300,8 @@ def profile(config, args):
         "idle_share_profiled": idle_share(replays, args.steps),
         "idle_share": max(0.0, 1 - busy_seconds / device_seconds),
         "launches_agree": {"eager": eager_agree, "graph": agree},
-        "eager": kernel_rows(eager_listed, args.steps),
-        "graph": kernel_rows(listed, args.steps),
+        "eager": kernel_rows(eager_listed, args.steps, args.precision),
+        "graph": kernel_rows(listed, args.steps, args.precision),
     }
 
 
@@ -284,14 +311,15 @@ def main():
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     result = profile(PRESETS[args.preset], args)
-    TABLES["gpu-kernels"].print(result | {"rows": ROWS}, "a step as a graph")
+    result["groups"] = list(group_rows(result))
+    KERNELS.print(result["graph"][:ROWS], "a step as a graph")
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions)"
     print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
     TABLES["gpu-profile"].print(result)
     graph_titles = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
-        TABLES["gpu-kernels"].print(result | {"graph": outside, "rows": ROWS}, "outside the graph: tokens and loss")
+        KERNELS.print(outside[:ROWS], "outside the graph: tokens and loss")
     for mode, agree in result["launches_agree"].items():
         for kind in (kind for kind, equal in agree.items() if not equal):
             reason = f"the {kind} that CUPTI recorded do not match the launches by Python"

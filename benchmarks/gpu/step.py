@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
+from benchmarks.harness.report import add_peer, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
 from gpt2core.architecture import flops_per_token
@@ -159,6 +159,7 @@ def summarise(results):
             result["times_as_fast_as_unread"] = {
                 peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers if any(peer["unread_seconds"])
             }
+    add_peer(results[0], peers, results[0]["times_as_fast"])
 
 
 def main():

@@ -217,8 +217,8 @@ def error_of(world, name, torch_sum):
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def summarise(results, ranks):
-    """Add three fields to the results of one job: ranks, bus_bandwidth and times_as_fast_as_torch.
+def summarise(results, ranks, errors):
+    """Add four fields to the results of one job: ranks, bus_bandwidth, times_as_fast_as_torch, error (of 10 MB).
 
     bus_bandwidth, as in nccl-tests: bytes per second that each GPU would send in a ring all-reduce.
     """
@@ -226,8 +226,20 @@ def summarise(results, ranks):
     for result in results:
         sent = result["bytes"] // (2 if result["name"].endswith("bf16") else 1)  # the array as it is encoded
         result["ranks"], median = ranks, statistics.median(result["seconds"])
+        result["error"] = errors[result["name"]]
         result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[result["bytes"]], result["seconds"])
         result["bus_bandwidth"] = 2 * (ranks - 1) / ranks * sent / median
+
+
+def fit_buckets(results, ranks, gradients):
+    """The fits of fit() to the algorithms FITTED, with "ranks" and "bucket_mb".
+
+    bucket_mb: the best --bucket-mb for a buffer of `gradients` bytes.
+    """
+    fits = fit([result for result in results if result["name"] in FITTED], "name")
+    for each in fits:
+        each |= {"ranks": ranks, "bucket_mb": best_bucket(each["alpha"], each["beta"], gradients) / 1e6}
+    return fits
 
 
 def gradient_bytes(preset):
@@ -241,21 +253,17 @@ def main():
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
     args = parser.parse_args()
-    results, fits, errors, bucket_sizes = [], {}, {}, {}
+    results, fits = [], []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
-        errors[str(ranks)], of_ranks = job
-        summarise(of_ranks, ranks)
-        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "errors": errors})
-        fits[ranks] = fit([result for result in of_ranks if result["name"] in FITTED], "name")
-        for name, (alpha, beta) in fits[ranks].items():
-            bucket_sizes[f"{ranks} GPUs, {name}"] = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
-        print(f"\nfits; best --bucket-mb for {args.preset}")
-        TABLES["gpus-fit"].print({"alpha_beta": {ranks: fits[ranks]}, "bucket_mb": bucket_sizes})
-        results += of_ranks
-    save({"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}, args)
+        errors, of_ranks = job
+        summarise(of_ranks, ranks, errors)
+        of_fits = fit_buckets(of_ranks, ranks, gradient_bytes(args.preset))
+        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "fits": of_fits})
+        results, fits = results + of_ranks, fits + of_fits
+    save({"all_reduce": results, "fits": fits}, args)
 
 
 if __name__ == "__main__":

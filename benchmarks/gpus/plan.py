@@ -24,7 +24,7 @@ from gpt2core.app.planning.step_time import step_seconds
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
 
-SCALING = "scaling_strong", "scaling_16", "scaling_64", "scaling_64_two"
+SCALING = "scaling_strong", "scaling_strong_two", "scaling_16", "scaling_64", "scaling_64_two"
 OTHERS = "deterministic", "compress", "zero_gather"  # options whose time the planner does not predict
 
 

@@ -19,6 +19,8 @@ from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSp
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.speedups import efficiencies
+from benchmarks.harness.table_format import percent
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import BUCKET_MB
@@ -153,9 +155,10 @@ def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
 
 
 def summarise(results):
-    """Add fields to each result of one table: min, tokens_per_second, efficiency and times_as_fast.
+    """Add fields to each result of one table: min, tokens_per_second, efficiency, its text and times_as_fast.
 
-    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch.
+    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our fastest result on the
+    most GPUs has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -165,6 +168,12 @@ def summarise(results):
         result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
         peer = ddp.get(result["ranks"])
         result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
+    checked = efficiencies(results)
+    for result in results:
+        text = "" if result["efficiency"] is None else percent(result["efficiency"])
+        result["efficiency_text"] = checked[result["name"]].cell(text) if result["name"] in checked else text
+    ours = (result for result in results if result["side"] == "ours")
+    max(ours, key=lambda result: (result["ranks"], result["tokens_per_second"]))["fastest"] = True
 
 
 def efficiency(result, one_gpu):
@@ -228,6 +237,8 @@ def main(argv=None):
     if args.strong:
         tables[f"{args.strong} x {seq_len} in total"] = lambda count: args.strong
     results = {"paper": paper(args) if args.paper else None, "scaling": []}
+    if args.paper:
+        save(results, args)
     for title, batch_of in tables.items():
         ours, peers = variants(gpu_counts, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))

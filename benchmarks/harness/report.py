@@ -64,6 +64,17 @@ def add_step_fields(results):
     return {result["name"]: round_medians(result["seconds"]) for result in results}
 
 
+def add_peer(own, results, ratios, field="seconds"):
+    """Add "peer", the fastest program of PyTorch in `results`, and "ratio", its time / ours, to our result `own`.
+
+    ratios: {name of a result: its time / ours}. field: of the times. Nothing is added without a program of PyTorch.
+    """
+    peers = [each for each in results if each["name"].startswith("torch") and "bf16" not in each["name"]]
+    if peers:
+        peer = min(peers, key=lambda each: summary(each[field])["median"])
+        own |= {"peer": {"name": peer["name"], field: peer[field]}, "ratio": ratios[peer["name"]]}
+
+
 def compare_norms(result, own, tolerance):
     """Report a result whose norms differ from those of `own`, our result, by `tolerance` or more, relatively."""
     difference = max(abs(a / b - 1) for a, b in zip(result["norms"], own["norms"], strict=True))
@@ -244,7 +255,7 @@ CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": (
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
-    MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage"  # names of flags
+    MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage", "stages"  # names of flags
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""

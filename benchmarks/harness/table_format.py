@@ -1,15 +1,15 @@
-"""Tables of the documentation as descriptions: a Table has a template for each cell, and names its files in results/.
+"""Tables of the documentation as descriptions: a Table names its files in results/, its rows and its columns.
 
 To add a table, describe it in TABLES of result_tables.py (or assignment_tables.py), write the lines
 `<!-- table: NAME -->` and `<!-- end -->` into a page, and run `python -m benchmarks.harness.tables`. A script prints
-the results that it has just measured with TABLES[NAME].print(results). A comparison with PyTorch also gets a line in
-SUMMARY of result_tables.py.
+its results with TABLES[NAME].print(results). A comparison with PyTorch also gets an entry in SUMMARY of
+result_tables.py. Ratios and groups are computed by the script, before it saves the results.
 
-A description is text: "title = cell" for each column, separated by | or new lines; only "name" is the same as
+Columns are text: "title = cell" for each column, separated by | or new lines; only "name" is the same as
 "name = {name}". Titles and cells are templates, as of str.format. Between the braces is a Python expression of the
-fields of a row, without : and ! outside of brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A point
-reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must exist.
-`file` is the content of the file, with "name" and "machine". After the colon comes a format of Python, as in
+fields of a row, without : and ! outside of square brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A
+point reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must
+exist. `file` is the content of the file, with "name" and "machine". After the colon comes a format of Python, as in
 "{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None, of a missing field and of what is computed from
 them is "".
 """
@@ -19,35 +19,37 @@ import json
 import os
 import re
 import string
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.harness.report import gpu_hardware, print_table, summarised
+from benchmarks.harness.report import print_table, summarised
 from testing.jobs import ROOT
+
+RESULTS = ROOT / "results"
+MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # {end of the name of a file: machine}
 
 
 @functools.cache
 def load(name):
-    """The content of results/<name>.json, a dictionary; {"results": []} if there is no such file."""
-    path = ROOT / "results" / f"{name}.json"
-    record = json.loads(path.read_text()) if path.exists() else {"results": []}
-    return record | {"name": name, "machine": machine(name, record)}
+    """The content of results/<name>.json as Fields; "results" is [] if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    record = parsed(path.read_text()) if path.exists() else Fields(results=[], hardware={})
+    return Fields(record, name=name, machine=machine(name, record["hardware"]))
 
 
-MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # {end of the name of a file: machine}
-
-
-def machine(name, record):
+def machine(name, hardware):
     """The machine of a file for a reader: "4 x H200", or the kind of the CPU.
 
     Hardware of an AMD server CPU does not name its generation: a file that is not of Zen 4 must end as in MACHINES.
     """
-    found = record.get("hardware", {})
-    if found.get("gpu") and not name.startswith(("cpu/", "ranks/")):
-        return f"{found['gpus']} x " * (found["gpus"] > 1) + FORMATS["gpu"](found["gpu"])
-    cpu = found.get("cpu", "AMD EPYC")
-    kinds = {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
-    return MACHINES.get(name.split("_")[-1]) or next((kinds[word] for word in kinds if word in cpu), cpu)
+    if on_gpu(name, hardware):
+        words = [*hardware["gpu"].split(), hardware["gpu"]]  # "NVIDIA H100 80GB HBM3" is an H100
+        return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
+    cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
+    return MACHINES.get(name.split("_")[-1]) or next((kind for word, kind in kinds.items() if word in cpu), cpu)
+
+
+def on_gpu(name, hardware):
+    return hardware.gpu and not name.startswith(("cpu/", "ranks/"))
 
 
 def source(name):
@@ -55,35 +57,26 @@ def source(name):
 
     If its rows were measured one by one, the line names the commits of all rows; date and command are of the last ones.
     """
-    record = load(name)
-    machine = record["hardware"]
-    if machine.get("gpu") and not name.startswith(("cpu/", "ranks/")):
-        system = f"{machine['gpus']} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
+    record, hardware = load(name), load(name)["hardware"]
+    if on_gpu(name, hardware):
+        text = "{gpus} x {gpu}, PyTorch {torch}, Triton {triton}"
     else:
-        system = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
-        system += f", PyTorch {machine['torch']}" if machine["torch"] else ""
-    file = f"[`results/{name}.json`](../results/{name}.json)"
+        text = "{cpu}, {cores} cores, NumPy {numpy}, {blas}" + ", PyTorch {torch}" * bool(hardware["torch"])
     rows = record["results"] if isinstance(record["results"], list) else []
     commits = sorted((row["date"], row["commit"]) for row in rows if "commit" in row) or [("", record["commit"])]
     commits = list(dict.fromkeys(commit for _, commit in commits))
-    measured = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-    return f"{file}: {record['date'][:10]}, {measured}, {system}; `{record['command']}`"
+    measured = f"{record['date'][:10]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    file = f"[`results/{name}.json`](../results/{name}.json)"
+    return f"{file}: {measured}, {text.format_map(hardware)}; `{record['command']}`"
 
 
 # -- formats: a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns --------------
 
 
-def number(summary, scale=1.0, digits=4):
+def number(summary, digits=4, scale=1):
     """The median of a summary, times `scale`, with `digits` significant digits and without an exponent."""
-    value = scale * summary["median"]
+    value, digits = scale * summary["median"], int(digits)
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
-
-
-def spread(summary, scale=1.0, digits=4):
-    """The quartiles of a summary as "q1 to q3"; "" if there is only one sample."""
-    if summary["n"] == 1:
-        return ""
-    return " to ".join(number({"median": summary[quartile]}, scale, digits) for quartile in ("q1", "q3"))
 
 
 def percent(share, digits=1):
@@ -95,22 +88,18 @@ def percent(share, digits=1):
 def cell(value, spec=".4g"):
     """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation."""
     if isinstance(value, dict):
-        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else value["mean"].text
+        return f"{value.mean:.4g} ± {value.std:.2g}" if "mean" in value else formatted(value.mean, "cell")
     return formatted(value, spec) if isinstance(value, int | float) else str(value)
 
 
-SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
-BYTES = {"GiB": 2.0**-30, "MiB": 2.0**-20, "MB": 1e-6, "GB": 1e-9}
+UNITS = {"MB": 1e-6, "GB": 1e-9, "MiB": 2**-20, "GiB": 2**-30}
 FORMATS = {  # {name: function of the value and of the words after the name}
-    **{unit: lambda value, digits=4, scale=scale: number(value, scale, int(digits)) for unit, scale in SECONDS.items()},
-    **{unit: lambda count, spec=".2f", scale=scale: format(scale * count, spec) for unit, scale in BYTES.items()},
-    "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "number": number,
-    "quartiles": lambda value, unit="s", digits=4: spread(value, SECONDS[unit], int(digits)),
+    **{name: functools.partial(number, scale=scale) for name, scale in {"s": 1, "ms": 1e3, "us": 1e6}.items()},
+    **{name: lambda count, spec=".2f", unit=unit: format(unit * count, spec) for name, unit in UNITS.items()},
+    "memory": lambda count: format(count / 2**20, ",.1f" if count < 1e9 else ",.0f"),  # MiB
     "ratio": lambda value, digits=2: f"{value['median']:.{digits}f}",
     "percent": percent,
-    "list": lambda values, spec="": ", ".join(format(value, spec) for value in values),
-    "gpu": lambda name: [*name.split(), name][1],  # "NVIDIA H100 80GB HBM3" is an H100
     "cell": cell,
 }
 
@@ -119,7 +108,7 @@ def formatted(value, format_spec):
     """The text of a value: by one of FORMATS and the words after its name, or by a format of Python."""
     name, *words = format_spec.split() or [""]
     if value is None or isinstance(value, Missing):
-        return value.text if value is OUT_OF_MEMORY and name == "cell" else ""
+        return "out of memory" if value is OUT_OF_MEMORY and name == "cell" else ""
     return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
 
 
@@ -127,10 +116,7 @@ def formatted(value, format_spec):
 
 
 class Missing:
-    """A value that was not measured; what is computed from it is missing too. text: with the format "cell"."""
-
-    def __init__(self, text):
-        self.text = text
+    """A value that was not measured; what is computed from it is missing too."""
 
     def __bool__(self):
         return False
@@ -142,11 +128,11 @@ class Missing:
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = itself
 
 
-NOT_MEASURED, OUT_OF_MEMORY = Missing(""), Missing("out of memory")
+NOT_MEASURED, OUT_OF_MEMORY = Missing(), Missing()
 
 
 class Fields(dict):
-    """A dictionary of results in a template: fields.name is fields["name"].
+    """A dictionary of a file in results/: fields.name is fields["name"].
 
     A missing field is OUT_OF_MEMORY if the field "oom" is true, as run_rows() writes it, and else NOT_MEASURED.
     """
@@ -154,60 +140,29 @@ class Fields(dict):
     def __missing__(self, name):
         return OUT_OF_MEMORY if self.get("oom") else NOT_MEASURED
 
-    def __getitem__(self, name):
-        return wrapped(super().__getitem__(name))
-
-    __getattr__ = __getitem__
+    __getattr__ = dict.__getitem__
 
 
-def wrapped(value):
-    """A value of a file in results/ for a template: Fields instead of dictionaries, NOT_MEASURED instead of None."""
-    if isinstance(value, list | tuple):
-        return [wrapped(each) for each in value]
-    return NOT_MEASURED if value is None else Fields(value) if isinstance(value, dict) else value
+def parsed(text):
+    """The content of JSON, with Fields instead of dictionaries, and NOT_MEASURED for a field that is null."""
+    return json.loads(
+        text, object_hook=lambda found: Fields({k: NOT_MEASURED if v is None else v for k, v in found.items()})
+    )
 
 
 class Templates(string.Formatter):
-    """str.format with expressions and FORMATS."""
+    """str.format with expressions of the fields of a row, and FORMATS. Raises NameError for a name that is no field."""
 
     def get_field(self, expression, args, fields):
-        return eval(compiled(expression), fields), expression
+        return eval(expression, fields), expression
 
     def format_field(self, value, format_spec):
         return formatted(value, format_spec)
 
 
-@functools.cache
-def compiled(expression):
-    return compile(expression, expression, "eval")
-
-
-def fill(template, row, file=None):
-    """The text of a template with the fields of a row of this file. Raises NameError for a name that is no field."""
-    fields = {name: wrapped(value) for name, value in row.items()}
-    return Templates().vformat(template, (), fields | {"row": Fields(row), "file": Fields(file or {})})
-
-
-def columns_of(description):
-    """{title: template} of a description."""
-    columns = [column.strip() for column in re.split(r"[|\n]", description) if column.strip()]
-    pairs = (column.partition("=") if "=" in column else (column, "", f"{{{column}}}") for column in columns)
-    return {title.strip(): template.strip() for title, _, template in pairs}
-
-
-def flat(results, *names):
-    """A row for each value in nested dictionaries: {name: key of each level, "value": the value}."""
-    name, *others = names
-    for key, value in results.items():
-        for row in flat(value, *others) if others else [{"value": value}]:
-            yield {name: key, **row}
-
-
-def beside(rows, is_base, *fields):
-    """The rows, each with the first row that has the same fields and is_base(row) as "base"; None if there is none."""
-    rows = [row | {"key": [row.get(field) for field in fields]} for row in rows]
-    bases = [row for row in rows if is_base(row)]
-    return (row | {"base": next((base for base in bases if base["key"] == row["key"]), None)} for row in rows)
+def fill(template, fields):
+    """The text of a template. fields: a row with the names "row" and "file"."""
+    return Templates().vformat(template, (), fields)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -217,73 +172,105 @@ def beside(rows, is_base, *fields):
 class Table:
     """A table of one or more files in results/; table() returns (rows {title: cell}, names of the files).
 
-    files: names or patterns, as "cpu/decode*". description: of the columns; "" if the rows have the cells already.
-    rows: function of the results of a file that returns the rows, whose fields the templates name. console: description
-    of columns of print() only. merged: rows with the same first cell are one row; of two texts of a cell, the one of
-    the later file remains. also: tables with the same first column, whose rows and columns belong to this one. order:
-    the rows are sorted by this function of their cells.
+    files: names or patterns, as "cpu/decode*". columns: their description. The rows are the results of a file, a list
+    or one dictionary. These change them, in this order:
+
+    each: fields whose values are rows inside a row; "*" is the row itself. A row inside also has the fields of the row
+    around it, and its "key" in a dictionary or "index" in a list. If it is not a dictionary, it is the field "value".
+    name: template of the field "name", as "{size} / context {context}": its words become fields; a word has no "/".
+    Rows with other names are omitted.
+    base, same: expression, names of fields. Among the rows with the same fields, the first one for which `base` is true
+    is the field "base" of all.
+    where: expression; rows for which it is false are omitted.
+    order: expression; the rows of all files are sorted by its value.
+
+    merged: rows with the same first cell are one row; of two texts of a cell, the one of the later file remains. also:
+    tables with the same first column, whose rows and columns belong to this one. choice: what the last column says, for
+    the table "choices" of docs/RESULTS.md.
     """
 
     files: str | tuple
-    description: str = ""
-    rows: Callable = list
-    console: str = ""
+    columns: str
+    each: str = ""
+    name: str = ""
+    base: str = ""
+    same: str = ""
+    where: str = "True"
+    order: str = ""
     merged: bool = False
     also: tuple = ()
-    order: Callable | None = None
+    choice: str = ""
 
     def __call__(self):
-        found, names = {}, {}
-        for table in (self, *self.also):
-            files = list(dict.fromkeys(name for pattern in table.patterns for name in matching(pattern)))
-            table.gather(map(load, files), found, self.merged)
-            names |= dict.fromkeys(files)
-        return filled_up(found, self.order), list(names)
+        names = {table: table.names() for table in (self, *self.also)}
+        rows = [row for table in names for row in table.filled(map(load, names[table]))]
+        return self.joined(rows), list(dict.fromkeys(sum(names.values(), [])))
 
-    @property
-    def patterns(self):
-        return (self.files,) if isinstance(self.files, str) else self.files
+    def names(self):
+        """The names of the files; a pattern without files is a name."""
+        found = []
+        for pattern in (self.files,) if isinstance(self.files, str) else self.files:
+            paths = sorted(RESULTS.glob(f"{pattern}.json"))
+            found += [f"{path.parent.name}/{path.stem}" for path in paths] or [pattern]
+        return list(dict.fromkeys(found))
 
-    def cells(self, records, console=False):
-        """[{title: cell}] of the contents of files. console: with the columns of print()."""
+    def filled(self, records):
+        """[{title: cell}] of the contents of files, not joined yet."""
+        rows = [dict(row, row=row, file=record) for record in records for row in self.rows_of(record)]
+        rows = [fields for fields in rows if eval(self.where, fields)]
+        if self.order:
+            rows.sort(key=lambda fields: eval(self.order, fields))
+        columns = columns_of(self.columns).items()
+        return [{fill(title, fields): fill(text, fields) for title, text in columns} for fields in rows]
+
+    def rows_of(self, record):
+        """The rows of the content of a file: Fields."""
+        rows = record["results"] if isinstance(record["results"], list) else [record["results"]]
+        for field in self.each.split():
+            inside = ((row, row if field == "*" else row.get(field) or [{}] * bool(row.oom)) for row in rows)
+            rows = [Fields(row | each) for row, found in inside for each in inner_rows(found)]
+        if self.name:
+            pattern = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(self.name)))
+            matches = ((row, pattern.fullmatch(row["name"])) for row in rows)
+            rows = [Fields(row, **match.groupdict()) for row, match in matches if match]
+        if self.base:
+            keys = [tuple(map(row.get, self.same.split())) for row in rows]
+            pairs = [*zip(keys, rows, strict=True)]
+            bases = {key: row for key, row in reversed(pairs) if eval(self.base, dict(row, row=row))}
+            rows = [Fields(row, base=bases.get(key, NOT_MEASURED)) for key, row in pairs]
+        return rows
+
+    def joined(self, rows):
+        """The rows, all with the same titles; those with the same first cell are one row if the table is merged."""
         found = {}
-        self.gather(records, found, self.merged, console)
-        return filled_up(found, self.order)
+        for row in rows:
+            before = found.setdefault(next(iter(row.values())) if self.merged else len(found), {})
+            before.update({title: text for title, text in row.items() if text or title not in before})
+        titles = dict.fromkeys(title for row in found.values() for title in row)
+        return [{title: row.get(title, "") for title in titles} for row in found.values()]
 
-    def gather(self, records, found, merged, console=False):
-        """Add the rows of the contents of files to found {key: row}."""
-        columns = columns_of(self.description + f"\n{self.console}" * console)
-        for record in filter(lambda record: record["results"], records):
-            for row in self.rows(record["results"]):
-                if columns:
-                    row = {fill(title, row, record): fill(text, row, record) for title, text in columns.items()}
-                key = next(iter(row.values())) if merged else len(found)
-                before = found.setdefault(key, {})
-                before.update({title: text for title, text in row.items() if text or title not in before})
+    def cells(self, records):
+        """[{title: cell}] of the contents of files, with the tables `also` of the same files."""
+        records, tables = parsed(json.dumps(records)), (self, *(each for each in self.also if each.files == self.files))
+        return self.joined([row for table in tables for row in table.filled(records)])
 
     def print(self, results, title=""):
         """Print the rows of results that are not saved yet, below a title; nothing if there are no rows."""
-        machine = {"cores": os.cpu_count(), "gpu": "no GPU", **gpu_hardware()}
-        record = {"results": summarised(results), "hardware": machine, "commit": "", "name": "", "machine": "here"}
-        if rows := self.cells([record], console=True):
+        here = {"hardware": {"cores": os.cpu_count()}, "commit": "", "machine": "here"}
+        if rows := self.cells([{"results": summarised(results), **here}]):
             print(f"\n{title}\n\n" if title else "", end="")
             print_table(rows)
             print(flush=True)
 
-    def kinds(self, name, *kinds):
-        """{"NAME": this table, "NAME-KIND": the same of the file with the suffix _KIND, for each kind}."""
-        files = {f"{name}-{kind}": f"{self.files}_{kind}" for kind in kinds}
-        return {name: self, **{other: replace(self, files=file) for other, file in files.items()}}
+
+def columns_of(description):
+    """{title: cell} of the text that describes columns."""
+    columns = [column.strip() for column in re.split(r"[|\n]", description) if column.strip()]
+    pairs = (column.partition("=") if "=" in column else (column, "", f"{{{column}}}") for column in columns)
+    return {title.strip(): text.strip() for title, _, text in pairs}
 
 
-def matching(pattern):
-    """The names of the files of a pattern; the pattern itself if there are none."""
-    paths = sorted((ROOT / "results").glob(f"{pattern}.json"), key=lambda path: path.stem)
-    return [str(path.relative_to(ROOT / "results").with_suffix("")) for path in paths] or [pattern]
-
-
-def filled_up(found, order):
-    """The rows of found {key: row}, sorted, all with the same titles."""
-    rows = sorted(found.values(), key=order) if order else found.values()
-    titles = dict.fromkeys(title for row in rows for title in row)
-    return [{title: row.get(title, "") for title in titles} for row in rows]
+def inner_rows(found):
+    """The rows of a list or dictionary inside a row; see Table."""
+    place, pairs = ("key", found.items()) if isinstance(found, dict) else ("index", enumerate(found))
+    return [{place: key} | (value if isinstance(value, dict) else {"value": value}) for key, value in pairs]

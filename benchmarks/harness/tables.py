@@ -3,10 +3,9 @@
     python -m benchmarks.harness.tables            # rewrite the tables of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page is out of date
 
-The numbers are those of results/; the tables of flags are made from gpt2core/app/settings/definitions.py. The line
-below a table of numbers names the source of its numbers: the file in results/, the date, the commit, the hardware and
-the command of the measurement. A table with several source files has several such lines. Some scripts were renamed
-after their measurement: then the line shows the name that the script had at the named commit.
+The numbers are those of results/; the tables of flags are made from gpt2core/app/settings/definitions.py. Below a table
+of numbers, a line for each file in results/ names date, commit, hardware and command of the measurement. Some scripts
+were renamed later: then the line shows the name that the script had at the named commit.
 """
 
 import re
@@ -21,38 +20,37 @@ from testing.jobs import ROOT
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d|$")  # matches a cell with a number, or an empty cell
 PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", "data/*.md")
-
-
-# -- comparisons with PyTorch: all of them in docs/RESULTS.md, some in README -----------------------------------------
-
-HEADLINE = (  # (file, words of the question) of a row of README
-    ("cpu/train_step", "`paper`"), ("cpu/train_step_intel", "`paper`"), ("ranks/ranks", ""),
-    ("gpu/step_gpt2", ""), ("gpu/decode", ""), ("gpus/scaling_64", ""),
-)  # fmt: skip
+HEADLINE = (  # (title in README, to which the hardware is added, file and words of the question in the summary)
+    ("time per training step, preset `paper`, 2 threads,", "cpu/train_step", "`paper`"),
+    ("time per training step, preset `paper`, 2 threads,", "cpu/train_step_intel", "`paper`"),
+    ("the same with 2 MPI ranks, one thread each,", "ranks/ranks", ""),
+    ("time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one", "gpu/step_gpt2", "bf16, 64 x 1024"),
+    ("time per generated token, GPT-2 124M, bf16, one", "gpu/decode", "bf16"),
+    ("training speed, GPT-2 124M, bf16, 4 GPUs, 64 x 1024 per GPU,", "gpus/scaling_64", "4 GPUs, 64 x 1024 per GPU"),
+)
 
 
 def summary():
-    """The rows of all comparisons, and no files: each row names its own."""
-    rows = [row for table in result_tables.SUMMARY for row in table()[0]]
-    titles = "question", "hardware", "ours", "strongest peer", "ratio", "limit", "share of the limit", "file"
-    return [{title: row.get(title, "") for title in titles} for row in rows], []
+    """The rows of all comparisons, the last one of each question and machine; and no files: each row names its own."""
+    rows = (row for table in result_tables.SUMMARY for row in table()[0])
+    return list({(row["question"], row["hardware"]): row for row in rows}.values()), []
 
 
 def headline():
-    """The rows of README's table. The title of a row is a link to the section of docs/RESULTS.md with all results."""
-    rows = [row for table in result_tables.SUMMARY for row in table()[0]]
-    titles = {"": "readme", "this project": "ours", "PyTorch": "strongest peer", "speedup": "ratio"}
-    for file, words in HEADLINE:
-        row = next(row for row in rows if row["file"].startswith(f"`{file}`") and words in row["question"])
-        yield {title: row[name] for title, name in titles.items()}
+    """The rows of README's table, and no files. A title is a link to the section of docs/RESULTS.md."""
+    rows = []
+    for title, file, words in HEADLINE:
+        row = next(row for row in summary()[0] if row["file"].startswith(f"`{file}`") and words in row["question"])
+        link = f"[{title} {row['hardware']}](docs/RESULTS.md{row['question'].partition('](')[2]}"
+        rows.append({"": link, "this project": row["ours"], "PyTorch": row["strongest peer"], "speedup": row["ratio"]})
+    return rows, []
 
-
-# -- the pages --------------------------------------------------------------------------------------------------------
 
 # {name: Table, or function that returns (rows, names of the source files)}; a row is {column title: cell}
 TABLES = {
-    "headline": lambda: ([*headline()], []),
+    "headline": headline,
     "summary": summary,
+    "choices": result_tables.choices,
     **result_tables.TABLES,
     **assignment_tables.TABLES,
     **flag_tables.TABLES,
@@ -69,11 +67,11 @@ def block(name):
     rows, files = TABLES[name]()
     if not rows:
         return f"Not measured yet: `results/{files[0]}.json` has no rows of this table.\n"
-    header = list(rows[0])
+    columns = {title: [str(row[title]) for row in rows] for title in rows[0]}
     # Columns of numbers, except the first column, are right-aligned.
-    numeric = {title: title != header[0] and all(NUMBER.match(str(row[title])) for row in rows) for title in header}
-    lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if numeric[title] else "---|" for title in header)]
-    lines += ["| " + " | ".join(str(row[title]) for title in header) + " |" for row in rows]
+    numeric = [bool(place) and all(map(NUMBER.match, cells)) for place, cells in enumerate(columns.values())]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *zip(*columns.values(), strict=True))]
+    lines[1:1] = ["|" + "".join("---:|" if each else "---|" for each in numeric)]
     sources = ["", "<br>".join(source(file) for file in files if load(file)["results"])] if files else []
     return "\n".join([*lines, *sources]) + "\n"
 
@@ -92,17 +90,15 @@ def main():
     parser = benchmark_parser("benchmarks.harness.tables", __doc__, saves=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
-    outdated = []
-    for path in pages():
-        text = path.read_text(encoding="utf-8")
-        if (new := filled(text)) != text:
-            outdated.append(str(path.relative_to(ROOT)))
-            if not args.check:
-                path.write_text(new, encoding="utf-8")
+    texts = {path: path.read_text(encoding="utf-8") for path in pages()}
+    outdated = {path: new for path, text in texts.items() if (new := filled(text)) != text}
+    names = ", ".join(str(path.relative_to(ROOT)) for path in outdated)
     if outdated and args.check:
-        print(f"{', '.join(outdated)}: differs from results/; run python -m benchmarks.harness.tables", file=sys.stderr)
+        print(f"{names}: differs from results/; run python -m benchmarks.harness.tables", file=sys.stderr)
         return 1
-    print(f"{'up to date' if args.check or not outdated else 'rewritten: ' + ', '.join(outdated)}")
+    for path, new in outdated.items():
+        path.write_text(new, encoding="utf-8")
+    print(f"rewritten: {names}" if outdated else "up to date")
     return 0
 
 

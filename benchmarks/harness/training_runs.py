@@ -20,11 +20,16 @@ def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=No
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = {"sample": 0, **flags, "log": Path(folder) / "log.jsonl"}
-        launcher = () if ranks is None else launch_line(*choose(), ranks)
-        command = [*launcher, sys.executable, "-m", f"{package}.train_gpt2", "--no-save", *words]
+        command = python_command(ranks, f"{package}.train_gpt2", "--no-save", *words)
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         progress(name)
         output = run_to_end(name, command, blas_threads=1, timeout=timeout, cwd=cwd, environment=environment)
         progress("")
         return read_log(flags["log"]), output
+
+
+def python_command(ranks, *words):
+    """The command line of `python -m WORDS`, on this number of MPI ranks unless it is None."""
+    launcher = () if ranks is None else launch_line(*choose(), ranks)
+    return [*launcher, sys.executable, "-m", *words]

@@ -75,6 +75,8 @@ def call_layers(backend, rng, B, T, H, D, V):
     backend.rotary_backward(backend.rotary_forward(qkv, H, 5), H, 5)
     y, aux = backend.attention_forward(qkv, H)
     backend.attention_backward(dy, qkv, y, aux, H)
+    y, aux = backend.rotary_attention_forward(qkv, H, 5)
+    backend.rotary_attention_backward(dy, y, aux, H, 5)
     backend.add(x, dy)
     backend.residual_add_forward(x, dy, bias)
     compute([backend.bias_backward(dy)])

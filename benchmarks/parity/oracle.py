@@ -209,6 +209,15 @@ def attention_backward(i):
     return of(dqkv=attention_gradient(i.dy, i.qkv, i.n_head))
 
 
+def rotary_attention_forward(i):
+    return of(y=attention(turned(i.qkv, i.n_head, i.position, 1), i.n_head))
+
+
+def rotary_attention_backward(i, forward):
+    dqkv = attention_gradient(i.dy, turned(forward.qkv, i.n_head, i.position, 1), i.n_head)
+    return of(dqkv=turned(dqkv, i.n_head, i.position, -1))
+
+
 # -- embedding, logits, loss -------------------------------------------------------------------------------------------
 
 

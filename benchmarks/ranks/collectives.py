@@ -169,16 +169,22 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
         progress("")
 
 
-def summarise(results, ranks):
-    """Add two fields to the results of one job: ranks, and ratio_to_native, the time divided by the MPI library's."""
-    native_seconds = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
-    for result in results:
-        result["ranks"] = ranks
-        result["ratio_to_native"] = paired_ratio(result["seconds"], native_seconds[result["bytes"]])
+def summarise(results, operation, ranks):
+    """Add operation, ranks and ratio_to_native, the time divided by the MPI library's, to the results of one job.
+
+    The library's results also get the medians of the others' "ratios", {algorithm: ratio}, and the "best" algorithm.
+    """
+    for size in dict.fromkeys(result["bytes"] for result in results):
+        of_size = {result["algorithm"]: result for result in results if result["bytes"] == size}
+        for result in of_size.values():
+            ratio = paired_ratio(result["seconds"], of_size[NATIVE]["seconds"])
+            result |= {"operation": operation, "ranks": ranks, "ratio_to_native": ratio}
+        ratios = {name: each["ratio_to_native"]["median"] for name, each in of_size.items() if name != NATIVE}
+        of_size[NATIVE] |= {"ratios": ratios, "best": min(ratios, key=ratios.get)}
 
 
 def fit(results, key="algorithm"):
-    """{result[key]: [alpha, beta]}: the fit t = alpha + beta n to the median seconds t of an all-reduce of n bytes.
+    """[{"name", "alpha", "beta"}] for each result[key]: the fit t = alpha + beta n to the seconds t of n bytes.
 
     alpha (seconds) includes the start-up times of all messages of an all-reduce. beta (seconds per byte) includes the
     additions and the number of bytes that a rank sends per byte of the array, which is 2 (p-1)/p for a ring of p ranks.
@@ -186,7 +192,8 @@ def fit(results, key="algorithm"):
     points = {}
     for result in results:
         points.setdefault(result[key], []).append((result["bytes"], statistics.median(result["seconds"])))
-    return {name: fit_line(*zip(*of_name, strict=True)) for name, of_name in points.items()}
+    fits = {name: fit_line(*zip(*of_name, strict=True)) for name, of_name in points.items()}
+    return [{"name": name, "alpha": alpha, "beta": beta} for name, (alpha, beta) in fits.items()]
 
 
 def fit_line(sizes, seconds):
@@ -214,17 +221,17 @@ def plot(results, path, operation="all_reduce"):
 
 def compare(args, operation):
     """Measure one operation with each number of ranks, print the tables and the fits; return (results, fits)."""
-    results, fits = [], {}
+    results, fits = [], []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             job = operation, args.sizes, args.rounds, args.seconds, str(Path(folder, "store"))
             of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
         print(f"{operation}:")
-        summarise(of_ranks, ranks)
-        TABLES["ranks-collectives"].print({operation: of_ranks})
-        fits[ranks] = fit(of_ranks)
-        TABLES["ranks-fit"].print({"alpha_beta": {ranks: fits[ranks]}})
-        results += of_ranks
+        summarise(of_ranks, operation, ranks)
+        TABLES["ranks-collectives"].print({"times": of_ranks})
+        of_fits = [{"operation": operation, "ranks": ranks, **each} for each in fit(of_ranks)]
+        TABLES["ranks-fit"].print({"fits": of_fits})
+        results, fits = results + of_ranks, fits + of_fits
     return results, fits
 
 
@@ -240,17 +247,19 @@ def main():
     if args.idle:
         ranks = max(args.ranks)
         speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
-        shares = {name: paired_ratio(speed, speeds["asleep"]) for name, speed in speeds.items()}
-        results = {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
+        results = [
+            {"name": name, "ranks": ranks, "gflops": speed, "share_of_speed": paired_ratio(speed, speeds["asleep"])}
+            for name, speed in speeds.items()
+        ]
         TABLES["ranks-idle"].print(results)
         save(results, args, name="collectives_idle")
         return
-    found, ends = {}, {each: "" if each == "all_reduce" else f"_{each}" for each in args.operations}  # of names
-    for operation, end in ends.items():
-        found[operation], found[f"alpha_beta{end}"] = compare(args, operation)
-    path = save(found, args)
-    for operation, end in ends.items():
-        plot(found[operation], path.with_name(f"{path.stem}{end}.png"), operation)
+    found = {operation: compare(args, operation) for operation in args.operations}
+    times, fits = zip(*found.values(), strict=True)
+    path = save({"times": sum(times, []), "fits": sum(fits, [])}, args)
+    for operation, (results, _) in found.items():
+        end = "" if operation == "all_reduce" else f"_{operation}"
+        plot(results, path.with_name(f"{path.stem}{end}.png"), operation)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ def first_difference(log, expected):
 
 
 def compare(args, preset):
-    """Run one preset in all cases; return the losses and hash of stage 0, and first_difference() of each other run."""
+    """Run one preset in all cases; return the losses and hash of stage 0, and first_difference() of each other run.
+
+    Also a row of the table "parity" of docs/RESULTS.md as "summary".
+    """
     common = dict(timeout=args.timeout, preset=preset, steps=args.steps or STEPS[preset], threads=1)
     (serial, _), results = train(f"{preset}, stage 0", "stage0_serial", **common), []
     for ranks in args.ranks:
@@ -42,7 +45,10 @@ def compare(args, preset):
             flags = dict(common, dp=dp, zero=zero, **BUCKET[preset])
             log, _ = train(f"{preset}, {name}", "stage1_mpi", ranks=ranks, **flags)
             results.append({"ranks": ranks, "dp": dp, "zero": zero, "difference": first_difference(log, serial)})
-    return {"losses": [line["loss"] for line in serial], "hash": serial[-1]["parameters_sha256"], "runs": results}
+    losses, digest = [line["loss"] for line in serial], serial[-1]["parameters_sha256"]
+    row = {"title": f"`{preset}`, {len(serial)} steps", "ranks": args.ranks, "runs": len(results), "deviation": 0.0}
+    row["equal"] = sum(run["difference"] is None for run in results)
+    return {"losses": losses, "hash": digest, "runs": results, "summary": row}
 
 
 def main():
@@ -62,7 +68,7 @@ def main():
     different = [run for run in runs if run["difference"]]
     equal = f"{len(runs) - len(different)} of {len(runs)} runs"
     print(f"{equal} have losses, gradient norms and final parameters bit-identical to those of stage 0")
-    save(results, args)
+    save({"summary": [of_preset.pop("summary") for of_preset in results.values()], **results}, args)
     return 1 if different else 0
 
 

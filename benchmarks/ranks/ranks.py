@@ -6,9 +6,10 @@ python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick tr
 """
 
 from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
+from benchmarks.harness.speedups import rank_speedups
 from gpt2core.parallel.config import STRATEGIES
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.presets import PRESETS
@@ -62,11 +63,21 @@ def measure(args, specs):
 
 
 def summarise(results):
-    """Add min, cores_used and times_as_fast, {peer: its time / time of this result}, to each result."""
+    """Add min, cores_used, times_as_fast and one_process to each result, and a peer to ours with several ranks.
+
+    times_as_fast: {SERIAL, DDP: its time / time of this result}. one_process: the text of times_as_fast[SERIAL]; it
+    says if other programs have disturbed the measurement.
+    """
     medians = add_step_fields(results)
     for result in results:
         peers = [peer for peer in (SERIAL, DDP) if peer in medians]
         result["times_as_fast"] = {peer: paired_ratio(medians[peer], medians[result["name"]]) for peer in peers}
+        if result["name"].startswith("stage 1"):
+            add_peer(result, results, result["times_as_fast"])
+    checked = rank_speedups(results, SERIAL)
+    for result in results:
+        text = f"{result['times_as_fast'][SERIAL]['median']:.2f}"
+        result["one_process"] = checked[result["name"]].cell(text) if result["name"] in checked else text
 
 
 def main():

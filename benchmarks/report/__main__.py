@@ -10,11 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
-from benchmarks.report.parts import BUSY, PartFiles, run_parts
+from benchmarks.report.parts import run_parts
 from gpt2core.app.command import run_command
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.communicator import Solo
@@ -23,33 +21,27 @@ from gpt2core.presets import PRESETS
 
 
 def check_output(folder):
-    """Create the directory of the report and its part directory; raise ConfigError if it cannot be used."""
-    page, probe = folder / "index.html", folder / "parts" / "probe.part"
+    """Create the directory of the report; raise ConfigError if it cannot be used."""
+    page, why = folder / "index.html", ""
     try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
-        foreign = page.exists() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]
+        (folder / "parts").mkdir(parents=True, exist_ok=True)
+        if page.exists() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]:
+            why = f"{page} is not a report of this program"
     except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be written ({error.strerror}): choose another directory") from None
-    if foreign:
-        raise ConfigError(f"--out {folder}: {page} is not a report of this program: choose another directory")
+        why = f"cannot be written ({error.strerror})"
+    if why:
+        raise ConfigError(f"--out {folder}: {why}: choose another directory")
 
 
 def make_report(args):
     """Measure the parts that are missing and write the report; returns the exit code."""
     check_output(args.out)
     environment()  # a missing package is an error before the measurements
-    parts, files = parts_of(args.preset, args.steps, args.full), PartFiles(args.out / "parts", args.fresh)
-    if files.load_average > BUSY and not args.no_measure:
-        print(f"load average {files.load_average:.2f}: other programs may slow the measurements", file=sys.stderr)
+    parts, folder = parts_of(args.preset, args.steps, args.full), args.out / "parts"
     try:
-        with tqdm(total=len(parts), unit="part", disable=None, leave=False, dynamic_ncols=True) as bar:
-            records, missing, failures = run_parts(parts, files, bar, args.no_measure)
+        records, missing, failures = run_parts(parts, folder, args.no_measure, args.fresh)
     except KeyboardInterrupt:
-        saved = sum(files.load(part) is not None for part in parts)
-        saved = f"{saved} of {counted(len(parts), 'part')} are saved in {files.folder}"
-        print(f"interrupted: {saved}; run the same command again to continue", file=sys.stderr)
+        print(f"\ninterrupted: parts are saved in {folder}; run the same command again to continue", file=sys.stderr)
         return 130
     titles = {part.name: part.title for part in parts}
     page = write_report(args.out, records, missing, args.preset, args.steps, titles)

@@ -2,13 +2,15 @@
 
 import html
 import json
-import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import StringIO
-from textwrap import wrap
+from textwrap import fill
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
@@ -16,12 +18,6 @@ FONT = 9  # points
 SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
 ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
 LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
-
-
-def style_sheet():
-    """CSS with the colours as variables, for light and dark screens. A printed page is light."""
-    light, dark = ("; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items()) for theme in (LIGHT, DARK))
-    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a chart. marks: [(value, text, colour, marker of matplotlib)]; bar: one bar."""
+    """One row of a chart. marks: [(value, text, colour, marker of matplotlib, or "" for a bar)]."""
 
     label: str
     marks: list
-    bar: bool = False
     text: str = ""  # at the right end
 
 
@@ -59,8 +54,8 @@ class Chart:
     alt: str
     x_label: str
     y_label: str = ""
-    lines: list = field(default_factory=list)
-    rows: list = field(default_factory=list)
+    lines: list = ()
+    rows: list = ()
     log: bool = False
 
     def inline(self):
@@ -75,37 +70,34 @@ class Chart:
 
     def write(self, folder):
         """Write NAME.svg, NAME.png and NAME-dark.png to the folder. Raises OSError."""
-        dark, light = (draw(self, "wide", theme, self.title)[0] for theme in (DARK, LIGHT))
-        dark.savefig(folder / f"{self.name}-dark.png", dpi=130)
-        light.savefig(folder / f"{self.name}.png", dpi=130)
-        style = f">\n<style>\n{style_sheet()}svg {{ background: var(--page); }}\n</style>"
-        text = svg_of(light, self.name).replace(">", style, 1)
-        (folder / f"{self.name}.svg").write_text(text, encoding="utf-8")
+        for theme, ends in ((LIGHT, (".png", ".svg")), (DARK, ("-dark.png",))):
+            figure, _ = draw(self, "wide", theme, self.title)
+            for end in ends:
+                figure.savefig(folder / f"{self.name}{end}", dpi=130)
+
+
+def style_sheet():
+    """CSS with the colours as variables, for light and dark screens. A printed page is light."""
+    light, dark = ("; ".join(f"--{name}: {pair[theme]}" for name, pair in COLOURS.items()) for theme in (LIGHT, DARK))
+    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 def svg_of(figure, salt):
     """A light figure as SVG with the variables of style_sheet() as colours.
 
-    It has no ids that a second chart of the page could repeat, and no style sheet, which would be one of the page.
+    It has no style sheet, which would be one of the page. salt: makes the ids unique.
     """
-    import matplotlib
-
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(text, format="svg")
     text = text.getvalue()
     text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
     names = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
     return re.sub(r"#[0-9a-f]{6}\b", lambda found: names.get(found[0], found[0]), text)
 
 
 def draw(chart, size, theme, title=""):
     """(Figure, [[x, y, text]] of its points as fractions of its width and height from the upper left corner)."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     colours = {name: pair[theme] for name, pair in COLOURS.items()}
     style = figure_style(theme) | {"font.size": FONT, "font.family": "sans-serif", "axes.facecolor": "none"}
     width, height = SIZES[size]
@@ -114,12 +106,11 @@ def draw(chart, size, theme, title=""):
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        for axis in [axes.xaxis, *([axes.yaxis] if chart.lines else [])] if chart.log else []:
-            axes.set(**{f"{axis.axis_name}scale": "log"})
-            axis.get_major_locator().set_params(numticks=12)  # all powers of 10, also on a narrow chart
-            axis.set_major_formatter(tick_label)
-            axis.set_minor_formatter(lambda value, _, axis=axis: tick_label(value) if is_short(axis) else "")
         points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
+        if chart.log:
+            set_logarithmic(axes.xaxis, decades=1.5)
+            if chart.lines:
+                set_logarithmic(axes.yaxis, decades=3)
         axes.set_xlabel(chart.x_label)
         axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:
@@ -131,23 +122,13 @@ def draw(chart, size, theme, title=""):
     return figure, [[round(x, 4), round(1 - y, 4), text] for (x, y), (_, _, text) in zip(pixels, points, strict=True)]
 
 
-def is_short(axis):
-    """Whether a logarithmic axis has so few powers of 10 that its ticks between them need and have space for labels."""
+def set_logarithmic(axis, decades):
+    """Label the powers of 10, over fewer `decades` also 2 and 5 times each of them: 0.1, 200, 10 k, 1 M."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
-    return high < low * (1000 if axis.axis_name == "y" else 30)
-
-
-def tick_label(value, _=None):
-    """The label of a tick of a logarithmic axis, for 1, 2 and 5 times a power of 10: 0.1, 200, 10 k, 1 M."""
-    if f"{value:e}"[0] not in "125":
-        return ""
-    return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} k" if value < 1e6 else f"{value / 1e6:g} M"
-
-
-def wrapped(label, limit):
-    """A label in lines of `limit` characters; a name that is longer is divided after an underscore."""
-    lines = wrap(label.replace("_", "_\0 "), limit)  # wrap() divides only at spaces
-    return "\n".join(lines).replace("\0 ", "").replace("\0", "")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**decades else (1,), numticks=99))
+    axis.set_major_formatter(EngFormatter() if low >= 1 else "{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def draw_lines(axes, chart, colours, limit):
@@ -158,9 +139,9 @@ def draw_lines(axes, chart, colours, limit):
     for line in chart.lines:
         look = {"linestyle": line.style, "linewidth": line.width, "marker": line.marker, "markersize": 5}
         axes.plot(line.x, line.y, color=colours[line.colour], **look)
-        pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if not math.isnan(y)]
+        pairs = list(zip(line.x, line.y, strict=True))
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
-        label = wrapped(line.label, limit)
+        label = fill(line.label, limit, break_long_words=False)
         labels.append(axes.annotate(label, pairs[-1], (1.03, 0.5), color=colours[line.colour], **text))
     if not chart.log:
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -189,7 +170,7 @@ def draw_rows(axes, chart, colours, limit):
     for place, row in enumerate(chart.rows):
         values, texts, names, markers = zip(*row.marks, strict=True)
         points += [(value, place, f"{row.label}: {text}") for value, text in zip(values, texts, strict=True)]
-        if row.bar:
+        if not any(markers):
             bars = axes.barh(place, values, color=[colours[name] for name in names], height=0.62)
             axes.bar_label(bars, texts, padding=4)
             continue
@@ -199,11 +180,11 @@ def draw_rows(axes, chart, colours, limit):
             hollow = "none" if marker == "o" and name == "soft" else colours[name]
             look = {"markersize": 16 if marker == "|" else 8, "markeredgewidth": 1.5, "markerfacecolor": hollow}
             axes.plot(value, place, marker, color=colours[name], zorder=2, clip_on=False, **look)
-    axes.set_yticks(range(len(chart.rows)), [wrapped(row.label, limit) for row in chart.rows])
+    axes.set_yticks(range(len(chart.rows)), [fill(row.label, limit, break_long_words=False) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
-    if chart.rows[0].bar:
+    if not any(markers):
         axes.margins(x=0)
     else:
         axes.grid(True, axis="x", linewidth=0.6)

@@ -16,19 +16,14 @@ function html(texts, ...values) {
   // -- the link of the section in view is marked ----------------------------------------------------------------------
 
   const links = [...document.querySelectorAll("nav a")], sections = [...document.querySelectorAll("main > section")];
-  const contents = document.querySelector("nav details"), wide = matchMedia("(min-width: 64rem)");
   function mark() {
-    const here = sections.filter((each) => each.getBoundingClientRect().top < innerHeight / 3).pop() || sections[0];
+    const here = sections.findLast((each) => each.getBoundingClientRect().top < innerHeight / 3) ?? sections[0];
     for (const link of links) link.ariaCurrent = link.hash === `#${here.id}` ? "true" : null;
   }
-  const unfold = () => { contents.open = wide.matches; };
   addEventListener("scroll", mark, { passive: true });
-  wide.addEventListener("change", unfold);
-  for (const link of links) link.addEventListener("click", unfold);
   mark();
-  unfold();
 
-  // -- tooltips: of elements with data-tip, and of the nearest point of a chart ---------------------------------------
+  // -- tooltips: of elements with data-tip, and of the points of a chart, also by the arrow keys -----------------------
 
   document.body.insertAdjacentHTML("beforeend", '<div class="tip" aria-live="polite"></div>');
   const tip = document.body.lastChild;
@@ -43,22 +38,22 @@ function html(texts, ...values) {
   // [[text, x, y]] of the points of a chart, in pixels of the window.
   function pointsOf(chart) {
     const box = chart.getBoundingClientRect();
-    const inWindow = ([x, y, text]) => [text, box.x + x * box.width, box.y + y * box.height];
-    return JSON.parse(chart.dataset.points).map(inWindow);
+    return JSON.parse(chart.dataset.points).map(([x, y, text]) => [text, box.x + x * box.width, box.y + y * box.height]);
   }
 
   function point({ target, clientX, clientY }) {
     const element = target.closest?.("[data-tip]"), chart = target.closest?.(".chart");
     if (element) return tell(element.dataset.tip, clientX, clientY);
     const away = ([, x, y]) => Math.hypot(x - clientX, y - clientY);
-    const near = chart ? pointsOf(chart).filter((each) => away(each) < 60) : [];
-    return near.length ? tell(...near.reduce((best, each) => (away(each) < away(best) ? each : best))) : hide();
+    const [nearest] = chart ? pointsOf(chart).sort((a, b) => away(a) - away(b)) : [];
+    return nearest && away(nearest) < 60 ? tell(...nearest) : hide();
   }
   for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, point);
 
   for (const chart of document.querySelectorAll(".chart")) {
     let place = -1;
     chart.tabIndex = 0;
+    chart.addEventListener("blur", hide);
     chart.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], points = pointsOf(chart);
       if (!step) return;
@@ -66,6 +61,5 @@ function html(texts, ...values) {
       place = (place + step + points.length) % points.length;
       tell(...points[place]);
     });
-    chart.addEventListener("blur", hide);
   }
 })();

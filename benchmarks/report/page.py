@@ -14,7 +14,6 @@ from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
 FLAG = re.compile(r"(make report ARGS=)?--[a-z][a-z-]*")
-NO_END = re.compile(r"(?<=\d) (?=(s|ms|µs|%|B|kB|MB|GB|GiB|ranks?)(?![\w/]))|(?<=Figure| stage) (?=\d)")
 
 
 def environment():
@@ -26,21 +25,15 @@ def environment():
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed; pip install jinja2 latex2mathml") from None
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    options["finalize"] = lambda value: with_units(value) if type(value) is str else value  # not data, which is Markup
     found = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
     found.filters["math"] = lambda text: convert(str(text))
-    found.filters["flags"] = lambda text: Markup(FLAG.sub(r"<code>\g<0></code>", with_units(str(escape(text)))))
+    found.filters["flags"] = lambda text: Markup(FLAG.sub(r"<code>\g<0></code>", str(escape(text))))
     found.filters["data"] = lambda value: json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
     return found
 
 
-def with_units(text):
-    """A text in which no line ends between a number and its unit, or between a name and its number."""
-    return NO_END.sub("\N{NO-BREAK SPACE}", text)
-
-
 def write_report(folder, records, missing, preset, steps, titles):
-    """Write index.html and the picture files to `folder`; returns the path of the page. Raises ConfigError.
+    """Write index.html and the picture files to `folder`; returns the path of the page.
 
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
@@ -59,14 +52,10 @@ def write_report(folder, records, missing, preset, steps, titles):
     text = template.render(
         s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
-        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"), gains=paper_sections.gains(runs),
+        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"),
         tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
     )  # fmt: skip
-    try:
-        for chart in charts:
-            chart.write(folder)
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        where = error.filename or folder
-        raise ConfigError(f"{where}: cannot be written ({error.strerror}): free some space") from None
+    for chart in charts:
+        chart.write(folder)
+    page.write_text(text, encoding="utf-8")
     return page

@@ -24,10 +24,8 @@
     return `${Number((value / size).toPrecision(digits))} ${unit}`;
   }
   const amount = (bytes) => quantity(bytes, [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]], 4);
-  function duration(time, unit) {
-    if (!time) return "0";
-    return quantity(time, unit ? [[unit + (time === 1 ? "" : "s"), 1]] : [["s", 1e6], ["ms", 1e3], ["µs", 1]], 3);
-  }
+  const duration = (time, unit) =>
+    quantity(time, unit ? [[unit + (time === 1 ? "" : "s"), 1]] : [["s", 1e6], ["ms", 1e3], ["µs", 1]], 3);
 
   // -- the controls --------------------------------------------------------------------------------------------------
 
@@ -39,7 +37,6 @@
   function open(number) {
     play(false);
     view = views[number];
-    zoom = () => {};
     const isTrace = view.kind === "trace";
     slider.max = last = isTrace ? TRACE_FRAMES : view.frames.length - 1;
     button("in").hidden = button("out").hidden = !isTrace;
@@ -50,12 +47,10 @@
 
   function show(number) {
     const before = frame;
-    frame = Math.min(Math.max(number, 0), last);
-    slider.value = frame;
+    slider.value = root.dataset.frame = frame = Math.min(Math.max(number, 0), last);
     now.setAttribute("aria-live", timer ? "off" : "polite"); // a screen reader cannot follow a playing step
     position.textContent = draw(frame, frame === before + 1 && !still.matches);
     slider.setAttribute("aria-valuetext", position.textContent);
-    root.dataset.frame = frame;
   }
 
   function play(on) {
@@ -68,19 +63,16 @@
     if (frame === last) play(false);
   }
 
-  const actions = {
-    first: () => show(0), previous: () => show(frame - 1), next: () => show(frame + 1), last: () => show(last),
-    in: () => zoom(0.5), out: () => zoom(2),
-    play() {
-      if (!timer && frame === last) show(0);
-      play(!timer);
-    },
-  };
+  const moves = { first: () => 0, previous: () => frame - 1, next: () => frame + 1, last: () => last };
   const keys = { ArrowLeft: "previous", ArrowRight: "next", Home: "first", End: "last", " ": "play" };
 
   function act(action) {
-    if (!["play", "in", "out"].includes(action)) play(false);
-    actions[action]();
+    if (action === "in" || action === "out") return zoom(action === "in" ? 0.5 : 2);
+    const playing = timer;
+    play(false);
+    if (action !== "play") return show(moves[action]());
+    if (!playing && frame === last) show(0);
+    play(!playing);
   }
 
   controls.addEventListener("click", ({ target, detail }) => {
@@ -92,54 +84,32 @@
     play(false);
     show(Number(slider.value));
   });
-
-  drawing.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey) return; // also two fingers on a touchpad
-    event.preventDefault();
-    zoom(event.deltaY < 0 ? 0.8 : 1.25);
-  }, { passive: false });
-
-  // -- the keys: with the focus in the player or, while the player is in view, on no element of the page --------------
-
-  let chosen = false; // whether a view was chosen since the list got the focus
-  choice.addEventListener("focus", () => { chosen = false; });
   choice.addEventListener("change", () => {
-    chosen = true;
     open(Number(choice.value));
     root.scrollIntoView({ block: "nearest" }); // the new view may be higher than the last one
   });
 
-  // Whether the browser itself uses this key on this element of the player.
-  function native(key, element) {
-    if (element === choice) { // up, down, Enter and letters are never keys of the player
-      return (key === " " && !chosen) || (CSS.supports("selector(:open)") && choice.matches(":open"));
-    }
-    return key === " " ? element.tagName === "BUTTON" : element === slider;
-  }
-
-  // Whether the player covers the middle of the window or is inside it; elsewhere the keys scroll the page.
-  function inView() {
-    const { top, bottom } = root.getBoundingClientRect(), height = window.innerHeight;
-    return (top < height / 2 && bottom > height / 2) || (top > -1 && bottom < height + 1); // scrolling rounds to pixels
-  }
-
+  // The keys work with the focus in the player or, while the player covers the middle of the window or is inside it, on
+  // no element of the page. A key that the browser itself uses on the element with the focus is not ours.
   document.addEventListener("keydown", (event) => {
-    const { key, target } = event, action = keys[key];
+    const { key, target } = event, { top, bottom } = root.getBoundingClientRect(), height = innerHeight;
+    const inView = (top < height / 2 && bottom > height / 2) || (top > -1 && bottom < height + 1); // in whole pixels
+    const opened = target === choice && CSS.supports("selector(:open)") && choice.matches(":open");
+    const native = opened || (key === " " ? target.tagName === "BUTTON" : target === slider);
+    const ours = root.contains(target) ? !native : target === document.body && inView;
     const modified = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.isComposing;
-    const onPage = target === document.body || target === document.documentElement;
-    const ours = root.contains(target) ? !native(key, target) : onPage && inView();
-    if (!action || modified || event.defaultPrevented || !ours) return;
+    if (!keys[key] || modified || event.defaultPrevented || !ours) return;
     event.preventDefault();
-    if (action !== "play" || !event.repeat) act(action);
+    if (key !== " " || !event.repeat) act(keys[key]);
   });
 
   // -- a training step or a pipeline: a lane of bars for each thread, group and stream --------------------------------
 
   function openTrace({ lanes, unit }) {
-    const length = Math.max(...lanes.flatMap((lane) => lane.events.map((event) => event[1] + event[2])));
+    const all = lanes.flatMap(({ events }) => events), used = new Set(all.map((event) => event[3]));
+    const length = Math.max(...all.map(([, start, taken]) => start + taken));
     const percent = (time) => `${(100 * time) / length}%`;
     let from = 0, span = length; // the part of the step that is shown
-    const used = new Set(lanes.flatMap((lane) => lane.events.map((event) => event[3])));
     const legend = Object.entries(CATEGORIES).filter(([category, [, name]]) => used.has(category) && name);
     drawing.innerHTML = html`
       <p class="legend">${legend.map(([category, [, name]]) =>
@@ -147,20 +117,16 @@
       ${lanes.map(({ rank, name, events, live }) => html`<div class="lane">
         <div class="lane-title"><b>rank ${rank}${name && ", "}${name} </b><span></span></div>
         <div class="track${live ? " high" : ""}"><div>
-        ${barsOf(events, unit, percent)}${live ? curveOf(live, length) : ""}<div class="head"></div>
+        ${barsOf(events, unit, percent)}${live ? curveOf(live, length) : ""}<div class="later"></div>
         </div></div></div>`)}
       <div class="axis" aria-hidden="true"></div>`;
-    const rows = [...drawing.querySelectorAll(".lane")].map((node, k) => {
-      const [text, head] = ["span", ".head"].map((part) => node.querySelector(part));
-      return { ...lanes[k], text, head, bars: node.querySelectorAll(".event") };
-    });
+    const [texts, axis] = [drawing.querySelectorAll(".lane-title span"), drawing.querySelector(".axis")];
 
     function place(time) { // the shown part has this time in its middle, if it can
       from = Math.min(Math.max(0, time - span / 2), length - span);
       drawing.style.setProperty("--left", `${(-100 * from) / span}%`);
       drawing.style.setProperty("--width", `${(100 * length) / span}%`);
-      drawing.querySelector(".axis").innerHTML = html`${[0, 1, 2, 3, 4].map((k) =>
-        html`<span style="left: ${25 * k}%">${duration(from + (span * k) / 4, unit)}</span>`)}`;
+      axis.innerHTML = html`${[0, 1, 2, 3].map((k) => html`<span>${duration(from + (span * k) / 4, unit)}</span>`)}`;
     }
     zoom = (factor) => {
       span = Math.min(length, Math.max(length / 256, span * factor));
@@ -170,21 +136,14 @@
     return (number) => {
       const time = (number / TRACE_FRAMES) * length;
       if (time < from || time > from + span) place(time);
-      const complete = {}; // {rank: bytes of the arrays of its finished collectives}
-      for (const { rank, events, live, text, head, bars } of rows) {
-        head.style.left = percent(time);
-        events.forEach(([, start], k) => bars[k].classList.toggle("later", start > time));
+      drawing.style.setProperty("--now", percent(time));
+      lanes.forEach(({ events, live }, k) => {
         const running = events.filter(([, start, taken]) => start <= time && time < start + taken);
         const inner = running.filter((event) => event[3] !== "phase").pop() || running.pop();
         const count = live ? `; live activations: ${live.filter(([start]) => start <= time).pop()[1]}` : "";
-        text.textContent = (inner ? describe(inner, unit) : "idle") + count;
-        for (const [, start, taken, category, , bytes] of events) {
-          if (category === "collective" && start + taken <= time) complete[rank] = (complete[rank] ?? 0) + bytes;
-        }
-      }
-      const finished = Object.entries(complete).filter(([, bytes]) => bytes);
-      now.textContent = finished.map(([rank, bytes]) =>
-        `Rank ${rank} has completed collectives of ${amount(bytes)}.`).join(" ");
+        texts[k].textContent = (inner ? describe(inner, unit) : "idle") + count;
+      });
+      now.textContent = "";
       return `${duration(time, unit)} of ${duration(length, unit)}`;
     };
   }
@@ -216,19 +175,17 @@
   // -- a recorded collective: the slices of each rank, coloured by origin, and the slices that move -------------------
 
   function openSlices({ frames, ranks: size }) {
-    const most = Math.max(...frames.flatMap((each) => each.ranks.map(held)));
-    const listed = frames.some(({ messages }) => messages.length && messages.length <= size);
+    const most = Math.max(...frames.flatMap(({ ranks }) => ranks.map(held)));
     return (number, moves) => {
       const { phase, messages, ranks } = frames[number], many = messages.length > size; // between all ranks
-      const count = messages.length ? `${messages.length} messages` : "no messages";
-      const label = `${phase}: the arrays of ${size} ranks and ${messages.length} messages`;
-      drawing.innerHTML = html`<div class="ranks${many ? " many" : ""}" role="img" aria-label="${label}">
+      const count = `${messages.length || "no"} messages`;
+      drawing.innerHTML = html`<div class="ranks${many ? " many" : ""}" role="img" aria-label="${phase}: ${count}">
         ${ranks.map((state, rank) => card(state, rank, most))}${messages.map((message) => way(message, many))}</div>`;
       const list = many ? [] : messages.map((message) => html`<li>${told(message)}</li>`);
-      now.innerHTML = html`<p><b>${phase}: </b>${count}</p>${listed ? html`<ul>${list}</ul>` : ""}`;
-      messages.forEach((message, k) => {
-        const slice = `[data-slice="${message.from} ${message.slice} ${message.ranks}"]`;
-        const cells = drawing.querySelectorAll(slice + (message.array ? `[data-array="${message.array}"]` : ""));
+      now.innerHTML = html`<p><b>${phase}: </b>${count}</p><ul>${list}</ul>`;
+      messages.forEach(({ from, slice, ranks, array }, k) => {
+        const place = `[data-slice="${from} ${slice} ${ranks}"]${array ? `[data-array="${array}"]` : ""}`;
+        const cells = drawing.querySelectorAll(place);
         for (const cell of cells) cell.classList.add("sent");
         if (moves && cells.length) move(drawing.querySelectorAll(".packet")[k], cells[0]);
       });
@@ -236,10 +193,10 @@
     };
   }
 
-  const held = (state) => Object.values(state.bytes).reduce((sum, size) => sum + size, 0);
-  const ranksText = (ranks) => (ranks.length === 1 ? `rank ${ranks[0]}` : `ranks ${ranks.join(" + ")}`);
-  const told = (message) => `rank ${message.from} to rank ${message.to}: slice ${message.slice} of ` +
-    `${ranksText(message.ranks)}, ${amount(message.bytes)}`;
+  const held = ({ bytes }) => Object.values(bytes).reduce((sum, size) => sum + size, 0);
+  const ranksText = (ranks) => `rank${ranks.length === 1 ? "" : "s"} ${ranks.join(" + ")}`;
+  const told = ({ from, to, slice, ranks, bytes }) =>
+    `rank ${from} to rank ${to}: slice ${slice} of ${ranksText(ranks)}, ${amount(bytes)}`;
 
   // A background with stripes in the colours of the ranks that a slice contains. part: the rank whose part it is, of
   // `count` ranks, or null for all.
@@ -251,22 +208,22 @@
   }
 
   // The card of a rank, with a cell for each slice of its arrays.
-  function card({ cells, bytes }, rank, most) {
-    const size = CORNERS.length, [row, column] = CORNERS[rank], total = held({ bytes });
-    const parts = Object.entries(bytes).filter(([, size]) => size).map(([name, size]) => `${name} ${amount(size)}`);
+  function card(state, rank, most) {
+    const [row, column] = CORNERS[rank], total = held(state);
+    const parts = Object.entries(state.bytes).filter(([, size]) => size).map(([name, size]) => `${name} ${amount(size)}`);
     const cell = (name, [slice, members, part = null]) => {
       const whole = members.length ? ranksText(members) : "empty or old";
       const origin = part === null ? whole : `only the part of rank ${part}`;
-      return html`<div class="cell${members.length === size ? " full" : ""}" style="${stripes(members, part, size)}"
-        data-array="${name}" data-slice="${rank} ${slice} ${members.join()}"
-        data-tip="rank ${rank}, ${name}${slice === null ? "" : `, ${slice}`}: ${origin}">${slice ?? ""}</div>`;
+      return html`<div class="cell" style="${stripes(members, part, CORNERS.length)}" data-array="${name}"
+        data-slice="${rank} ${slice} ${members.join()}" data-tip="rank ${rank}, ${name}, ${slice ?? "no slice"}: ${origin}"
+        >${slice ?? ""}</div>`;
     };
-    const arrays = Object.entries(cells).map(([name, cells]) =>
+    const arrays = Object.entries(state.cells).map(([name, cells]) =>
       html`<div>${name}</div><div class="cells">${cells.map((each) => cell(name, each))}</div>`);
     return html`<div class="rank" style="grid-area: ${row} / ${column}; --own: ${colourOf(rank)}">
       <div><b>rank ${rank}</b><span class="wide">in memory: </span>${amount(total)}</div>${arrays}
-      <div class="memory" data-tip="in memory: ${amount(total)} (${parts.join(", ")})">
-      <div class="bytes" style="width: ${(100 * total) / most}%"></div></div></div>`;
+      <progress value="${total}" max="${most}" aria-label="memory"
+        data-tip="in memory: ${amount(total)} (${parts.join(", ")})"></progress></div>`;
   }
 
   // The arrow of a message in the gap between two cards, and its slice, which rests there.

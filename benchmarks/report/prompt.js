@@ -5,21 +5,10 @@
 (() => {
   const root = document.getElementById("prompt-view"), text = document.getElementById("prompt-data");
   if (!text) return;
-  const data = JSON.parse(text.textContent), { tokens, vocabulary } = data;
+  const { tokens, vocabulary, scores, norms, logits } = JSON.parse(text.textContent);
   const TOP_K = [1, 2, 3, 5, 10, 20, 50, 100, vocabulary.length];
 
-  // A function of indices: the numbers of a packed array at these first indices.
-  function unpack({ shape, step, data: packed }) {
-    const bytes = Uint8Array.from(atob(packed), (each) => each.charCodeAt(0));
-    const values = Array.from(new Int16Array(bytes.buffer), (each) => each * step);
-    return (...indices) => {
-      const size = shape.slice(indices.length).reduce((a, b) => a * b, 1);
-      const place = indices.reduce((sum, index, axis) => sum * shape[axis] + index, 0);
-      return values.slice(place * size, (place + 1) * size);
-    };
-  }
-  const scores = unpack(data.scores), norms = unpack(data.norms), logits = unpack(data.logits);
-  const [layers, heads, count] = data.scores.shape;
+  const layers = scores.length, heads = scores[0].length, count = tokens.length;
   const state = { token: count - 1, layer: layers - 1, head: 0, mask: true, temperature: 1, k: TOP_K.length - 1 };
 
   function softmax(values, temperature = 1) {
@@ -29,7 +18,7 @@
   }
   // The weights of one query; with the mask, keys after it have the score -infinity.
   const weights = (layer, head, query) =>
-    softmax(scores(layer, head, query).map((each, key) => (state.mask && key > query ? -Infinity : each)));
+    softmax(scores[layer][head][query].map((each, key) => (state.mask && key > query ? -Infinity : each)));
   const order = (values) => values.map((_, index) => index).sort((a, b) => values[b] - values[a]);
   const percent = (share) => (share >= 0.0995 ? `${Math.round(100 * share)} %` : `${(100 * share).toPrecision(2)} %`);
   const shown = (token) => token.replaceAll(" ", "·").replaceAll("\n", "↵");
@@ -77,7 +66,7 @@
         <rect class="row" y="${state.token}" width="${count}" height="1"/></g></svg>`;
     },
     stream() {
-      const lengths = norms().filter((_, index) => index % count === state.token), most = Math.max(...lengths);
+      const lengths = norms.map((each) => each[state.token]), most = Math.max(...lengths);
       return lengths.map((length, index) => {
         const name = !index ? "embed" : `${index % 2 ? "attn" : "MLP"} ${Math.ceil(index / 2)}`;
         return html`<div data-tip="after ${name}: ${length.toFixed(1)}"><b>${length.toFixed(1)}</b>
@@ -85,16 +74,16 @@
       });
     },
     layers: () => range(layers + 1).map((layer) => {
-      const shares = softmax(logits(layer, state.token));
+      const shares = softmax(logits[layer][state.token]);
       const best = order(shares).slice(0, 3).map((id) => html`<td style="${shade(shares[id])}">
         ${shown(vocabulary[id])} <small>${percent(shares[id])}</small></td>`);
       return html`<tr><th scope="row">${layer ? `layer ${layer}` : "embedding"}</th>${best}</tr>`;
     }),
     next() {
-      const values = logits(layers, state.token), kept = order(values).slice(0, TOP_K[state.k]);
+      const values = logits[layers][state.token], kept = order(values).slice(0, TOP_K[state.k]);
       const shares = softmax(kept.map((id) => values[id]), state.temperature);
-      return kept.slice(0, 10).map((id, index) => html`<li><span>${shown(vocabulary[id])}</span><span class="bar"
-        style="--length: ${(100 * shares[index]).toFixed(1)}%"></span><span>${percent(shares[index])}</span></li>`);
+      return kept.slice(0, 10).map((id, index) => html`<li><span>${shown(vocabulary[id])}</span>
+        <progress value="${shares[index]}" aria-hidden="true"></progress><span>${percent(shares[index])}</span></li>`);
     },
     question: () => `What follows “${tokens.slice(Math.max(0, state.token - 3), state.token + 1).join("").trim()}”?`,
     temperature: () => state.temperature.toFixed(2),

@@ -5,7 +5,6 @@ The page computes from them what the reader changes: softmax, temperature, top-k
 
 # T tokens of the prompt, L layers, H heads, D = C / H, V vocabulary
 
-import base64
 import math
 
 import numpy as np
@@ -20,17 +19,16 @@ from gpt2core.tensor import Tensor, no_grad
 from gpt2core.text.tokenizer import Tokenizer
 
 PROMPT = "The white whale rose from the sea, and the captain"
-STEP = 1 / 512  # the unit of a recorded logit or score
+DIGITS = 2  # of a recorded logit, score or norm after the decimal point
 
 
 @no_grad()
 def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
-    """JSON data: tokens; vocabulary; scores (L, H, T, T), norms (2 L + 1, T) and logits (L + 1, T, V).
+    """JSON data: tokens; vocabulary; scores (L, H, T, T), norms (2 L + 1, T) and logits (L + 1, T, V) as lists.
 
     scores are q k' / sqrt(D) before the mask. norms are those of the stream: after the embedding, and after attention
     and MLP of each layer. logits are those of the final LayerNorm and the head, applied after the embedding and after
-    each layer; the last ones are the model's. Arrays are {"shape", "step", "data"}: 16-bit integers in base 64, in
-    units of `step`.
+    each layer; the last ones are the model's.
     """
     checkpoint, tokenizer = load_checkpoint(weights), Tokenizer.load(weights / "tokenizer.json")
     config, backend = checkpoint.config, PlainBackend()
@@ -51,9 +49,9 @@ def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
         "weights": weights.name,
         "tokens": [tokenizer.decode([id]) for id in ids[0].tolist()],
         "vocabulary": [tokenizer.decode([id]) for id in range(config.vocab_size)],
-        "scores": packed(np.stack(scores)),
-        "norms": packed(np.linalg.norm(np.stack(norms), axis=-1)),
-        "logits": packed(np.stack(logits)),
+        "scores": rounded(scores),
+        "norms": rounded(np.linalg.norm(norms, axis=-1)),
+        "logits": rounded(logits),
     }
 
 
@@ -63,8 +61,5 @@ def read_out(model, x):
     return model.unembed(y).data[0]
 
 
-def packed(array):
-    data = np.round(array / STEP)
-    if np.abs(data).max() > 32767:
-        raise ValueError(f"the values of the prompt reach {np.abs(array).max():.0f}: 16 bits hold {32767 * STEP:.0f}")
-    return {"shape": array.shape, "step": STEP, "data": base64.b64encode(data.astype("<i2").tobytes()).decode("ascii")}
+def rounded(arrays):
+    return np.round(np.array(arrays, np.float64), DIGITS).tolist()

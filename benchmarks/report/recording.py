@@ -10,12 +10,12 @@ a frame is a round.
 """
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
-from gpt2core.communicator import Handle
 from gpt2core.data import Windows, even_slices
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.parallel.config import ParallelConfig
@@ -27,10 +27,6 @@ from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi import collectives
 
 BUFFERS = "temporary buffers"
-FOUR_BUFFERS = (
-    "A rank has at most four temporary buffers of one slice: two alternate for its partial sums, and into two others "
-    "it receives messages."
-)
 MOMENTS = 2  # AdamW has two moments for each parameter
 MAX_RANKS = 4  # fp32 holds integers below 2^24, and p ranks need p^2 bits
 
@@ -62,11 +58,21 @@ class Recorder:
         number, ranks = decoded(x, self.size)
         message = {"time": self.time, "from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
         self.sent.append(message)
-        return Recorded(self, self.comm.send_start(x, to, tag), received=0)
+        return self.handle(self.comm.send_start(x, to, tag), received=0)
 
     def recv_start(self, out, source, tag=0):
         self.note(out)
-        return Recorded(self, self.comm.recv_start(out, source, tag), received=1)
+        return self.handle(self.comm.recv_start(out, source, tag), received=1)
+
+    def handle(self, started, received):
+        """The handle of a message. received: the number of messages that the rank has received after wait()."""
+
+        def wait():
+            self.note()
+            started.wait()
+            self.time += received
+
+        return SimpleNamespace(wait=wait)
 
     def note(self, message=None):
         """Save the content of the arrays at the present time, and the largest size of the buffers at this time.
@@ -76,25 +82,13 @@ class Recorder:
         if message is not None and not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
             whole = message if message.base is None else message.base
             self.buffers[id(whole)] = whole
-        before = self.states.get(self.time, {"bytes": {BUFFERS: 0}})["bytes"][BUFFERS]
+        before = self.states[self.time]["bytes"][BUFFERS] if self.time in self.states else 0
         buffers = max(before, sum(array.nbytes for array in self.buffers.values()))
         cells = {
             name: [decoded(array[part], self.size) for part in even_slices(array.size, count)]
             for name, (array, count) in self.arrays.items()
         }
         self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: buffers}}
-
-
-class Recorded(Handle):
-    """The handle of a message. received: the number of messages that the rank has received after wait()."""
-
-    def __init__(self, recorder, handle, received):
-        self.recorder, self.handle, self.received = recorder, handle, received
-
-    def wait(self):
-        self.recorder.note()
-        self.handle.wait()
-        self.recorder.time += self.received
 
 
 def marked(size, rank, ranks):
@@ -120,9 +114,12 @@ def decoded(x, ranks):
 
 
 # -- the recorded algorithms: each takes a communicator and the gradients of a rank, and returns its Recorder ----------
+# The docstring is the explanation that the page shows.
 
 
 def ring_all_reduce(comm, gradients):
+    """In every round each rank sends one slice to its right neighbour. In the first p − 1 rounds the receiver adds its
+    own slice; in the last p − 1 rounds the finished slices are copied."""
     recorder = Recorder(comm, {"gradients": (gradients, comm.size)})
     recorder.begin("reduce-scatter phase")
     collectives.all_reduce(recorder, gradients, out=gradients, algorithm="ring")
@@ -130,7 +127,9 @@ def ring_all_reduce(comm, gradients):
     return recorder
 
 
-def ring_reduce_scatter(comm, gradients):
+def reduce_scatter(comm, gradients):
+    """The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. A rank has at most four temporary
+    buffers: two alternate for its partial sums, and into two others it receives messages."""
     own = np.zeros(gradients.size // comm.size, np.float32)
     recorder = Recorder(comm, {"gradients": (gradients, comm.size), "own slice of the sum": (own, 1)})
     recorder.begin("reduce-scatter")
@@ -139,7 +138,8 @@ def ring_reduce_scatter(comm, gradients):
 
 
 def zero_1(comm, gradients):
-    """The parameters are zeros before the update; the update of rank r writes its mark into slice r."""
+    """Each rank has the AdamW moments of one slice. It receives the summed gradient of this slice and updates this
+    slice of the parameters. An all-gather copies all updated slices to all ranks."""
     own, parameters = even_slices(gradients.size, comm.size)[comm.rank], np.zeros_like(gradients)
     arrays = {"gradients": (gradients, comm.size), "parameters": (parameters, comm.size)}
     recorder = Recorder(comm, arrays, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
@@ -147,30 +147,16 @@ def zero_1(comm, gradients):
     recorder.begin("reduce-scatter of the gradients")
     collectives.reduce_scatter(recorder, gradients, out=gradients[own], algorithm="ring")
     recorder.begin("AdamW on the own slice")
-    parameters[own] = mark
+    parameters[own] = mark  # the update of rank r writes its mark into slice r, which had zeros
     recorder.begin("all-gather of the parameters")
     collectives.all_gather(recorder, parameters[own], out=parameters)
     return recorder
 
 
-RECORDINGS = {  # {name: (title, function, what the reader sees)}
-    "ring": (
-        "ring all-reduce",
-        ring_all_reduce,
-        "In every round each rank sends one slice to its right neighbour. In the first p − 1 rounds the receiver adds "
-        "its own slice; in the last p − 1 rounds the finished slices are copied.",
-    ),
-    "reduce-scatter": (
-        "reduce-scatter",
-        ring_reduce_scatter,
-        f"The first phase of the ring. After p − 1 rounds, rank r has slice r of the sum. {FOUR_BUFFERS}",
-    ),
-    "zero-1": (
-        "ZeRO-1",
-        zero_1,
-        "Each rank has the AdamW moments of one slice. It receives the summed gradient of this slice and updates this "
-        f"slice of the parameters. An all-gather copies all updated slices to all ranks. {FOUR_BUFFERS}",
-    ),
+RECORDINGS = {  # {name: (title, function)}
+    "ring": ("ring all-reduce", ring_all_reduce),
+    "reduce-scatter": ("reduce-scatter", reduce_scatter),
+    "zero-1": ("ZeRO-1", zero_1),
 }
 
 
@@ -179,7 +165,7 @@ def record(name, ranks=MAX_RANKS, preset="nano"):
 
     A frame has the messages that are sent at its time and the state of each rank.
     """
-    title, function, text = RECORDINGS[name]
+    title, function = RECORDINGS[name]
     size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
 
     def run(comm):
@@ -189,30 +175,27 @@ def record(name, ranks=MAX_RANKS, preset="nano"):
 
     recorders, frames = run_ranks(ranks, run), []
     for time in recorders[0].states:
-        messages = [[message for message in each.sent if message["time"] == time] for each in recorders]
-        states = [each.states[time] for each in recorders]
-        for sent, state in zip(messages, states, strict=True):
-            state["cells"][BUFFERS] = buffer_cells(state, sent, state["bytes"][BUFFERS] * ranks // (4 * size))
+        messages, states = [], [each.states[time] for each in recorders]
+        for recorder, state in zip(recorders, states, strict=True):
+            sent = [message for message in recorder.sent if message["time"] == time]
+            messages += sent
+            # a slice that is sent from no named array is in a buffer
+            arrays = [cell for cells in state["cells"].values() for cell in cells]
+            cells = [cell for message in sent if (cell := (message["slice"], message["ranks"])) not in arrays]
+            count = state["bytes"][BUFFERS] * ranks // (4 * size)
+            state["cells"][BUFFERS] = cells + [(None, [])] * (count - len(cells))
         phase = [name for start, name in recorders[0].phases if start <= time][-1]
-        frames.append({"phase": phase, "messages": sum(messages, []), "ranks": states})
-    return {"title": title, "text": text, "preset": preset, "bytes": 4 * size, "ranks": ranks, "frames": frames}
+        frames.append({"phase": phase, "messages": messages, "ranks": states})
+    return recorded(title, function.__doc__, preset, 4 * size, frames)
 
 
-def buffer_cells(state, sent, count):
-    """The cells of `count` buffers: the slices in `sent` messages that are in no array of the state, then others."""
-    arrays = [cell for cells in state["cells"].values() for cell in cells]
-    cells = [(message["slice"], message["ranks"]) for message in sent]
-    cells = [cell for cell in cells if cell not in arrays]
-    return cells + [(None, [])] * (count - len(cells))
+def recorded(title, text, preset, size, frames):
+    """The JSON data of a recording. size: bytes of all parameters."""
+    sizes = {"bytes": size, "ranks": len(frames[0]["ranks"])}
+    return {"title": title, "text": " ".join(text.split()), "preset": preset, "frames": frames} | sizes
 
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
-
-ZERO_3 = (
-    "One training step. A rank stores its shard of each unit of the model: a quarter of the parameters, gradients and "
-    "moments. An all-gather makes a unit whole while the unit before it is computed, and it is freed after its use. In "
-    "backward, a reduce-scatter leaves each rank its shard of the summed gradients."
-)
 
 
 class UnitRecorder:
@@ -278,6 +261,9 @@ def zero_3(ranks=MAX_RANKS, preset="nano"):
     sizes = {"batch_size": ranks, "seq_len": config.block_size, "micro_batches": ranks}
 
     def step(comm):
+        """One training step. A rank stores its shard of each unit of the model: a quarter of the parameters, gradients
+        and moments. An all-gather makes a unit whole while the unit before it is computed, and it is freed after its
+        use. In backward, a reduce-scatter leaves each rank its shard of the summed gradients."""
         trainer = Trainer(config, [NumpyBackend()], world=comm, parallel=ParallelConfig(zero=3), **sizes)
         recorder = UnitRecorder(trainer.accumulator, ranks)
         tokens = np.arange(ranks * config.block_size + 1, dtype=np.int32) % config.vocab_size
@@ -286,8 +272,7 @@ def zero_3(ranks=MAX_RANKS, preset="nano"):
         return recorder.frames
 
     frames, *_ = run_ranks(ranks, step)
-    size = 4 * Arena(parameter_shapes(config)).size
-    return {"title": "ZeRO-3", "text": ZERO_3, "preset": preset, "bytes": size, "ranks": ranks, "frames": frames}
+    return recorded("ZeRO-3", step.__doc__, preset, 4 * Arena(parameter_shapes(config)).size, frames)
 
 
 def record_all(ranks=MAX_RANKS, preset="nano"):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from benchmarks.harness.speedups import speedups
 from benchmarks.report import shipped
 from benchmarks.report.parts import BUSY
-from benchmarks.report.units import seconds
 from gpt2core.errors import counted
 
 STAGE_NAMES = {
@@ -26,20 +25,15 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Run:
-    """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/.
+    """One number or curve. where: the precision and the hardware, for a shipped result also its date and file.
 
-    disturbed: whether a comparison shows that other programs slowed the run.
+    shipped: from results/. disturbed: whether a comparison shows that other programs slowed the run.
     """
 
     value: object
     where: str
     shipped: bool = False
     disturbed: bool = False
-
-    @property
-    def note(self):
-        """`where` with the precision. That of a shipped result has it; the measured runs are in fp32."""
-        return self.where if self.shipped else f"fp32, {self.where}"
 
 
 @dataclass(frozen=True)
@@ -56,60 +50,45 @@ class Runs:
         """Whether the training runs are those of the paper, so that shipped results can stand beside them."""
         return (self.preset, self.steps) == ("paper", PAPER_STEPS)
 
+    @property
+    def other_cores(self):
+        """{title of a part with times: the cores that other programs used meanwhile, None if it is not known}."""
+        return {record["title"]: record["other_cores"] for record in self.records.values() if record["times"]}
+
     def results(self, name):
         """The results of a part, or None."""
         return self.records[name]["results"] if name in self.records else None
 
     def reason(self, name):
-        return self.missing.get(name, "no GPU was found, and results/ has no measurement of it")
+        return self.missing.get(name, "no GPU was found, and results/ has no run with this preset and number of steps")
 
-    def reason_of(self, what, stage):
-        """Why there is no run() of this stage."""
-        name = PARTS[what][stage]
-        if name in self.missing or stage < 2 or what == "inference" or self.is_paper:
-            return self.reason(name)
-        here = f"of preset {self.preset} and {counted(self.steps, 'step')}"
-        return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not {here}"
+    def place(self, name):
+        ranks, cores = self.results(name)["ranks"], self.records[name]["other_cores"] or 0
+        found = f"fp32, {THIS_MACHINE}" + (f", {ranks} ranks" if ranks else "")
+        found += ", with the compilation of the kernels" * (name in PARTS["training"][2:])
+        return found + (f", while other programs used {cores:.1f} cores" if cores > BUSY else "")
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
         name = PARTS[what][stage]
         if results := self.results(name):
-            compiles = what == "training" and stage >= 2
-            note = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if compiles else ""
             disturbed = name == "infer0" and any(each.above for each in self.inference_speedups().values())
-            where = self.place(name) + note + ", disturbed" * disturbed
-            return Run(results["seconds"], where, disturbed=disturbed)
+            return Run(results["seconds"], self.place(name) + ", disturbed" * disturbed, disturbed=disturbed)
         found = shipped.runs().get((what, stage)) if what == "inference" or self.is_paper else None
         return found and Run(*found, shipped=True)
 
-    def place(self, name):
-        ranks = self.records[name]["options"].get("ranks")
-        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "")
-
-    # -- other programs ------------------------------------------------------------------------------------------------
-
-    def busy_parts(self):
-        """The names of the parts with times during which other programs ran."""
-
-        def is_busy(record):
-            cores = record.get("other_cores")
-            return record.get("times", True) and (record.get("load_average", 0.0) if cores is None else cores) > BUSY
-
-        return [name for name, record in self.records.items() if is_busy(record)]
-
-    def meanwhile(self, *names):
-        """What is known of other programs during the measurement of these parts: the largest value of them."""
-        records = [self.records[name] for name in names]
-        used = [record["other_cores"] for record in records if record.get("other_cores") is not None]
-        if used:
-            return f"while other programs used {'up to ' if len(used) > 1 else ''}{max(used):.1f} cores"
-        load = max(record.get("load_average", 0.0) for record in records)
-        return f"with a load average of {load:.1f} before the measurements"
-
-    def busy(self, names, ratios):
-        """The text of meanwhile() after a comma; "" if no Speedup of these parts is disturbed."""
-        return f", {self.meanwhile(*names)}" if any(each.disturbed for each in ratios) else ""
+    def curves(self):
+        """{label: Run with the losses} of all four stages."""
+        parts = {"train0": "stage 0"} | {f"train1-{ranks}": f"stage 1 on {counted(ranks, 'rank')}" for ranks in RANKS}
+        parts |= {"train2": "stage 2", "train3": "stage 3"}
+        found = {
+            parts[name]: Run(self.results(name)["losses"], self.place(name)) for name in parts if name in self.records
+        }
+        if self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
+            for stage, name, ranks in (("stage 2", "stage 2", 1), ("stage 3", "--deterministic", 2)):
+                source = f"fp32; {shipped.origin('gpus/parity', ranks)}"
+                found.setdefault(stage, Run(shipped.curve(name, ranks), source, True))
+        return found
 
     # -- ratios with an ideal ------------------------------------------------------------------------------------------
 
@@ -127,21 +106,7 @@ class Runs:
         if several prompts share each product.
         """
         runs, base = {}, self.results("infer0")
-        for mode in ("replicate", "batch", "tensor"):
-            if results := self.results(name := f"infer1-{mode}"):
-                ideals = {"replicate": 1, "batch": results["prompts"], "tensor": self.records[name]["options"]["ranks"]}
-                runs[name] = results["seconds"] / results["prompts"], ideals[mode]
+        for name, ideal in (("infer1-replicate", None), ("infer1-batch", "prompts"), ("infer1-tensor", "ranks")):
+            if results := self.results(name):
+                runs[name] = results["seconds"] / results["prompts"], results[ideal] if ideal else 1
         return speedups(base["seconds"], runs) if base else {}
-
-    def curves(self):
-        """{label: Run with the losses} of all four stages."""
-        parts = {"train0": "stage 0"} | {f"train1-{ranks}": f"stage 1 on {counted(ranks, 'rank')}" for ranks in RANKS}
-        losses = {title: self.results(name)["losses"] for name, title in parts.items() if name in self.records}
-        found = {title: Run(values, THIS_MACHINE) for title, values in losses.items()}
-        for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
-            if results := self.results(f"train{stage}"):
-                found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))
-            elif self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
-                where = f"fp32; {shipped.origin('gpus/parity', ranks)}"
-                found[f"stage {stage}"] = Run(shipped.curve(name, ranks), where, True)
-        return found

@@ -1,28 +1,23 @@
 """Results of GPUs from results/, for the sections that this machine cannot measure. Each is marked with its source."""
 
 import json
-from collections import defaultdict
+from collections import Counter
 
 from benchmarks.harness.table_format import load
-from benchmarks.report.trace import gpu_op, largest_first, step_of
+from benchmarks.report.trace import gpu_op, step_of
 from testing.jobs import ROOT
 
 
 def origin(name, used=None):
-    """Where and when results/NAME.json was measured, for a caption. used: the number of GPUs used."""
+    """Where and when results/NAME.json was measured, for a caption. used: how many of several GPUs were used."""
     record = load(name)
-    machine = record["hardware"]
-    where = f"{machine['cpu']}, {machine['cores']} cores"
-    if gpu := machine.get("gpu"):
-        where = f"{machine['gpus']} x {gpu}"
-        if used and used < int(machine["gpus"]):
-            where = f"{used} of the machine's {machine['gpus']} GPUs ({gpu})"
+    where = f"{used} of " * bool(used) + record["machine"]
     return f"{where}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
 
 
 def curve(name, ranks):
     """The 50 losses of preset `paper` in fp32 of the first row with this name and number of ranks in gpus/parity."""
-    rows = load("gpus/parity")["results"]
+    rows = load("gpus/parity")["results"]["runs"]
     return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
 
 
@@ -33,18 +28,18 @@ def runs():
     decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
     how = "fp32, 50 times the median step"
     return {
-        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32', 1)}"),
+        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32')}"),
         ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
-        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper', 1)}"),
+        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper')}"),
     }
 
 
 def kernels():
     """{title of a kernel: seconds in one step of `paper`} of stage 2, largest first."""
-    found = defaultdict(float)
+    found = Counter()
     for row in load("gpu/profile_paper")["results"]["graph"]:
         found[gpu_op(row["title"])] += row["ms"] / 1e3
-    return largest_first(found)
+    return dict(found.most_common())
 
 
 def scaling_rows():
@@ -62,8 +57,13 @@ def timelines():
     for title in [event for event in events if event["name"] == "process_name"]:
         own = [event | {"pid": 0} for event in events if event["pid"] == title["pid"]]
         network = [event["tid"] for event in own if event.get("args", {}).get("name") == "communication"]
+        # the kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names
+        loss = max(event["ts"] for event in own if event["name"].startswith("forward_backward_kernel"))
+        update = min(event["ts"] for event in own if event["name"].startswith(("clip", "adamw")))
         for event in own:
-            event["cat"] = "collective" if event.get("tid") in network else "GPU"
+            start = event.get("ts", 0)
+            phase = "forward" if start <= loss else "backward" if start < update else "optimizer"
+            event["cat"] = "collective" if event.get("tid") in network else phase
         end = max(event["ts"] + event["dur"] for event in own if event["ph"] == "X")
         step = {"ph": "X", "cat": "step", "name": title["args"]["name"], "pid": 0, "ts": 0, "dur": end}
         steps.append(step_of([*own, step]))

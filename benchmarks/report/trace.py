@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 NO_WORK = "step", "phase", "collective", "wait"  # categories of events that are no kernels
 PRODUCT = re.compile("nvjet|gemm|cutlass|splitK|product", re.IGNORECASE)  # kernels of cuBLASLt
 MICROSECONDS = 1e-6
 ROUNDING = 0.05  # microseconds: a trace's times are rounded to 0.1
-SEVERAL = "several modules"
 MODULES = {  # {module: its kernels on a GPU}; a trace of a GPU has no module names
     "attention": ("dq", "dkdv"), "column_sums": ("column_sums", "add_partials"), "adamw": ("adamw", "squares", "clip"),
     "embedding": ("tokens", "positions", "pieces"), "losses": ("loss", "rescale"), "segment_sum": ("segment_sum",),
@@ -17,7 +16,7 @@ MODULES = {  # {module: its kernels on a GPU}; a trace of a GPU has no module na
     "cross_entropy": ("forward_backward",),
 }  # fmt: skip
 KERNELS = {f"{kernel}_kernel": f"{module}: {kernel}" for module, kernels in MODULES.items() for kernel in kernels}
-KERNELS |= {f"{name}_kernel": f"{name}: {SEVERAL}" for name in ("forward", "backward")}
+KERNELS |= {f"{name}_kernel": f"{name}: several modules" for name in ("forward", "backward")}
 KERNELS |= dict.fromkeys(("both_kernel", "attention: both"), "attention: backward (dq, dkdv)")
 
 
@@ -50,40 +49,30 @@ def events_of(step, *ranks):
     return [event for lane in step["lanes"] if not ranks or lane["rank"] in ranks for event in lane["events"]]
 
 
-def own_times(events):
-    """[(event, its duration without the events inside it)] of one lane, whose events are nested or disjoint."""
-    times, containing = [], []  # containing: (entry of `times`, end) of the events that contain the next one
-    for event in sorted(events, key=lambda event: (event[1], -event[2])):
-        _, start, duration, *_ = event
-        while containing and containing[-1][1] <= start + ROUNDING:
-            containing.pop()
-        if containing:
-            containing[-1][0][1] -= duration
-        times.append([event, duration])
-        containing.append((times[-1], start + duration))
-    return times
-
-
 def time_by_op(step):
     """{name of an op: seconds}, over all lanes of all ranks, largest first; without collectives and waiting.
 
-    If the trace has kernels of GPUs, only these count: the other events are their launches.
+    The time of an event does not include the events inside it. If the trace has kernels of GPUs, only these count: the
+    other events are their launches.
     """
-    found = defaultdict(float)
-    on_gpu = any(event[3] == "GPU" for event in events_of(step))
+    found, on_gpu = Counter(), any(event[3] == "GPU" for event in events_of(step))
     for lane in step["lanes"]:
-        for (name, _, _, category, *_), own in own_times(lane["events"]):
-            if category == "GPU" if on_gpu else category not in NO_WORK:
-                found[gpu_op(name) if on_gpu else name] += max(0.0, own) * MICROSECONDS
-    return largest_first(found)
-
-
-def largest_first(numbers):
-    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
+        outer = []  # [(end, op)] of the events that contain the next one
+        for name, start, duration, category, *_ in sorted(lane["events"], key=lambda event: (event[1], -event[2])):
+            while outer and outer[-1][0] <= start + ROUNDING:
+                outer.pop()
+            op = gpu_op(name)
+            counts = category == "GPU" if on_gpu else category not in NO_WORK
+            if outer and outer[-1][1]:
+                found[outer[-1][1]] -= duration * MICROSECONDS
+            if counts:
+                found[op] += duration * MICROSECONDS
+            outer.append((start + duration, op if counts else None))
+    return dict(found.most_common())
 
 
 def gpu_op(kernel):
-    """The title under which the time of a GPU kernel is counted: all matrix products have one title."""
+    """The title under which the time of a kernel is counted: all matrix products of a GPU have one title."""
     name = kernel.partition("<")[0]
     return "matrix products" if PRODUCT.search(kernel) else KERNELS.get(name, name)
 

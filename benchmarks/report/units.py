@@ -1,4 +1,4 @@
-"""Numbers as text with their units, and tables."""
+"""Numbers as text with their units, behind a space at which no line ends; tables."""
 
 from dataclasses import dataclass
 
@@ -31,15 +31,13 @@ def number(value):
 def seconds(value):
     """A time as text: 95.2 s, 1.87 s, 16.7 ms, 5.00 µs."""
     unit, size = ("s", 1) if value >= 0.1 else ("ms", 1e-3) if value >= 1e-4 else ("µs", 1e-6)
-    return f"{number(value / size)} {unit}"
+    return f"{number(value / size)}\N{NO-BREAK SPACE}{unit}"
 
 
 def amount(count):
     """Bytes as text: 40 B, 43.6 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= each[1]), ("B", 1))
+    return f"{count / size:.3g}\N{NO-BREAK SPACE}{unit}"
 
 
 def tiny(value):

@@ -1,13 +1,13 @@
 """The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
 
 from benchmarks.report import shipped
-from benchmarks.report.machine_sections import TRACES, trace_title
-from benchmarks.report.trace import MICROSECONDS, events_of
+from benchmarks.report.machine_sections import traces
+from benchmarks.report.trace import MICROSECONDS
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
 
-MAX_BARS = 4000  # bars of one view; a phone stays fast with them
+SHORTEST = 5000  # a bar that is shorter than this part of the step is not drawn; so a phone stays fast
 PIPELINE = 4, 8  # ranks and micro-batches of the schedules
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 
@@ -16,23 +16,20 @@ def views(runs):
     """[view], in the order of the list."""
     found = [slices(recording) for recording in (runs.results("recordings") or {}).values()]
     found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
-    for name in TRACES:
-        if step := runs.results(name):
-            found.append(training_step(f"{trace_title(runs, name)}, preset {runs.preset}, this machine", step))
+    for _, title, step in traces(runs):
+        found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
     if not runs.results("trace3"):
         for step in shipped.timelines():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
-            found.append(training_step(text, by_phase(step), f"Shipped result: {shipped.origin('gpus/timeline')}. "))
+            found.append(training_step(text, step, f"Shipped result: {shipped.origin('gpus/timeline')}. "))
     return found
 
 
 def slices(recording):
     """A recording of recording.py with its explanation."""
-    ranks, size = recording["ranks"], recording["bytes"]
     text = (
-        f"{recording['text']} Recorded from {ranks} ranks with arrays of {amount(size)} (all parameters of preset "
-        f"{recording['preset']}). A slice has the colour of the rank that it comes from; a sum has the stripes of all "
-        f"its ranks."
+        f"{recording['text']} Recorded from arrays of {amount(recording['bytes'])} (preset {recording['preset']}). A "
+        f"slice has the colour of the rank that it comes from; a sum has the stripes of all its ranks."
     )
     return recording | {"kind": "slices", "group": "collectives and ZeRO", "text": text}
 
@@ -51,37 +48,21 @@ def pipeline(name, ranks, count):
             live.append([start if kind == "F" else end, live[-1][1] + changes[kind]])
         lanes.append({"rank": rank, "name": "", "events": events, "live": [*live, [timeline.seconds, live[-1][1]]]})
     text = (
-        f"{ranks} ranks, {count} micro-batches, simulated with one unit of time for F, B and W: "
-        f"{timeline.seconds:g} units, bubble {100 * timeline.bubble:.0f} %, at most "
-        f"{', '.join(f'{peak:g}' for peak in timeline.peaks)} live activations on ranks 0 to {ranks - 1} (the curve "
-        f"below the bars). A number is a micro-batch."
+        f"{ranks} ranks, {count} micro-batches (the numbers), one unit of time for F, B and W: {timeline.seconds:g} "
+        f"units, bubble {100 * timeline.bubble:.0f} %, at most {', '.join(f'{peak:g}' for peak in timeline.peaks)} "
+        f"live activations on the ranks (the curve below the bars)."
     )
     group = "pipeline schedules"
     return {"kind": "trace", "group": group, "title": f"pipeline {name}", "text": text, "unit": "unit", "lanes": lanes}
 
 
 def training_step(title, step, origin=""):
-    """A step of trace.py with at most MAX_BARS bars: the shortest are left out, and the text says so."""
-    least = (sorted((event[2] for event in events_of(step)), reverse=True)[MAX_BARS:] or [-1])[0]
+    """A step of trace.py without the bars that are too short to be seen."""
+    least = step["seconds"] / MICROSECONDS / SHORTEST
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    without = f", without bars below {seconds(least * MICROSECONDS)}" if least > 0 else ""
+    without = f", without bars below {seconds(least * MICROSECONDS)}"
     text = (
-        f"{origin}The step takes {seconds(step['seconds'])}{without}. Bars that have not begun are pale. + and − zoom "
-        f"at the line of the present time."
+        f"{origin}The step takes {seconds(step['seconds'])}{without}. Pale bars have not begun. + and − zoom at the "
+        f"line of the present time."
     )
     return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
-
-
-def by_phase(step):
-    """A step on GPUs whose kernels have the categories forward, backward and optimizer instead of GPU.
-
-    The kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names.
-    """
-    loss = max(event[1] for event in events_of(step) if event[0].startswith("forward_backward_kernel"))
-    update = min(event[1] for event in events_of(step) if event[0].startswith(("clip", "adamw")))
-
-    def phase(event):
-        name = "forward" if event[1] <= loss else "backward" if event[1] < update else "optimizer"
-        return [*event[:3], name if event[3] == "GPU" else event[3], *event[4:]]
-
-    return step | {"lanes": [lane | {"events": [phase(event) for event in lane["events"]]} for lane in step["lanes"]]}

@@ -42,6 +42,9 @@ LEADERBOARD = OURS, "ours, eager", "ours, compiled backward", "naive", "sdpa fla
 BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
 
 
+# -- implementations ---------------------------------------------------------------------------------------------------
+
+
 def naive(q, k, v, causal):
     """softmax(q k' / sqrt(D)) v with the T x T matrices in memory."""
     return attention_scores(q, k, causal).softmax(-1) @ v
@@ -69,6 +72,9 @@ def implementation(name, dtype):
     }[name]
 
 
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
 def memory_row(T, D, repeats):
     """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
     q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
@@ -88,6 +94,9 @@ def memory_row(T, D, repeats):
     result = {kind: mean_and_deviation(samples) for kind, samples in times.items()}
     # Of the scores, the scaled scores and the weights (each batch x T x T), backward needs the weights only.
     return result | {"bytes_before_backward": allocated, "bytes_of_weights": 4 * MEMORY_BATCH * T * T}
+
+
+# -- grid --------------------------------------------------------------------------------------------------------------
 
 
 def grid_row(name, dtype_name, T, D, args):
@@ -136,6 +145,9 @@ def forget_compiled(*_):
     torch._dynamo.reset()
 
 
+# -- leaderboard -------------------------------------------------------------------------------------------------------
+
+
 def board_row(name):
     """The time of the assignment's test_timing_flash_forward_backward. Ours is compiled, except for "ours, eager"."""
     q, k, v = torch.randn(*BOARD_SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -149,6 +161,9 @@ def board_row(name):
 
     samples = triton.testing.do_bench(flash_forward_backward, rep=10000, warmup=1000, return_mode="all")
     return {"both": mean_and_deviation(samples)}
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def cases(args):

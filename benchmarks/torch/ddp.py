@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.assignment_tables import TABLES, print_tables
+from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
+from benchmarks.harness.table_format import percent
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, group_parser, seconds_of, settings_of, slowest
 from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory, timed
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
@@ -151,15 +152,24 @@ def joined(found):
     return [(lane, round(start, 3), round(end, 3)) for lane, spans in lanes.items() for start, end in spans]
 
 
+def overlaps(spans):
+    """{way: milliseconds of each lane, and the share of the communication that overlaps with computation}."""
+    found = {}
+    for way, intervals in spans.items():
+        lanes = {lane: [(a, b) for each, a, b in intervals if each == lane] for lane in (COMPUTE, COMMUNICATION)}
+        found[way] = {lane: sum(b - a for a, b in of_lane) for lane, of_lane in lanes.items()}
+        both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in lanes[COMPUTE] for c, d in lanes[COMMUNICATION])
+        found[way]["share"] = both / found[way][COMMUNICATION] if lanes[COMMUNICATION] else None
+    return found
+
+
 def draw_intervals(intervals, path):
     """Draw {way: intervals} one above the other, on one axis of milliseconds."""
-    rows, spans = TABLES["ddp-timeline"].cells([{"results": {"intervals": intervals}}]), {}
-    for row, found in zip(rows, intervals.values(), strict=True):
-        hidden = f"{row['communication during computation'] or '0 %'} of the communication runs during computation"
-        of_way = spans[f"{row['']}: {hidden}"] = {COMMUNICATION: [], COMPUTE: []}
-        for lane, start, end in found:
-            of_way[lane].append((start, end - start))
-    draw_timeline(path, {COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}, spans)
+    colours, spans = {COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}, {}
+    for way, overlap in overlaps(intervals).items():
+        title = f"{way}: {percent(overlap['share'] or 0.0, 0)} of the communication runs during computation"
+        spans[title] = {lane: [(a, b - a) for each, a, b in intervals[way] if each == lane] for lane in colours}
+    draw_timeline(path, colours, spans)
 
 
 def timeline(args, settings, groups):
@@ -168,7 +178,8 @@ def timeline(args, settings, groups):
     for way in ("naive", "overlap"):
         found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
         spans[way] = found[0]
-    path = save({"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
+    results = {"settings": settings, "overlap": overlaps(spans), "intervals": spans}
+    path = save(results, args, f"{args.save_as}_timeline")
     draw_intervals(spans, path.with_suffix(".png"))
 
 

@@ -152,9 +152,10 @@ def main():
         f"\nThe all-reduce of s takes {1e3 * s / w:.4g} ms, backward {base['backward']['mean']:.4g} ms: the closed "
         f"form assumes that they are equal."
     )
-    results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best, "rows": found}
-    path = save(results, args)
-    draw(found, s, w, o, base["backward"]["mean"] / 1e3, settings, path.with_suffix(".png"))
+    backward = base["backward"]["mean"]
+    results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best}
+    path = save({**results, "backward_ms": backward, "fastest_bucket_mb": measured, "rows": found}, args)
+    draw(found, s, w, o, backward / 1e3, settings, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from triton import OutOfResources
 
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.report import benchmark_parser, paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
@@ -44,6 +44,9 @@ RANKING = """
     registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
 def tiles():
     """The MatmulTiles of the grid that fit: their operands into shared memory, their sums into registers."""
     for tile in itertools.starmap(MatmulTile, itertools.product(*GRID)):
@@ -61,6 +64,9 @@ def resident(registers, shared, warps):
     """The number of programs that one multiprocessor runs at the same time."""
     per_program = -(-registers // 8) * 8 * 32 * warps  # registers are allocated in units of eight per thread
     return min(REGISTERS // per_program, WARPS // warps, (SHARED + 1024) // (shared + 1024))
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -147,11 +153,21 @@ def peers(size):
 
 
 def compare(size, tile, rounds):
-    """{"ms": {name: milliseconds of each round}} of the fastest tile and of its peers, in interleaved rounds."""
+    """The fastest tile beside its peers, in interleaved rounds: "ms", {name: milliseconds of each round}.
+
+    us, peer, ratio: our median in microseconds, the fastest peer with its, and the ratio.
+    """
     a, b, c, _ = operands(size)
     calls = {OURS: lambda: matmul_add_relu(a, b, c, tile), **peers(size)}
     timers = {name: functools.partial(milliseconds, captured(call)) for name, call in calls.items()}
-    return {"tile": text(tile), "ms": interleaved(timers, rounds)}
+    ms = interleaved(timers, rounds)
+    us = {name: 1e3 * statistics.median(times) for name, times in ms.items()}
+    peer = min(us.keys() - {OURS}, key=us.get)
+    found = {"tile": text(tile), "size": size, "ms": ms, "us": us[OURS]}
+    return {**found, "peer": {"name": peer, "us": us[peer]}, "ratio": paired_ratio(ms[peer], ms[OURS])}
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def print_ranking(size, rows):

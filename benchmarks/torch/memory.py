@@ -49,6 +49,9 @@ IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
 
 
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
 def peaks_row(implementation, size, context, precision, args):
     """{kind: {"peak": bytes of tensors, "held": bytes of the allocator}, "residual": bytes of one activation}."""
     release_memory()
@@ -142,6 +145,9 @@ def timeline_row(implementation, size, context, precision, kind, args):
     }
 
 
+# -- the figure ------------------------------------------------------------------------------------------------------
+
+
 def draw(rows, path):
     """Draw the timelines of the rows one below the other. The axis of a forward pass does not begin at 0."""
     rows = [row for row in rows if row["name"].startswith("timeline / ") and "GiB" in row]
@@ -161,6 +167,9 @@ def draw(rows, path):
             panel.set(ylabel="GiB", xticks=[], xlim=(0, len(values)), ylim=(bottom, high + 0.25 * (high - bottom)))
             panel.set_title(row["name"].removeprefix("timeline / "), fontsize=10)
         axes[-1, 0].set_xlabel("allocations and frees, in their order")
+
+
+# -- which rows ------------------------------------------------------------------------------------------------------
 
 
 def selected(args):

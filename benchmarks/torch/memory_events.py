@@ -34,6 +34,9 @@ def run_parts(passes, kind, mark):
     passes.update()
 
 
+# -- PyTorch -----------------------------------------------------------------------------------------------------------
+
+
 def allocated_by_torch(passes, kind, path):
     """The events of a TorchPasses. On a GPU the memory snapshot is written to `path`."""
     if passes.device.type == "cpu":
@@ -130,6 +133,9 @@ def saved_by_block(passes, shape):
     return found
 
 
+# -- this project ------------------------------------------------------------------------------------------------------
+
+
 def allocated_by_ours(passes, kind):
     """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
     import cupy
@@ -174,6 +180,9 @@ def source_of_caller(skipped="benchmarks"):
             return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {function}"
         frame = frame.f_back
     return "CuPy"
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
 
 
 def allocated_after(events):

@@ -126,7 +126,19 @@ def profile_row(size, context, precision, args):
         activities = activities_of(call, passes.device)
         result[name] = {"wall": mean_and_deviation([1e3 * seconds for seconds in wall[name]]), **summary(activities)}
         del call
-    return {"passes": result, "attention": attention_of_layer(passes, size, context, precision, args.batch)}
+    attention = attention_of_layer(passes, size, context, precision, args.batch)
+    return {"passes": result, "step": step_shares(result), "attention": attention}
+
+
+def step_shares(passes):
+    """Of a training step: the shares of products and of the optimizer in the kernels' time, and kernels / wall."""
+    step = [passes[name] for name in ("forward", "backward", "optimizer")]
+    total = sum(each["kernels_ms"] for each in step)
+    return {
+        "product_share": sum(each["kernels_ms"] * each["product_share"] for each in step) / total,
+        "optimizer_share": passes["optimizer"]["kernels_ms"] / total,
+        "kernels_per_wall": total / sum(each["wall"]["mean"] for each in step),
+    }
 
 
 def attention_of_layer(passes, size, context, precision, batch):

@@ -20,7 +20,7 @@ def curves(results=ROOT / "results"):
     cpu = json.loads((results / "cpu" / "curve.json").read_text())["results"]
     # the file has each deviation = our loss / the paper's loss - 1
     paper = [loss / (1 + deviation) for loss, deviation in zip(cpu["losses"], cpu["deviations"], strict=True)]
-    gpus = json.loads((results / "gpus" / "parity.json").read_text())["results"]
+    gpus = json.loads((results / "gpus" / "parity.json").read_text())["results"]["runs"]
     # The losses of stage 1 are bitwise identical to those of stage 0, those of stage 3 to those of stage 2.
     one_gpu = next(run for run in gpus if run["name"] == "stage 2" and run["precision"] == "fp32")
     return [

@@ -11,6 +11,7 @@ lengths. A full window is a prompt. The threads of BLAS divide the products; the
 # residual = (x, branch, bias): the residual stream is x + branch + bias, arrays (N, C), (N, C) and (C), or only x if
 # branch and bias are None. The next LayerNorm computes the sum.
 
+import functools
 import itertools
 from itertools import accumulate
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.plain_backend import rotate, rotation
+from stage0_serial.generation.window import window_of
 
 
 def token_step(model):
@@ -78,24 +80,38 @@ class TokenStep:
             for cache in caches:
                 for layer in range(len(self.layers)):
                     cache.drop_oldest(layer)
-        x, first = self.wte[ids], 0
+        x, first, attend = self.wte[ids], 0, self.attend_rows
         if self.wpe is not None:
             x += self.wpe[positions]
         if len(ids) > len(caches):  # in the last layer only keys and values; the rest for the last positions only
             self.backend.check_tokens("embedding", np.array(ids), len(self.wte))
-            ends, new = list(accumulate(map(len, uncached))), NewPositions(self, len(ids))
-            new.begin(self, ends, positions, caches, batch_cache)
-            last, first = np.array(ends) - 1, len(self.layers) - 1
-            x, positions = self.store_prompts(new, x)[last], positions[last]
+            ends, first = list(accumulate(map(len, uncached))), len(self.layers) - 1
+            last, window = np.array(ends) - 1, self.window_for(caches, positions)
+            if window:
+                x, attend = window(x), window.attend_last
+            else:
+                new = NewPositions(self, len(ids))
+                new.begin(self, ends, positions, caches, batch_cache)
+                x = self.store_prompts(new, x)[last]
+            positions = positions[last]
             for each, cache in zip(uncached, caches, strict=True):
                 cache.length += len(each) - 1
         if self.one_each is None or len(self.one_each.qkv) != len(x):
             self.one_each = NewPositions(self, len(x))
         self.one_each.begin(self, range(1, len(x) + 1), positions, caches, batch_cache)
-        logits = self.logits(self.one_each, x, first)
+        logits = self.logits(self.one_each, x, first, attend)
         for cache in caches:
             cache.length += 1
         return logits
+
+    @functools.cached_property
+    def window(self):
+        return window_of(self)
+
+    def window_for(self, caches, positions):
+        """The Window that computes these positions, or None unless they are the full window of one sequence."""
+        is_full = len(caches) == 1 and self.wpe is not None and len(positions) == len(self.wpe)
+        return self.window if is_full else None
 
     def store_prompts(self, new, x):
         """Write the keys and values of all rows to the caches; return the input (N, C) of the last layer."""
@@ -110,11 +126,11 @@ class TokenStep:
             self.backend.store_cached(qkv, keys, values, place)
         return x
 
-    def logits(self, new, x, first):
+    def logits(self, new, x, first, attend):
         """The logits (n, V) of n rows, one of each sequence. x (n, C): the input of layer number `first`."""
         residual = x, None, None
         for layer in range(first, len(self.layers)):
-            residual = self.layer(residual, layer, self.attend_rows, new)
+            residual = self.layer(residual, layer, attend, new)
         return self.product(self.normalize(residual, self.ln_f)[1], self.head, new.logits)
 
     def layer(self, residual, layer, attend, new):

@@ -72,8 +72,38 @@ def row_delta(y, dy):
 
 
 @triton.jit
+def load_rotation(rotation_ptr, row, pair, T, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """The cosines and the sines of the pairs of channels `pair` (columns) in the rows from `row` on (ROWS, columns)."""
+    rows = row + tl.arange(0, ROWS)[:, None]
+    of_pair = rotation_ptr + rows * (2 * PAIRS) + pair[None, :]
+    return tl.load(of_pair, rows < T, 0.0), tl.load(of_pair + PAIRS, rows < T, 0.0)
+
+
+@triton.jit
+def rotate_back(dx, rotation_ptr, row, T, PAIRS: tl.constexpr):
+    """dx (ROWS, HEAD_DIM), the gradient of rotated rows of q or k from `row` on, rotated by the opposite angles.
+
+    rotation_ptr: that of kernels/rotary.py (T, 2, PAIRS), or None: then the result is dx.
+    """
+    if rotation_ptr is not None:
+        ROWS: tl.constexpr = dx.shape[0]
+        HEAD_DIM: tl.constexpr = dx.shape[1]
+        if HEAD_DIM == 2 * PAIRS:  # both channels of a pair are in one thread
+            a, b = dx.reshape(ROWS, 2, PAIRS).permute(0, 2, 1).split()  # (ROWS, PAIRS)
+            cos, sin = load_rotation(rotation_ptr, row, tl.arange(0, PAIRS), T, ROWS, PAIRS)
+            dx = tl.join(a * cos + b * sin, b * cos - a * sin).permute(0, 2, 1).reshape(ROWS, HEAD_DIM)
+        else:
+            i = tl.arange(0, HEAD_DIM)
+            first = i < PAIRS
+            other = tl.broadcast_to(tl.where(first, i + PAIRS, i - PAIRS)[None, :], ROWS, HEAD_DIM)
+            cos, sin = load_rotation(rotation_ptr, row, i % PAIRS, T, ROWS, PAIRS)
+            dx = dx * cos + tl.gather(dx, other, 1) * tl.where(first[None, :], sin, -sin)
+    return dx
+
+
+@triton.jit
 def dq_tile(
-    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
+    delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,12 +138,12 @@ def dq_tile(
                 p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_tile(dq_desc, dq * scale, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
+    return dq * scale  # (BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_tile(
-    dk_desc, dv_desc, delta_in, dy_desc, y_desc, lse_in, q_desc, k_desc, v_desc, b, h, head_start, start_n, T_q, scale,
+    delta_in, dy_desc, y_desc, lse_in, q_desc, k_desc, v_desc, b, h, head_start, start_n, T_q, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr,
     IN_PARTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -152,9 +182,7 @@ def dkdv_tile(
                 delta = load_rows(delta_in, head_start, offs_m, start_m, T_q, EVEN, USE_DESCRIPTOR)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    head = head_of_output(h, IN_PARTS)
-    store_tile(dv_desc, dv, b, head, start_n, BLOCK_N, HEAD_DIM)
-    store_tile(dk_desc, dk * scale, b, head, start_n, BLOCK_N, HEAD_DIM)
+    return dk * scale, dv  # each (BLOCK_N, HEAD_DIM)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -162,70 +190,79 @@ def dkdv_tile(
 
 @triton.jit
 def dq_kernel(
-    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, rotation_ptr, T_q, T_k, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta and dq of BLOCK_M queries.
 
     lse2_ptr: None if the logsumexp is in base 2. Otherwise the logsumexp is a natural logarithm, and the program writes
     it in base 2 to lse2_ptr, for dkdv_kernel, which would otherwise convert each value in each of its programs.
+    rotation_ptr, PAIRS: see rotate_back().
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # last queries first: they have the longest loops
     if lse2_ptr is not None:
         lse2_ptr += head_start
-    dq_tile(
-        dq_desc, delta_ptr + head_start, lse2_ptr, dy_desc, y_desc, lse_ptr + head_start, q_desc, k_desc, v_desc,
+    dq = dq_tile(
+        delta_ptr + head_start, lse2_ptr, dy_desc, y_desc, lse_ptr + head_start, q_desc, k_desc, v_desc,
         b, h, start_m, T_q, T_k, scale,
         BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, MASK_KEYS, lse2_ptr is not None, False, PRECISION,
     )  # fmt: skip
+    store_tile(dq_desc, rotate_back(dq, rotation_ptr, start_m, T_q, PAIRS), b, h, start_m, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_kernel(
-    dk_desc, dv_desc, delta_in, dy_desc, lse2_in, q_desc, k_desc, v_desc, T_q, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    dk_desc, dv_desc, delta_in, dy_desc, lse2_in, q_desc, k_desc, v_desc, rotation_ptr, T_q, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys; lse2_in: the logsumexp in base 2, delta_in: delta, both x of load_rows().
 
-    With a causal mask the first keys have the longest loops, and are launched first.
+    With a causal mask the first keys have the longest loops, and are launched first. rotation_ptr, PAIRS: see
+    rotate_back(); with a rotation there are T_q keys.
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T_q
     start_n = tl.program_id(1) * BLOCK_N
     if not USE_DESCRIPTOR:  # coordinates of a descriptor have 32 bits, pointers 64
         delta_in = delta_in + tl.program_id(0).to(tl.int64) * T_q
         lse2_in = lse2_in + tl.program_id(0).to(tl.int64) * T_q
-    dkdv_tile(
-        dk_desc, dv_desc, delta_in, dy_desc, None, lse2_in, q_desc, k_desc, v_desc, b, h, head_start, start_n, T_q,
-        scale, BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, False, EVEN, USE_DESCRIPTOR, False, PRECISION,
+    dk, dv = dkdv_tile(
+        delta_in, dy_desc, None, lse2_in, q_desc, k_desc, v_desc, b, h, head_start, start_n, T_q, scale,
+        BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, False, EVEN, USE_DESCRIPTOR, False, PRECISION,
     )  # fmt: skip
+    store_tile(dv_desc, dv, b, h, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dk_desc, rotate_back(dk, rotation_ptr, start_n, T_q, PAIRS), b, h, start_n, BLOCK_N, HEAD_DIM)
 
 
 @triton.jit
 def both_kernel(
-    dq_desc, dk_desc, dv_desc, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    dq_desc, dk_desc, dv_desc, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, rotation_ptr, T_q, T_k, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs.
 
     Both kinds of program compute delta themselves. With IN_PARTS, add_parts_kernel in
-    torch_bridge/kernels/attention_parts.py adds the terms.
+    torch_bridge/kernels/attention_parts.py adds the terms. rotation_ptr, PAIRS: as in dkdv_kernel.
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
     tile, n_tiles, lse_ptr = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse_ptr + head_start
+    head = head_of_output(h, IN_PARTS)
     if tl.program_id(1) % 2 == 0:
         start_n = tile * BLOCK_M
-        dkdv_tile(
-            dk_desc, dv_desc, None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, 0, start_n, T_q, scale,
+        dk, dv = dkdv_tile(
+            None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, 0, start_n, T_q, scale,
             BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, NATURAL, EVEN, False, IN_PARTS, PRECISION,
         )  # fmt: skip
+        store_tile(dv_desc, dv, b, head, start_n, BLOCK_N, HEAD_DIM)
+        store_tile(dk_desc, rotate_back(dk, rotation_ptr, start_n, T_q, PAIRS), b, head, start_n, BLOCK_N, HEAD_DIM)
     else:
         start_m = (n_tiles - 1 - tile) * BLOCK_M
-        dq_tile(
-            dq_desc, None, None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
+        dq = dq_tile(
+            None, None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
             BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS, PRECISION,
         )  # fmt: skip
+        store_tile(dq_desc, rotate_back(dq, rotation_ptr, start_m, T_q, PAIRS), b, head, start_m, BLOCK_M, HEAD_DIM)

@@ -128,7 +128,7 @@ def first_products(
 
 @gluon.jit
 def pipelined_kernel(
-    dk_desc, dv_desc, delta_desc, dy_desc, lse_desc, q_desc, k_desc, v_desc, T_q, H, scale,
+    dk_desc, dv_desc, delta_desc, dy_desc, lse_desc, q_desc, k_desc, v_desc, rotation_ptr, T_q, H, scale,
     D: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr, CAUSAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, by one warp group."""
@@ -182,7 +182,7 @@ def pipelined_kernel(
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
     ht.store_tile(dv_desc, b, h, key, v_tile, 0, dv)
-    ht.store_tile(dk_desc, b, h, key, k_tile, 0, dk * scale)
+    ht.store_tile(dk_desc, b, h, key, k_tile, 0, ht.rotate_back(dk * scale, rotation_ptr, key, T_q))
     tma.store_wait(0)
 
 
@@ -228,7 +228,7 @@ def producer(
 
 @gluon.jit
 def consumer(
-    tiles, barriers, out_descs, sizes, scale, c: gl.constexpr,
+    tiles, barriers, out_descs, rotation_ptr, sizes, scale, c: gl.constexpr,
     WARP_GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     LEAN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -281,7 +281,7 @@ def consumer(
         STAGES, CAUSAL, S, P,
     )  # fmt: skip
     ht.store_tile(dv_desc, b, h, key, v_tiles, c, dv)
-    ht.store_tile(dk_desc, b, h, key, k_tiles, c, dk * scale)
+    ht.store_tile(dk_desc, b, h, key, k_tiles, c, ht.rotate_back(dk * scale, rotation_ptr, key, T_q))
     tma.store_wait(0)
 
 
@@ -295,7 +295,7 @@ def release(q_empty, dy_empty, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def specialized_kernel(
-    dk_desc, dv_desc, delta_desc, dy_desc, lse_desc, q_desc, k_desc, v_desc, T_q, H, scale,
+    dk_desc, dv_desc, delta_desc, dy_desc, lse_desc, q_desc, k_desc, v_desc, rotation_ptr, T_q, H, scale,
     D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LEAN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 128 keys. REGISTERS: of each thread that computes."""
@@ -309,7 +309,7 @@ def specialized_kernel(
     descs, out_descs = (k_desc, v_desc, (q_desc, lse_desc), (dy_desc, delta_desc)), (dk_desc, dv_desc)
     sizes = (T_q, H)
     gl.warp_specialize([
-        (consumer, (tiles, barriers, out_descs, sizes, scale, 0, 2, D, STAGES, LEAN, CAUSAL)),
-        (consumer, (tiles, barriers, out_descs, sizes, scale, 1, 2, D, STAGES, LEAN, CAUSAL)),
+        (consumer, (tiles, barriers, out_descs, rotation_ptr, sizes, scale, 0, 2, D, STAGES, LEAN, CAUSAL)),
+        (consumer, (tiles, barriers, out_descs, rotation_ptr, sizes, scale, 1, 2, D, STAGES, LEAN, CAUSAL)),
         (producer, (tiles, barriers, descs, sizes, 2, STAGES, CAUSAL)),
     ], [4, 1], [REGISTERS, gt.PRODUCER_REGISTERS])  # fmt: skip

@@ -49,7 +49,7 @@ def row_values(
 
 @gluon.jit
 def pipelined_kernel(
-    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
+    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, rotation_ptr, T_q, T_k, H, scale,
     BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def pipelined_kernel(
     k_slot, _ = gt.slot(blocks - 1, K_STAGES)
     dq = warpgroup_mma(ds, ht.matrix(k_tiles, k_slot), dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, [dq, ds])
-    ht.store_tile(dq_desc, b, h, row, q_tile, 0, dq * scale)
+    ht.store_tile(dq_desc, b, h, row, q_tile, 0, ht.rotate_back(dq * scale, rotation_ptr, row, T_q))
     tma.store_wait(0)
 
 
@@ -181,7 +181,7 @@ def step(
 
 @gluon.jit
 def consumer(
-    tiles, barriers, dq_desc, pointers, sizes, scale, c: gl.constexpr,
+    tiles, barriers, dq_desc, pointers, rotation_ptr, sizes, scale, c: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     KEEP_OPERANDS: gl.constexpr, CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr,
 ):  # fmt: skip
@@ -224,13 +224,13 @@ def consumer(
         K_STAGES, V_STAGES, DS,
     )  # fmt: skip
     if row < T_q:
-        ht.store_tile(dq_desc, b, h, row, q_tiles, c, dq * scale)
+        ht.store_tile(dq_desc, b, h, row, q_tiles, c, ht.rotate_back(dq * scale, rotation_ptr, row, T_q))
     tma.store_wait(0)
 
 
 @gluon.jit
 def specialized_kernel(
-    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
+    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, rotation_ptr, T_q, T_k, H, scale,
     BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, KEEP_OPERANDS: gl.constexpr,
     CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr,
@@ -245,11 +245,11 @@ def specialized_kernel(
     hopper.fence_async_shared()
     descs, sizes, pointers = (q_desc, dy_desc, y_desc, k_desc, v_desc), (T_q, T_k, H), (delta_ptr, lse2_ptr, lse_ptr)
     gl.warp_specialize([
-        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 0, 3, BLOCK_N, D, K_STAGES, V_STAGES,
-                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
-        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 1, 3, BLOCK_N, D, K_STAGES, V_STAGES,
-                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
-        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 2, 3, BLOCK_N, D, K_STAGES, V_STAGES,
-                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (consumer, (tiles, barriers, dq_desc, pointers, rotation_ptr, sizes, scale, 0, 3, BLOCK_N, D, K_STAGES,
+                    V_STAGES, KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (consumer, (tiles, barriers, dq_desc, pointers, rotation_ptr, sizes, scale, 1, 3, BLOCK_N, D, K_STAGES,
+                    V_STAGES, KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (consumer, (tiles, barriers, dq_desc, pointers, rotation_ptr, sizes, scale, 2, 3, BLOCK_N, D, K_STAGES,
+                    V_STAGES, KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
         (producer, (tiles, barriers, descs, sizes, 3, BLOCK_N, K_STAGES, V_STAGES, CAUSAL)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, gt.PRODUCER_REGISTERS])  # fmt: skip

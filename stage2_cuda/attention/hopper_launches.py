@@ -116,24 +116,24 @@ def forward_launch(y, lse, q, k, v, tile, causal, natural, log2e):
     return kernel_launch("forward", tile, grid, arguments, D, **masks)
 
 
-def dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tile, causal):
+def dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, rotation, tile, causal):
     """The KernelLaunch of dq, delta and lse2; the arguments are those of backward_launches() of launches.py."""
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     block_n = CONSTANTS["dq", tile.design, D]["BLOCK_N"]
     dq, dy, y, q = head_descriptors(ROWS, dq, dy, y, q)
-    arrays = dq, delta, lse2, dy, y, lse, q, *head_descriptors(block_n, k, v)
+    arrays = dq, delta, lse2, dy, y, lse, q, *head_descriptors(block_n, k, v), rotation
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, block_n, causal), NATURAL=lse2 is not None)
     grid = grid_of(B * H, T_k, D, rows_of("dq", tile, D), T_q)
     return kernel_launch("dq", tile, grid, (*arrays, T_q, T_k, H, 1 / math.sqrt(D)), D, **masks)
 
 
-def dkdv_launch(dk, dv, delta, dy, lse2, q, k, v, tile, causal):
-    """The KernelLaunch of dk and dv; lse2 is in base 2."""
+def dkdv_launch(dk, dv, delta, dy, lse2, q, k, v, rotation, tile, causal):
+    """The KernelLaunch of dk and dv; lse2 is in base 2. The other arguments: as dq_launch()."""
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     dk, dv, dy, q, k, v = head_descriptors(ROWS, dk, dv, dy, q, k, v)
     delta, lse2 = (vector_descriptor(array, B * H * T_q) for array in (delta, lse2))
     grid = grid_of(B * H, T_q, D, rows_of("dkdv", tile, D), T_k)
-    arguments = dk, dv, delta, dy, lse2, q, k, v, T_q, H, 1 / math.sqrt(D)
+    arguments = dk, dv, delta, dy, lse2, q, k, v, rotation, T_q, H, 1 / math.sqrt(D)
     return kernel_launch("dkdv", tile, grid, arguments, D, CAUSAL=causal)
 
 

@@ -68,6 +68,25 @@ def store_tile(desc, b, h, row, tiles, i, values):
     start_store(desc, [b, h, row, 0], tiles.index(i))
 
 
+@gluon.jit
+def rotate_back(dx, rotation_ptr, row, T):
+    """dx (ROWS, D), the gradient of the rotated rows from `row` on, rotated by the opposite angles.
+
+    rotation_ptr: as for rotate_back() in backward.py. Channels i and i + D / 2 of a row are in one thread.
+    """
+    if rotation_ptr is not None:
+        D: gl.constexpr = dx.shape[1]
+        a, b = dx.reshape([ROWS, 2, D // 2]).permute((0, 2, 1)).split()  # (ROWS, D / 2)
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, a.type.layout))
+        pairs = gl.arange(0, D // 2, gl.SliceLayout(0, a.type.layout))
+        cos_ptr = rotation_ptr + rows[:, None] * D + pairs[None, :]
+        inside = (rows < T)[:, None]
+        cos, sin = gl.load(cos_ptr, inside, 0.0), gl.load(cos_ptr + D // 2, inside, 0.0)
+        rotated = gl.join(a * cos + b * sin, b * cos - a * sin).permute((0, 2, 1)).reshape([ROWS, D])
+        dx = gl.convert_layout(rotated, dx.type.layout, assert_trivial=True)
+    return dx
+
+
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 

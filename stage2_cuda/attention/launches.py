@@ -149,7 +149,9 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
     return KernelLaunch(forward_kernel, grid, arguments, options)
 
 
-def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None):
+def backward_launches(
+    dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None, rotation=None
+):
     """Yield the one or two KernelLaunches that compute dq, dk and dv.
 
     dq, dk, dv, dy, q, k, v, y: Heads. lse and delta: contiguous float32 arrays (B, H, T_q); lse is that of
@@ -159,26 +161,31 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="
     tiles: AttentionTiles. With only `dq`, dk and dv are not computed. With only `dkdv`, dq is not computed, and delta
     and lse2 must contain the values that a launch with `dq` has written. With tiles.both.parts > 1, dq, dk and dv are
     the terms of each part: (B, H * parts, T, D).
+
+    rotation: None, or that of kernels/rotary.py (T, 2, D / 2), which has rotated q and k: then dq and dk are rotated
+    back. T_q is T_k, and tiles.both.parts is 1.
     """
     (B, H, T_q, D), T_k, scale, natural = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3]), lse2 is not None
+    pairs = dict(PAIRS=0 if rotation is None else D // 2)
     if tile := tiles.both:
         arrays = *descriptors(tile.block_m, dq, dk, dv, dy, y), lse, *descriptors(tile.block_m, q, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
-        options = launch_options(tile, D, precision, NATURAL=natural, IN_PARTS=tile.parts > 1, **masks)
+        options = launch_options(tile, D, precision, **pairs, NATURAL=natural, IN_PARTS=tile.parts > 1, **masks)
         grid = parts_grid((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
-        yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
+        yield KernelLaunch(both_kernel, grid, (*arrays, rotation, T_q, T_k, H, scale), options)
         return
     if isinstance(tiles.dq, GluonTile):
-        yield hopper_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tiles.dq, causal)
+        yield hopper_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, rotation, tiles.dq, causal)
     elif tile := tiles.dq:
         dq_m, dy_m, y_m, q_m = descriptors(tile.block_m, dq, dy, y, q)
         arrays = dq_m, delta, lse2, dy_m, y_m, lse, q_m, *descriptors(tile.block_n, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
-        options = launch_options(tile, D, precision, **masks)
-        yield KernelLaunch(dq_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), (*arrays, T_q, T_k, H, scale), options)
+        options = launch_options(tile, D, precision, **pairs, **masks)
+        grid = B * H, triton.cdiv(T_q, tile.block_m)
+        yield KernelLaunch(dq_kernel, grid, (*arrays, rotation, T_q, T_k, H, scale), options)
     if isinstance(tiles.dkdv, GluonTile):
         lse_in = lse2 if natural else lse
-        yield hopper_launches.dkdv_launch(dk, dv, delta, dy, lse_in, q, k, v, tiles.dkdv, causal)
+        yield hopper_launches.dkdv_launch(dk, dv, delta, dy, lse_in, q, k, v, rotation, tiles.dkdv, causal)
     elif tile := tiles.dkdv:
         dk_n, dv_n, k_n, v_n = descriptors(tile.block_n, dk, dv, k, v)
         dy_m, q_m = descriptors(tile.block_m, dy, q)
@@ -187,8 +194,10 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="
         if use_descriptor:
             delta_in, lse_in = (row_descriptor(array, B * H * T_q, tile.block_m) for array in (delta_in, lse_in))
         arrays = dk_n, dv_n, delta_in, dy_m, lse_in, q_m, k_n, v_n
-        options = launch_options(tile, D, precision, CAUSAL=causal, EVEN=even, USE_DESCRIPTOR=use_descriptor)
-        yield KernelLaunch(dkdv_kernel, (B * H, triton.cdiv(T_k, tile.block_n)), (*arrays, T_q, H, scale), options)
+        masks = dict(CAUSAL=causal, EVEN=even, USE_DESCRIPTOR=use_descriptor)
+        options = launch_options(tile, D, precision, **pairs, **masks)
+        grid = B * H, triton.cdiv(T_k, tile.block_n)
+        yield KernelLaunch(dkdv_kernel, grid, (*arrays, rotation, T_q, H, scale), options)
 
 
 def parts_grid(grid, tile):
@@ -245,15 +254,16 @@ def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
     forward_launch(y, lse, *packed_heads(qkv, n_head, 3), tiles.forward, precision).run()
 
 
-def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", tiles=None):
+def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", tiles=None, rotation=None):
     """dqkv (B, T, 3C) from dy (B, T, C) and the qkv, y, lse of attention_forward(); delta (B, H, T) float32: scratch.
 
-    precision, tiles: as for attention_forward(); for tiles of only one kernel see backward_launches().
+    precision, tiles: as for attention_forward(); for tiles of only one kernel, and for rotation, see
+    backward_launches().
     """
     tiles = tiles or select_tiles(qkv, n_head, precision)
     (dy,), (y,) = packed_heads(dy, n_head, 1), packed_heads(y, n_head, 1)
     dqkv, qkv = packed_heads(dqkv, n_head, 3), packed_heads(qkv, n_head, 3)
-    for kernel_launch in backward_launches(*dqkv, delta, dy, *qkv, y, lse, tiles, precision):
+    for kernel_launch in backward_launches(*dqkv, delta, dy, *qkv, y, lse, tiles, precision, rotation=rotation):
         kernel_launch.run()
 
 

@@ -14,7 +14,8 @@ is k transposed):
 A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
 split over K, the dimension of the sum (split-K): each program computes a partial sum over part of K. The next
 layernorm_kernel adds the partial sums in a fixed order, so no atomics and no further launch are needed. For one
-sequence there are other kernels (single_row.py), except for the last LayerNorm and the logits.
+sequence (single_row.py), and for some models and GPUs (cluster_step.py), there are other kernels, except for the last
+LayerNorm and the logits.
 
 Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.
@@ -66,7 +67,7 @@ BATCHED = DecodeTiling(block_n=32, split_k=2, split_block_n=32, block_keys=256, 
 
 
 def tiling_for(B):
-    """The fastest DecodeTiling for B sequences, measured on an H200."""
+    """The fastest DecodeTiling for B sequences, measured on an H200 without the kernels of cluster_step.py."""
     return (SINGLE if B == 1 else BATCHED)._replace(pdl=can_overlap())
 
 

@@ -1,4 +1,4 @@
-// Instructions of a Hopper GPU for the kernels with clusters of eight thread blocks, in cluster_step.cu. They need
+// Instructions of a Hopper GPU for the kernels with clusters of eight thread blocks. They need
 // runtime/instructions.cuh. The tests replace both files by tests/support/cuda_emulator.h.
 
 #define CLUSTER_KERNEL KERNEL __cluster_dims__(8, 1, 1)
@@ -43,6 +43,17 @@ DEVICE float4 load_new(const float* address) { return __ldcg((const float4*)addr
 DEVICE void prefetch(const u16* address, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
+
+// Start to copy 16 bytes to shared memory, or zeros. Only this thread may read them, after wait_for_copies().
+DEVICE void start_copy(uint4* to, const u16* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+// The end of a group of copies.
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until at most COUNT of this thread's groups are incomplete.
+template <int COUNT>
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory"); }
 
 // -- signals ----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The parts of cluster_step.cu that several of its kernels use: vectors, products, and the sum of the residual stream.
+// What several kernels of cluster_step.cu and cluster_rows.cu use: vectors, products, the sum of the residual stream.
 
 const int CLUSTER = 8;            // blocks
 const int WARPS = 8;              // per block
@@ -6,10 +6,6 @@ const int D = 64;                 // head size
 const int SHARE = C / CLUSTER;    // columns of s, and of the product with partial sums, that one block computes
 const int TILES = SHARE / 32;     // of 8 of these columns; a warp multiplies TILES of them with half of the rows
 const int STEPS = C / WARPS / 32; // of 32 rows: a warp's part of the C rows of a product
-const int KEYS_PER_PASS = 256;    // because 8 lanes of each warp of the cluster have one key
-const int PASSES = 4;             // so a cluster holds at most 1024 keys
-const int CHUNKS = C / 256;       // of 8 elements: a lane's part of a row of C elements, if the whole warp has the row
-const int GROUP = 5;              // rows of the weight of the logits that a warp loads at once
 const float SMALLEST = -3.0e38f;  // the largest score of no keys; finite, because -inf - -inf would be NaN
 
 // -- vectors and products ---------------------------------------------------------------------------------------------
@@ -178,6 +174,16 @@ DEVICE void load_for_product(uint4 (&loaded)[TILES][COUNT], const u16* w, int K,
   for (int n = 0; n < TILES; n++) load_columns(loaded[n], first + 8 * n * K, K, policy);
 }
 
+// x (8): the elements from `first` on of a row (D) of one head, rotated as by kernels/rotary.py; 8 divides `first`.
+DEVICE void load_rotated(float (&x)[8], const float* row, const float* rotation, int first) {
+  const int other = first ^ D / 2, pair = first % (D / 2);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float cos = rotation[pair + i], sin = rotation[D / 2 + pair + i];
+    x[i] = row[first + i] * cos + row[other + i] * (first < D / 2 ? -sin : sin);
+  }
+}
+
 // Each block copies its share of two weights with n_1 and n_2 elements to the L2 cache. ahead_1, ahead_2: the weights
 // of the kernel after the next one, or null pointers.
 DEVICE void prefetch_weights(const u16* ahead_1, int n_1, const u16* ahead_2, int n_2, int clusters) {
@@ -187,6 +193,3 @@ DEVICE void prefetch_weights(const u16* ahead_1, int n_1, const u16* ahead_2, in
   prefetch(ahead_1 + n_1 / blocks / 8 * 8 * block, n_1 / blocks / 8 * 16);
   prefetch(ahead_2 + n_2 / blocks / 8 * 8 * block, n_2 / blocks / 8 * 16);
 }
-
-const int ROW_BYTES = C * 4 + CLUSTER * C / 128 * 8;  // that a block receives
-

@@ -32,6 +32,12 @@
 //
 // cluster_step.py compiles cluster_instructions.cuh, cluster_parts.cuh and this file as one text.
 
+const int KEYS_PER_PASS = 256;    // because 8 lanes of each warp of the cluster have one key
+const int PASSES = 4;             // so a cluster holds at most 1024 keys
+const int CHUNKS = C / 256;       // of 8 elements: a lane's part of a row of C elements, if the whole warp has the row
+const int GROUP = 5;              // rows of the weight of the logits that a warp loads at once
+const int ROW_BYTES = C * 4 + CLUSTER * C / 128 * 8;  // that a block receives
+
 struct alignas(16) AttentionMemory {
   Row row;
   float sums[WARPS][24], product_sums[2][SHARE];
@@ -83,16 +89,6 @@ DEVICE Attended attend(const float* q, const uint4 (&k)[PASSES], const uint4 (&v
 #pragma unroll
   for (int e = 0; e < 8; e++) result.y[e] = sum_lanes(result.y[e], 8, 16);
   return result;
-}
-
-// x (8): the elements from `first` on of a row (D) of one head, rotated as by kernels/rotary.py; 8 divides `first`.
-DEVICE void load_rotated(float (&x)[8], const float* row, const float* rotation, int first) {
-  const int other = first ^ D / 2, pair = first % (D / 2);
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float cos = rotation[pair + i], sin = rotation[D / 2 + pair + i];
-    x[i] = row[first + i] * cos + row[other + i] * (first < D / 2 ? -sin : sin);
-  }
 }
 
 // partials_out (heads, C), s (C): results; x (C), partials (parts, C): from the previous kernel; bias (C), of the

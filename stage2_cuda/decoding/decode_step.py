@@ -1,7 +1,7 @@
 """A decode step: the kernel launches that compute one more position of every sequence with the KV cache.
 
-BatchedStep serves two or more sequences. SingleRowStep serves one sequence, and ClusterStep does so with fewer launches
-on the GPUs and for the models that it supports.
+BatchedStep serves two or more sequences, and SingleRowStep one. ClusterStep serves any number of sequences with fewer
+launches, on the GPUs and for the models that it supports.
 """
 
 # B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C): position i at index i % block
@@ -125,13 +125,13 @@ class SingleRowStep(DecodeStep):
 
 
 class ClusterStep(DecodeStep):
-    """The step for one sequence if cluster_step.supports() the model: two kernels per layer, and one for the logits."""
+    """The step if cluster_step.supports() the model: two kernels per layer, and for one sequence one for the logits."""
 
     def allocate(self, dtype, empty):
-        C, H = self.config.n_embd, self.config.n_head
-        self.s, self.x = empty((C,), "float32"), empty((C,), "float32")
-        self.attention_partials = empty((H, C), "float32")
-        self.mlp_partials = empty((cluster_step.mlp_clusters(C), C), "float32")
+        (B, C), H = self.h.shape, self.config.n_head
+        self.s, self.x = empty((B, C), "float32"), empty((B, C), "float32")
+        self.attention_partials = empty((H, B, C), "float32")
+        self.mlp_partials = empty((cluster_step.mlp_clusters(C), B, C), "float32")
         count = cluster_step.logit_maxima()
         self.maxima, self.indices = empty((1, count), "float32"), empty((1, count), "int32")
         self.layers = [[TransposedSublayer(each, dtype, empty) for each in layer] for layer in self.plan.layers]
@@ -160,13 +160,18 @@ class ClusterStep(DecodeStep):
         return self.x, self.mlp_partials, sublayer.bias
 
     def finish(self, residual):
-        outputs, weights = (self.logits[0], self.maxima[0], self.indices[0], self.s), (self.plan.norm, self.plan.head)
+        if len(self.h) > 1:
+            return super().finish(residual)
+        outputs, weights = (
+            (self.logits[0], self.maxima[0], self.indices[0], self.s[0]),
+            (self.plan.norm, self.plan.head),
+        )
         cluster_step.logits(*outputs, residual, *weights, self.first_weights, self.eps)
         return self.maxima, self.indices
 
 
 class TransposedSublayer:
-    """A PlannedSublayer for a step with one sequence, with copies of its weights that update() computes.
+    """A PlannedSublayer for SingleRowStep or ClusterStep, with copies of its weights that update() computes.
 
     ln_w (C): the weight of the norm. w_in (N, C): the weight of linear_in, transposed. folded: [gamma_w, beta_w] (N) of
     single_row.fold_layernorm. w_out, bias: of linear_out; w_out is a transposed copy if `transpose_out`.

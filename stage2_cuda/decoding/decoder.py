@@ -21,12 +21,14 @@ There are three kinds of step:
 # B sequences, T positions, C channels, H heads, V vocabulary; block = block_size
 # the cache of a layer: (B, block, 2C), with position number i at index i % block
 
+import functools
 from collections import deque
 
 import numpy as np
 
 from gpt2core.architecture import forward_plan
 from gpt2core.arena import round_up
+from gpt2core.inference_model import InferenceModel
 from gpt2core.recording import no_grad
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.text.only_tokens import OnlyTokens
@@ -44,9 +46,9 @@ class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
     The sequences may have different lengths. model: a GPT2 or InferenceModel on CudaBackend that is not split over
-    ranks. The decoder reads the model's own parameter arrays; only with batch 1 it makes transposed copies of most
-    weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream. tiling: a
-    batched.DecodeTiling.
+    ranks. The decoder reads the model's own parameter arrays; only a SingleRowStep or a ClusterStep makes transposed
+    copies of most weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream.
+    tiling: a batched.DecodeTiling.
     """
 
     def __init__(self, model, batch, stream, tiling):
@@ -68,7 +70,7 @@ class GpuDecoder:
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.prefill_cache, self.h = PrefillCache(self.cache, self.backend), empty((B, C), wte.dtype)
         self.logits = empty((B, V), "float32")
-        clusters = B == 1 and cluster_step.supports(config, wte.dtype, self.tiling)
+        clusters = cluster_step.supports(config, wte.dtype, self.tiling, B)
         step_class = ClusterStep if clusters else SingleRowStep if B == 1 else BatchedStep
         buffers = self.sequences, self.cache, self.h, self.logits
         self.decode_step = step_class(config, self.plan, *buffers, self.tiling, self.backend.dot_precision, empty)
@@ -89,6 +91,7 @@ class GpuDecoder:
         # Whether the next steps are window steps. With a prompt of block_size tokens all steps are window steps: step 0
         # computes the same positions as a prefill, and later steps need no KV cache.
         self.uses_windows = max(self.lengths) >= block and not self.plan.rotates
+        self.window_is_prepared = self.backend.products.precision != "fp32"
         self.steps_ahead = STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -105,6 +108,9 @@ class GpuDecoder:
             if max(self.lengths) > self.model.config.block_size and not self.plan.rotates:
                 self.uses_windows = True
             if self.uses_windows:
+                if not self.window_is_prepared:  # the first window step of a generation
+                    self.run(self.split_weights)
+                    self.window_is_prepared = True
                 self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
             elif self.step_count == 0:
                 self.prefill()
@@ -259,7 +265,7 @@ class GpuDecoder:
         equal_lengths: whether all sequences have T tokens; then the last layer computes only the last position.
         """
         ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
-        self.keep_last_rows(self.trunk(ids, self.prefill_cache, last_only=equal_lengths))
+        self.keep_last_rows(self.model.normed(ids, self.prefill_cache, last_only=equal_lengths))
 
     @no_grad()
     def recompute_window(self, mixed_lengths):
@@ -268,12 +274,31 @@ class GpuDecoder:
         mixed_lengths: whether some sequences have fewer than block_size tokens.
         """
         gather.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
-        self.keep_last_rows(self.trunk(self.window, None, last_only=not mixed_lengths))
+        self.keep_last_rows(self.window_model.normed(self.window, None, last_only=not mixed_lengths))
         return self.unembed()
 
-    def trunk(self, ids, cache, last_only):
-        """The final LayerNorm's output for ids (B, T): (B, T, C), or only that of the last position, (B, 1, C)."""
-        return self.model.normed(ids, cache, last_only)
+    @functools.cached_property
+    def window_model(self):
+        """The model of the window steps, whose weights are operands of products (Products.operand): in fp32, split."""
+
+        def prepared(linear):
+            w, bias = linear
+            return [self.backend.products.operand(w), bias]
+
+        model = InferenceModel(self.model.config, self.model.arrays, self.backend)
+        layers = [
+            [each._replace(linear_in=prepared(each.linear_in), linear_out=prepared(each.linear_out)) for each in layer]
+            for layer in self.plan.layers
+        ]
+        model.plan = self.plan._replace(layers=layers)
+        return model
+
+    def split_weights(self):
+        """Split the weights of the window steps again: training may have changed them since the last generation."""
+        for layer, prepared in zip(self.plan.layers, self.window_model.plan.layers, strict=True):
+            for sublayer, its in zip(layer, prepared, strict=True):
+                self.backend.products.refresh(its.linear_in[0], sublayer.linear_in[0])
+                self.backend.products.refresh(its.linear_out[0], sublayer.linear_out[0])
 
     def keep_last_rows(self, y):
         """h = the row of each sequence's last position; y: (B, T, C), or (B, 1, C) with only these rows."""

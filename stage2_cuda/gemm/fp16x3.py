@@ -49,6 +49,7 @@ MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this 
 # is divided into parts, and each part is added by other programs.
 PROGRAMS = 264
 MIN_PART_K = 256  # the fewest terms of the sum in one part
+MAX_PARTS, SUM_BLOCK = 8, 512  # of add_parts_kernel: the most parts, and the elements of out that a program computes
 
 
 class SplitOperand(NamedTuple):
@@ -122,7 +123,17 @@ def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumu
     options |= dict(TRANS_A=trans_a, TRANS_B=trans_b, ACCUMULATE=accumulate)
     launch(product_kernel, grid, *arguments, **options, num_warps=num_warps, num_stages=num_stages)
     if partials is not None:
-        add_partials(partials, out.reshape(-1))
+        add_parts(out.reshape(-1), partials)
+
+
+def add_parts(out, partials):
+    """out (K) float32 = the sum of the P rows of partials (P, K), float32."""
+    parts, size = partials.shape
+    if parts > MAX_PARTS:
+        add_partials(partials, out)  # few columns: one program for 16 of them
+    else:
+        grid = (triton.cdiv(size, SUM_BLOCK),)
+        launch(add_parts_kernel, grid, out, partials, size, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4)
 
 
 @triton.jit
@@ -208,3 +219,27 @@ def product_kernel(
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask, 0)
     tl.store(out_ptrs, acc, mask)
+
+
+@triton.jit
+def add_parts_kernel(out_ptr, partials_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (K / BLOCK): each program adds the PARTS rows, 2, 4 or 8, of BLOCK columns.
+
+    The order is that of a tree: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
+    """
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PARTS == 2:
+        total = load_pair(partials_ptr, 0, 1, size, offs)
+    elif PARTS == 4:
+        total = load_pair(partials_ptr, 0, 2, size, offs) + load_pair(partials_ptr, 1, 2, size, offs)
+    else:
+        even = load_pair(partials_ptr, 0, 4, size, offs) + load_pair(partials_ptr, 2, 4, size, offs)
+        total = even + (load_pair(partials_ptr, 1, 4, size, offs) + load_pair(partials_ptr, 3, 4, size, offs))
+    tl.store(out_ptr + offs, total, offs < size)
+
+
+@triton.jit
+def load_pair(partials_ptr, row: tl.constexpr, step: tl.constexpr, size, offs):
+    """The sum of the rows `row` and `row + step`, at these columns."""
+    first = partials_ptr + row * size + offs
+    return tl.load(first, offs < size, 0) + tl.load(first + step * size, offs < size, 0)

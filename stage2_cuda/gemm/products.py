@@ -78,6 +78,11 @@ class Products:
         halves, scales = fp16x3.split_shapes(x)
         return fp16x3.split(self.xp.empty(halves, np.float16), self.xp.empty(scales, np.float32), x)
 
+    def refresh(self, operand, x):
+        """Make operand, an earlier result of operand(x), equal to x again after x has changed."""
+        if operand is not x:
+            fp16x3.split(operand.halves, operand.scales, x)
+
     def multiply_gemm(self, out, a, b, **options):
         self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
 

@@ -1,8 +1,8 @@
-"""Rotary positions: each q and k of a row is rotated by the row's position; v is copied (Su et al. 2021).
+"""Rotary positions: each q and k of a row is rotated by the row's position (Su et al. 2021).
 
     (a, b) -> (a cos - b sin, b cos + a sin),  angle = position 10000^(-2i / D), for channels i and i + D / 2 of a head
 
-A program computes the cosines and sines of its rows once, for all heads.
+The cosines and sines are computed once for all sequences and heads. attention/backward.py reads them too.
 """
 
 # N = B*T rows, H heads, D channels of a head, pairs D / 2
@@ -14,25 +14,34 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-BLOCK, WARPS = 256, 2  # elements of a tile of pairs, and the warps of a program
+ANGLES = 128  # of a program of rotation_kernel
+BLOCK, HEADS, WARPS = 1024, 8, 4  # pairs of a tile, its heads at most, and the warps of its program: 16-byte loads
 LOG2_BASE, LOG2_2PI, TWO_PI = (tl.constexpr(x) for x in (math.log2(10000), math.log2(2 * math.pi), 2 * math.pi))
 
 
-def rotary(y, qkv, n_head, position, sign):
-    """y = qkv (B, T, 3C) with q and k of row t rotated by sign * the angles of position + t; computed in float32.
+def compute_rotation(rotation, position):
+    """rotation (T, 2, D / 2) float32: the cosines and the sines of the angles of the positions position + t."""
+    n, pairs = rotation.size // 2, rotation.shape[2]
+    launch(rotation_kernel, (triton.cdiv(n, ANGLES),), rotation, n, pairs, position, BLOCK=ANGLES)
 
-    The arrays are contiguous and of one dtype; D = C / n_head is even. sign: 1 (forward) or -1 (backward).
+
+def rotate(y, qkv, rotation, n_head, sign):
+    """y = qkv (B, T, 3C) with q and k of row t rotated by sign * the angles of row t; computed in float32.
+
+    The arrays are contiguous, y and qkv of one dtype; rotation: of compute_rotation(). y may be qkv: then v is neither
+    read nor written. sign: 1 (forward) or -1 (backward).
     """
-    n, pairs = qkv.size // qkv.shape[-1], qkv.shape[-1] // (6 * n_head)
-    width = triton.next_power_of_2(pairs)
-    rows = max(1, BLOCK // width)
-    arguments = y, qkv, n, qkv.shape[1], pairs, n_head, position, float(sign)
-    launch(rotary_kernel, (triton.cdiv(n, rows),), *arguments, BLOCK_ROWS=rows, BLOCK_PAIRS=width, num_warps=WARPS)
+    n, (time, _, pairs) = qkv.size // qkv.shape[-1], rotation.shape
+    width, heads = triton.next_power_of_2(pairs), (2 if y is qkv else 3) * n_head
+    rows, tiles = max(1, BLOCK // (HEADS * width)), triton.cdiv(heads, HEADS)
+    arguments = y, qkv, rotation, n, time, pairs, n_head, heads, tiles, float(sign)
+    blocks = dict(BLOCK_ROWS=rows, BLOCK_HEADS=HEADS, BLOCK_PAIRS=width)
+    launch(rotary_kernel, (triton.cdiv(n, rows) * tiles,), *arguments, **blocks, num_warps=WARPS)
 
 
 @triton.jit
 def cosines_and_sines(positions, i, pairs):
-    """The cosines and the sines of the angles of pairs i (BLOCK_PAIRS) at `positions`, a scalar or (rows, 1); float32.
+    """The cosines and the sines of the angles of pairs i at `positions`, a scalar or of the shape of i; float32.
 
     The angle is computed in float64 and without its whole turns, so that float32 is exact enough at any position.
     """
@@ -43,21 +52,30 @@ def cosines_and_sines(positions, i, pairs):
 
 
 @triton.jit
+def rotation_kernel(rotation_ptr, n, pairs, position, BLOCK: tl.constexpr):
+    """Grid (n / BLOCK), n = T pairs."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = at // pairs, at % pairs
+    cos, sin = cosines_and_sines(position + row, i, pairs)
+    tl.store(rotation_ptr + at + row * pairs, cos, at < n)
+    tl.store(rotation_ptr + at + row * pairs + pairs, sin, at < n)
+
+
+@triton.jit
 def rotary_kernel(
-    y_ptr, x_ptr, n, time, pairs, n_head, position, sign, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr
-):
-    """Grid (N / BLOCK_ROWS): each program computes all heads of q, k and v of its rows."""
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    i = tl.arange(0, BLOCK_PAIRS)
-    mask = (rows < n)[:, None] & (i < pairs)[None, :]
-    cos, sin = cosines_and_sines((position + rows % time)[:, None], i[None, :], pairs)  # (BLOCK_ROWS, BLOCK_PAIRS)
-    sin *= sign
-    heads = rows.to(tl.int64)[:, None] * (6 * n_head * pairs) + i[None, :]  # the first element of a pair, of head 0
-    for head in range(3 * n_head):
-        first = heads + head * (2 * pairs)
-        a, b = tl.load(x_ptr + first, mask), tl.load(x_ptr + first + pairs, mask)
-        if head < 2 * n_head:
-            a32, b32 = a.to(tl.float32), b.to(tl.float32)
-            a, b = (a32 * cos - b32 * sin).to(a.dtype), (b32 * cos + a32 * sin).to(a.dtype)
-        tl.store(y_ptr + first, a, mask)
-        tl.store(y_ptr + first + pairs, b, mask)
+    y_ptr, x_ptr, rotation_ptr, n, time, pairs, n_head, heads, tiles, sign,
+    BLOCK_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / BLOCK_ROWS * tiles), tiles = heads / BLOCK_HEADS. heads: 2H to compute q and k, 3H to copy v too."""
+    rows = tl.program_id(0) // tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None, None]
+    head = tl.program_id(0) % tiles * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[None, :, None]
+    i = tl.arange(0, BLOCK_PAIRS)[None, None, :]
+    mask = (rows < n) & (i < pairs)
+    of_pair = rotation_ptr + rows % time * (2 * pairs) + i
+    cos, sin = tl.load(of_pair, mask, 1.0), tl.load(of_pair + pairs, mask, 0.0) * sign
+    first = rows.to(tl.int64) * (6 * n_head * pairs) + head * (2 * pairs) + i
+    mask, rotates = mask & (head < heads), head < 2 * n_head
+    a, b = tl.load(x_ptr + first, mask), tl.load(x_ptr + first + pairs, mask)  # (BLOCK_ROWS, BLOCK_HEADS, BLOCK_PAIRS)
+    a32, b32 = a.to(tl.float32), b.to(tl.float32)
+    tl.store(y_ptr + first, tl.where(rotates, (a32 * cos - b32 * sin).to(a.dtype), a), mask)
+    tl.store(y_ptr + first + pairs, tl.where(rotates, (b32 * cos + a32 * sin).to(a.dtype), b), mask)

@@ -1,5 +1,7 @@
 """PyTorch's program of gpu/decode.py: its variants generate the same tokens, and the search finds the fastest one."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.cpu import decode as cpu_decode  # noqa: E402
 from benchmarks.gpu import decode  # noqa: E402
-from benchmarks.harness import report, result_tables, table_format, tables  # noqa: E402
+from benchmarks.harness import report, table_format, tables  # noqa: E402
 from benchmarks.harness.result_tables import TABLES  # noqa: E402
 from benchmarks.peers import torch_decode_cuda, torch_gpt2  # noqa: E402
 from benchmarks.peers.torch_decode_cuda import ATTENTION, KINDS, PRODUCTS, CudaGenerator  # noqa: E402
@@ -182,26 +184,23 @@ def test_the_compiled_programs_use_the_variant_of_the_search_and_the_eager_one_i
 
 
 def test_the_headline_uses_pytorch_s_fastest_program_and_the_row_names_its_variant(monkeypatch):
-    def result(name, median, **more):
-        stats = {"median": median, "q1": median, "q3": median, "n": 7}
+    def result(name, seconds):
         return {
             "name": name, "case": "one", "preset": "gpt2", "precision": "bf16", "batch": 1, "prompt": 1, "new": 2,
-            **dict.fromkeys(("first", "token", "total"), stats), **more,
+            **dict.fromkeys(("first", "token", "total"), seconds),
         }  # fmt: skip
 
     graph, overhead = "torch compiled + each step a graph", "torch compiled, reduce-overhead"
-    speedups = {graph: {"median": 3.0}, overhead: {"median": 2.0}}
-    variant = {"attention": "sums", "products": "library", "cut": 128, "tried": []}
-    results = [result("ours", 1e-6, times_as_fast=speedups), result(graph, 3e-6, **variant), result(overhead, 2e-6)]
-    results.append(result("ours", 9e-6) | {"case": "eight"})
+    results = [result(name, [seconds] * 7) for name, seconds in (("ours", 1e-6), (graph, 3e-6), (overhead, 2e-6))]
+    decode.summarise(results)
     real_load = table_format.load
-    record = {"results": results, "machine": "B300", "name": "gpu/decode", "commit": "abc"}
-    monkeypatch.setattr(table_format, "load", lambda name: record if name == "gpu/decode" else real_load(name))
-    row = next(row for row in tables.headline() if "generated token" in row[""])
+    record = {"results": report.summarised(results), "machine": "B300", "name": "gpu/decode", "commit": "abc"}
+    saved = table_format.parsed(json.dumps(record))
+    monkeypatch.setattr(table_format, "load", lambda name: saved if name == "gpu/decode" else real_load(name))
+    row = next(row for row in tables.headline()[0] if "generated token" in row[""])
     assert "bf16, one B300]" in row[""]
     assert (row["this project"], row["speedup"]) == ("1.000 us", "2.00")
     assert row["PyTorch"] == "2.000 us (compiled, reduce-overhead)"
-    assert result_tables.decode_variant(results[1]) == (
-        "attention: sums, products: library, cache cut to a multiple of 128"
-    )
-    assert result_tables.decode_variant(results[2]) == ""
+    variant = {"attention": "sums", "products": "library", "cut": 128}
+    assert decode.described(variant) == "attention: sums, products: library, cache cut to a multiple of 128"
+    assert decode.described(variant | {"cut": None}) == "attention: sums, products: library"

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.gpu import attention as gpu_attention
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import Launch, kernel_rows, launches_of
+from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import parity as gpu_parity
 from benchmarks.gpus import pipeline
@@ -23,9 +24,8 @@ from benchmarks.gpus import timeline as gpu_timeline
 from benchmarks.harness import ours, processes
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
-from benchmarks.harness.result_tables import TABLES, group_of
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.ranks import kill
-from benchmarks.ranks.collectives import fit
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
@@ -132,14 +132,42 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
         ("layernorm: forward", Activity(1000, 1000.0, "forward_kernel"), norm),
         ("Memcpy HtoD", Activity(2000, 500.0, "Memcpy HtoD"), None),
     ]
-    rows = kernel_rows(listed, 1)
+    rows = kernel_rows(listed, 1, "bf16")
     assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
-    assert [group_of(row) for row in rows] == ["matrix products", "layernorm", "other kernels and copies"]
-    product, norm = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "bf16"})
-    assert [*product.values()] == ["`product a b`", "1", "1.000", "40.0 %", "383", "50 %", "", ""]
-    assert [*norm.values()] == ["`layernorm: forward`", "1", "1.000", "40.0 %", "", "", "1.00", "23 %"]
-    product, _ = cells("gpu-kernels", {"graph": rows, "rows": 2, "precision": "fp32"})
-    assert [*product.values()][4:6] == ["383", ""]  # the ceiling of products is that of bf16
+    product, norm, _ = KERNELS.cells([{"results": rows}])
+    assert [*product.values()] == ["`product a b`", "1", "1.000", "40.0 %", "383", "", "50 %"]
+    assert [*norm.values()] == ["`layernorm: forward`", "1", "1.000", "40.0 %", "", "1.00", "23 %"]
+    product, *_ = KERNELS.cells([{"results": kernel_rows(listed, 1, "fp32")}])
+    assert [*product.values()][-3:] == ["383", "", ""]  # the ceiling of products is that of bf16
+    times = {"idle_share": 0.25, "idle_share_profiled": None, "graph_step_seconds": 3e-3, "eager_step_seconds": 4e-3}
+    result = {"preset": "gpt2", "precision": "bf16", "groups": list(group_rows({"graph": rows, **times}))}
+    ms, limit = "gpt2, bf16, H200, ms", "gpt2, H200: share of the limit"
+    found = TABLES["gpu-profile"].cells([{"results": result, "machine": "H200"}])
+    assert [tuple(row.values()) for row in found] == [
+        ("matrix products", "1.000 (40.0 %)", "50 %"),
+        ("layernorm", "1.000 (40.0 %)", "23 %"),
+        ("other kernels and copies", "0.500 (20.0 %)", ""),
+        ("sum of the kernels", "2.500", ""),
+        ("idle, by device clock", "25.0 %", ""),
+        ("idle, by the kernels' time stamps", "", ""),
+        ("whole step, graph replayed", "3.000", ""),
+        ("whole step, launched from Python", "4.000", ""),
+    ] and list(found[0]) == ["", ms, limit]
+
+
+def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direction():
+    noise, shape = np.array([1.0, 3.0, 2.0]), [1, 2, 64, 32]  # noise slows all programs of a round equally
+    ms = {"ours": (1.0, 4.0), "ours, plain Triton": (0.5, 1.0), "torch, FlashAttention-2": (1.5, 9.0)}
+    ms["torch, cuDNN"] = (2.0, 6.0)
+    results = [
+        {"name": name, "shape": shape, "norms": [1.0, 1.0]}
+        | {"ms": {"forward": (forward * noise).tolist(), "both": (both * noise).tolist()}}
+        for name, (forward, both) in ms.items()
+    ]
+    gpu_attention.summarise(results)
+    assert results[0]["peer"]["name"] == "torch, cuDNN" and "peer" not in results[1]
+    (row,) = cells("gpu-attention", results)
+    assert row["times as fast"] == "1.50; 1.50" and row["torch, cuDNN"] == "0; 0"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -417,6 +445,10 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
 
     def judge(rows_of):
         results = [gpu_parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
+        args = gpu_parity.parser().parse_args([])
+        rows = TABLES["parity"].cells([{"results": {"summary": list(gpu_parity.summary(args, results))}}])
+        assert [row[""].removeprefix("`paper`, 50 steps, fp32") for row in rows] == ["", ", without `--deterministic`"]
+        assert [row["ranks"] for row in rows] == ["1", "1"]
         assert len(gpu_parity.RUNS.cells([{"results": results}])) == len(names)
         return gpu_parity.verdict(results)
 
@@ -461,12 +493,15 @@ def test_the_fit_recovers_alpha_and_beta():
     results, names = [], gpu_collectives.ALGORITHMS
     for size in gpu_collectives.SIZES:
         results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
-    gpu_collectives.summarise(results, 4)
-    rows = cells("gpus-collectives", {"all_reduce": results, "errors": {"4": dict.fromkeys(names, 1e-7)}})
+    gpu_collectives.summarise(results, 4, dict.fromkeys(names, 1e-7))
+    gradients = gpu_collectives.gradient_bytes("gpt2")
+    (nccl, _) = fits = gpu_collectives.fit_buckets(results, 4, gradients)
+    rows = cells("gpus-collectives", {"all_reduce": results, "fits": fits})
+    assert rows[1]["alpha, us; beta, ps per byte"] == "20.0; 4.00" and rows[1]["relative error at 10 MB"] == "1.0e-07"
     assert len(rows) == len(names) and {result["times_as_fast_as_torch"]["median"] for result in results} == {1}
-    np.testing.assert_allclose(fit(results, "name")["nccl, fp32"], [alpha, beta], rtol=1e-6)
+    np.testing.assert_allclose([nccl["alpha"], nccl["beta"]], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
-    assert gpu_collectives.gradient_bytes("gpt2") == pytest.approx(4 * 124.4e6, rel=0.01)
+    assert gradients == pytest.approx(4 * 124.4e6, rel=0.01)
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
         for name, factor, norm in (("ours", 1.0, 3.0), ("torch.matmul", 1.5, 3.001))
     ]  # fmt: skip
     gpu_products.summarise(pair)
-    (row,) = TABLES["gpu-products"].cells([{"results": [pair]}])
+    (row,) = TABLES["gpu-products"].cells([{"results": pair}])
     assert list(row.values()) == ["1000 x 500 x 2000", "1 (1.50), 1 (1.50), 1 (1.50)"]
     assert "different results" not in capsys.readouterr().out
     pair[1]["norms"][2] = 3.3

@@ -4,11 +4,14 @@ import resource
 import sys
 
 import numpy as np
+import pytest
 
 from benchmarks.cpu import deployment
+from benchmarks.gpus import table_1
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks import convergence, sparse
+from benchmarks.ranks import collectives, convergence, sparse
+from gpt2core.errors import UserError
 
 HARDWARE = {"cores": 2}
 
@@ -55,24 +58,41 @@ def test_a_program_is_measured_with_its_imports():
     assert [*found.values()] == ["one token, stage 0, now", "0.500", "79", "20.0", "64.0"]
 
 
-def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
-    def measured(algorithm, seconds, ranks=2):
-        ratio = {"median": seconds / 0.5, "q1": 0, "q3": 0, "n": 1}
-        return {
-            "algorithm": algorithm,
-            "bytes": 1_000_000,
-            "ranks": ranks,
-            "seconds": [seconds],
-            "ratio_to_native": ratio,
-        }
+def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
+    logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 4)
+    commands = []
+    monkeypatch.setattr(table_1, "train", lambda *words, **flags: (next(logs), commands.append((words, flags))))
+    monkeypatch.setattr(table_1, "run_to_end", lambda name, *_: f"{name}: total 0.50 s")
+    saved = []
+    monkeypatch.setattr(table_1, "save", lambda results, args: saved.extend(results))
+    table_1.main(["--stages", "0", "1", "--steps", "3", "--ranks", "2", "--rounds", "2"])
+    first, second = ("stage 0", "stage0_serial"), ("stage 1, 2 ranks", "stage1_mpi")
+    assert [words[:2] for words, _ in commands] == [first, first, second, second]
+    assert [flags["steps"] for _, flags in commands] == [2, 3, 2, 3] and commands[3][1] == {
+        "ranks": 2,
+        "preset": "paper",
+        "steps": 3,
+    }
+    first, _ = cells("table-1", saved)
+    assert [*first.values()] == ["stage 0", "15,264.36", "112.62", "4.50", "1250.00", "0.500", "4.250000"]
 
-    results = {
-        "all_to_all": [measured("pairwise", 0.25), measured("mpi", 0.5)],
-        "reduce_scatter": [measured(name, seconds, ranks) for name, seconds, ranks in (
-            ("ring", 1.0, 2), ("mpi", 0.5, 2), ("ring", 0.5, 4), ("mpi", 0.5, 4)
-        )],
-    }  # fmt: skip
-    first, second = cells("ranks-collectives", results)
+
+def test_stages_of_a_gpu_need_one(monkeypatch):
+    monkeypatch.setattr(table_1, "nvidia_smi", lambda _: [])
+    with pytest.raises(UserError, match="no GPU, which stages 2 and 3 need: use --stages 0 1"):
+        table_1.main(["--steps", "1"])
+
+
+def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():
+    def measured(operation, ranks, **seconds):
+        results = [{"algorithm": name, "bytes": 1_000_000, "seconds": [each]} for name, each in seconds.items()]
+        collectives.summarise(results, operation, ranks)
+        return results
+
+    jobs = ("reduce_scatter", 2, 1.0), ("reduce_scatter", 4, 0.5)
+    times = sum((measured(operation, ranks, ring=seconds, mpi=0.5) for operation, ranks, seconds in jobs), [])
+    times += measured("all_to_all", 2, mpi=0.5, pairwise=0.25, gloo=1.0)
+    first, second = cells("ranks-collectives", {"times": times})
     two, four = "2 ranks, 2 cores", "4 ranks, 2 cores"
     assert [first[""], first[two], first[four]] == ["all_to_all, 1 MB", "500 ms; pairwise 0.50", ""]
     assert [second[""], second[two], second[four]] == ["reduce_scatter, 1 MB", "500 ms; ring 2.00", "500 ms; ring 1.00"]

@@ -107,7 +107,7 @@ def test_intervals_of_a_lane_with_a_small_gap_are_joined():
 
 def test_the_exposed_time_is_a_difference_of_steps():
     times = ("none", 80.0), ("naive", 100.0)
-    rows = [{"name": way, "way": way, "step": {"mean": ms, "std": 1.0}, "buckets": 1} for way, ms in times]
+    rows = [{"name": f"xl, {way}", "step": {"mean": ms, "std": 1.0}, "buckets": 1} for way, ms in times]
     rows.append({"name": "xl, overlap", "oom": True})
     cells = TABLES["ddp"].cells([{"results": rows}])
     assert [row["share of step"] for row in cells] == ["", "20.0 %", ""]

@@ -16,7 +16,7 @@ from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial.blas import mkl
 from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
-from stage0_serial.generation import row_products, timed_choice
+from stage0_serial.generation import row_products, timed_choice, window
 from stage0_serial.generation import token_step as token_step_module
 from stage0_serial.generation.batch_decoder import BatchDecoder
 from stage0_serial.generation.row_products import PART, RowProducts
@@ -235,6 +235,71 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
         expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
         found = token_step(model)(ids, KVCache(config, backend))
         assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def random_model(rng, precision="fp64", factor=1.0, **sizes):
+    """A model with random biases and LayerNorm weights. factor: of the weights and biases that give q, k and v."""
+    config = GPT2Config(**dict(vocab_size=37, block_size=150, n_layer=3, n_head=3, n_embd=24) | sizes)
+    parameters = {name: w + rng.normal(0, 0.3, w.shape) for name, w in initial_parameters(config, 5)}
+    for name in parameters:
+        parameters[name] *= factor if "c_attn" in name else 1
+    backend = NumpyBackend(precision)
+    arrays = {name: w.astype(backend.dtype) for name, w in parameters.items()}
+    return load_model(config, arrays, backend)
+
+
+def window_beside_model(rng, model):
+    """The logits of a full window by the TokenStep and by the InferenceModel; the step must have used its Window."""
+    config = model.config
+    ids, step = rng.integers(0, config.vocab_size, config.block_size).tolist(), token_step(model)
+    step(ids[:-1], KVCache(config, model.backend))
+    assert "window" not in vars(step)  # a prompt copies no weights
+    logits = step(ids, KVCache(config, model.backend))
+    assert isinstance(step.window, window.Window)
+    assert_array_equal(step(ids, KVCache(config, model.backend)), logits)
+    return logits, model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
+
+
+@no_grad()
+def test_a_window_with_changed_weights_has_the_logits_of_the_model(rng):
+    found, expected = window_beside_model(rng, random_model(rng))
+    assert_allclose(found, expected, rtol=1e-9, atol=1e-9)  # as above
+
+
+@no_grad()
+def test_a_window_in_float32_is_as_accurate_as_the_model(rng):
+    found, expected = window_beside_model(rng, random_model(rng, "fp32", vocab_size=301))
+    assert_allclose(
+        found, expected, rtol=0, atol=1e-5 * abs(expected).max()
+    )  # 3 layers, each rounds to 1e-7 many times
+
+
+@no_grad()
+def test_exponentials_of_a_window_that_overflow_are_computed_with_the_maximum(rng, monkeypatch):
+    model, scores = random_model(rng, factor=30.0), []
+    exp_of_scores = model.backend.exp_of_scores
+
+    def recorded(q, k, *others):
+        scores.append(np.matmul(q, k))
+        exp_of_scores(q, k, *others)
+
+    monkeypatch.setattr(model.backend, "exp_of_scores", recorded)
+    found, expected = window_beside_model(rng, model)
+    assert max(each.max() for each in scores) > 800  # exp(800) is infinite in float64
+    assert_allclose(found, expected, rtol=1e-9, atol=1e-9)  # as above
+
+
+@no_grad()
+def test_windows_of_large_models_are_computed_as_prompts(rng, monkeypatch):
+    model, logits = random_model(rng), []
+    ids = rng.integers(0, 37, 150).tolist()
+    layers = 3 * 12 * 24 * 24 * 8  # bytes of the weights of the linear layers
+    for size, made in ((layers, True), (layers - 1, False)):
+        monkeypatch.setattr(window, "MAX_BYTES", size)
+        step = token_step(model)
+        logits.append(step(ids, KVCache(model.config, model.backend)))
+        assert (step.window is not None) == made
+    assert_allclose(*logits, rtol=1e-9, atol=1e-9)  # as above
 
 
 @pytest.fixture

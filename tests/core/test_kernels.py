@@ -538,7 +538,10 @@ def composed_cross_entropy(logits, targets):
 TARGETS = np.array([[3, 0, 11, 3, 7], [5, 5, 1, 0, 2]])
 FUSED = {  # name: (fused, composed, shapes of the operands)
     "attention": (lambda x: ops.attention(x, 3), lambda x: composed_attention(x, 3), (2, 67, 36)),
-    "rotary": (lambda x: ops.rotary(x, 3, 4), lambda x: composed_rotary(x, 3, 4), (2, 5, 36)),
+    "rotary_attention": (
+        lambda x, w, b: ops.rotary_attention(x, w, b, 3, 4),
+        lambda x, w, b: composed_attention(composed_rotary(x @ w + b, 3, 4), 3), (2, 5, 12), (12, 36), (36,),
+    ),
     "gelu": (ops.gelu, composed_gelu, (5, 24)),
     "layernorm": (ops.layernorm, composed_layernorm, (2, 5, 24), (24,), (24,)),
     "residual_layernorm": (

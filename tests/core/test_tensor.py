@@ -583,7 +583,9 @@ MISFITS = {  # name: (operation, shapes of its operands, words of the message)
     "layernorm": (ops.layernorm, [(2, 3), (3,), (4,)], ["(2, 3)", "(4,)"]),
     "residual_layernorm": (ops.residual_layernorm, [(2, 3), (2, 4), (3,), (3,), (3,)], ["(2, 3)", "(2, 4)"]),
     "attention": (lambda x: ops.attention(x, 2), [(2, 3, 9)], ["(2, 3, 9)", "2 heads"]),
-    "rotary": (lambda x: ops.rotary(x, 2), [(2, 3, 18)], ["(2, 3, 18)", "2 heads"]),
+    "rotary_attention": (
+        lambda x, w, b: ops.rotary_attention(x, w, b, 2), [(2, 3, 6), (6, 18), (18,)], ["(6, 18)", "2 heads"]
+    ),
     "embedding": (lambda wte, wpe: ops.embedding(IDS, wte, wpe), [(5, 4), (2, 4)], ["(2, 3)", "2 positions"]),
     "embedding widths": (lambda wte, wpe: ops.embedding(IDS, wte, wpe), [(5, 4), (3, 6)], ["(5, 4)", "(3, 6)"]),
     "unembed": (ops.unembed, [(2, 3), (5, 4)], ["(2, 3)", "(5, 4)"]),

@@ -1,12 +1,11 @@
 """The tables in the documentation are those that benchmarks/harness/tables.py generates from results/."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness import assignment_tables, flag_tables, table_format, tables
-from benchmarks.harness.table_format import Table, beside, load, number, spread
+from benchmarks.harness import assignment_tables, flag_tables, result_tables, table_format, tables
+from benchmarks.harness.table_format import Table, load, number
 from testing.jobs import ROOT
 
 RESULTS = (
@@ -39,11 +38,13 @@ def test_a_page_has_every_table_of_its_subject_once(page, names):
     assert sorted(found) == sorted(names)
 
 
-def test_every_table_is_on_a_page_or_printed_by_a_script():
+def test_every_table_is_on_a_page_or_printed_by_a_benchmark():
     on_pages = {name for page in PAGES for _, name, *_ in tables.BLOCK.findall(page.read_text(encoding="utf-8"))}
-    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*/*.py"))
+    files = [path for path in (ROOT / "benchmarks").glob("*/*.py") if path.parent.name != "harness"]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in files)
     assert on_pages <= set(tables.TABLES)
-    assert [name for name in set(tables.TABLES) - on_pages if f'"{name}"' not in scripts] == []
+    shown = on_pages | {name for name, table in result_tables.TABLES.items() if table.choice}  # "choices" has a row
+    assert [name for name in set(tables.TABLES) - shown if f'"{name}"' not in scripts] == []
 
 
 def test_every_results_file_is_the_source_of_a_table():
@@ -88,24 +89,20 @@ def test_a_source_line_names_the_commits_of_all_rows(monkeypatch):
 
 def test_a_description_has_templates_for_titles_and_cells():
     record = {"results": [{"name": "a", "ranks": 2, "ms": {"median": 0.5}, "gain": None}], "commit": "abc"}
-    table = Table(
-        "x",
-        "= {name} | {ranks} ranks = {ms:ms 3}\n gain = {2 * gain:.2f} | more = {row.more[0]} | ranks",
-        console="c = {name}",
-    )
-    row = {"": "a", "2 ranks": "500", "gain": "", "more": "", "ranks": "2"}
-    assert table.cells([record]) == [row] and table.cells([record], console=True) == [row | {"c": "a"}]
+    columns = "= {name} | {ranks} ranks = {ms:ms 3}\n gain = {2 * gain:.2f} | more = {row.more[0]} | ranks"
+    table = Table("x", columns)
+    assert table.cells([record]) == [{"": "a", "2 ranks": "500", "gain": "", "more": "", "ranks": "2"}]
     with pytest.raises(NameError, match="other"):
         Table("x", "a = {other}").cells([record])
-    assert Table("x").cells([{"results": []}]) == []
+    assert table.cells([{"results": []}]) == []
 
 
 def test_what_is_computed_from_a_missing_number_is_missing():
-    table = Table("x", "gain = {base.ms.mean / row.ms.mean:.1f} | ms = {row.ms:cell} | first = {words[0].name}")
+    table = Table("x", "gain = {row.base.ms.mean / row.ms.mean:.1f} | ms = {row.ms:cell} | first = {words[0].name}")
     base = {"ms": {"mean": 6, "std": 1}}
     rows = [
         {"base": base, "ms": {"mean": 3.0, "std": 0.5}, "words": [{"name": "a"}]},
-        {"base": base, "oom": True, "words": [None]},
+        {"base": base, "oom": True, "words": [{"name": None}]},
         {"base": None, "ms": None, "words": [{}]},
     ]
     cells = [list(row.values()) for row in table.cells([{"results": rows}])]
@@ -114,30 +111,33 @@ def test_what_is_computed_from_a_missing_number_is_missing():
 
 def test_a_row_is_beside_the_first_row_with_the_same_fields():
     rows = [{"name": name, "size": size} for size in (1, 2) for name in ("ours", "torch", "ours")][1:]
-    bases = [row["base"] and row["base"]["size"] for row in beside(rows, lambda row: row["name"] == "torch", "size")]
-    assert bases == [1, 1, 2, 2, 2]
-    assert [row["base"] for row in beside(rows[1:2], lambda row: row["name"] == "torch", "size")] == [None]
+    rows += [{"name": "torch", "size": 2, "us": 5}, {"name": "ours", "size": 3}]
+    table = Table("x", "size | base = {base.name} {base.size} {base.us}", base='name == "torch"', same="size")
+    assert [row["base"] for row in table.cells([{"results": rows}])] == ["torch 1 "] * 2 + ["torch 2 "] * 4 + ["  "]
+
+
+def test_rows_inside_rows_have_the_fields_of_the_row_around_them():
+    results = {"a": {"size": 1, "times": [3, 4]}, "b": {"size": 2, "times": [5]}, "c": {"oom": True}}
+    cells = Table("x", "key | us = {row.size * row.value:cell}", each="* times").cells([{"results": results}])
+    assert [list(row.values()) for row in cells] == [["a", "3"], ["a", "4"], ["b", "10"], ["c", "out of memory"]]
+
+
+def test_a_name_is_compared_with_a_template_and_rows_are_selected_and_sorted():
+    names = "grid / 64 / ours", "grid / 128 / ours", "grid / 64 / torch", "grid / 64 / ours / 2", "sum / 64 / ours"
+    table = Table("x", "size | by", name="grid / {size} / {by}", where='by == "ours"', order="int(size)")
+    cells = table.cells([{"results": [{"name": name} for name in reversed(names)]}])
+    assert cells == [{"size": "64", "by": "ours"}, {"size": "128", "by": "ours"}]
 
 
 def test_rows_with_the_same_first_cell_are_merged_and_columns_keep_their_order():
     results = [{"size": size, "ranks": ranks} for ranks in (2, 4) for size in (30, 10)]
-    table = Table("x", "MB = {size} | {ranks} ranks = {ranks}", merged=True, order=lambda cells: int(cells["MB"]))
+    table = Table("x", "MB = {size} | {ranks} ranks = {ranks}", merged=True, order="size")
     assert table.cells([{"results": results[:3]}]) == [
         {"MB": "10", "2 ranks": "2", "4 ranks": ""},
         {"MB": "30", "2 ranks": "2", "4 ranks": "4"},
     ]
 
 
-def test_the_columns_that_only_a_script_prints_are_fields_of_its_results():
-    described = [each for each in tables.TABLES.values() if isinstance(each, Table) and each.console]
-    assert len(described) > 10
-    for table in described:
-        alone = replace(table, also=())
-        (page, files), printed = alone(), alone.cells(map(load, alone()[1]), console=True)
-        assert len(printed) == len(page) and len(printed[0]) > len(page[0]), files
-
-
 def test_numbers_keep_their_significant_digits():
     sample = {"median": 0.0024, "q1": 0.002389, "q3": 3.1, "n": 5}
-    assert number(sample, 1e3, 3) == "2.40" and spread(sample, 1e3, 3) == "2.39 to 3,100"
-    assert spread(sample | {"n": 1}) == ""
+    assert number(sample, 3, 1e3) == "2.40" and number({"median": 3100.4}) == "3,100"

@@ -223,14 +223,15 @@ def test_a_generation_that_is_not_read_to_its_end_does_not_affect_the_next():
     assert tokens == list(generate(stage0, [7, 8, 9], 3)) and len(decoders[1]) == 1
 
 
-def test_the_next_generation_reads_weights_that_were_changed_in_place():
+@pytest.mark.parametrize("prompt", [[1, 2], [1, 2, 3, 4, 5, 6, 7, 8]], ids=["decode steps", "window steps"])
+def test_the_next_generation_reads_weights_that_were_changed_in_place(prompt):
     (model, stage0), decoders = models(UNTIED), {}
-    list(generate(model, [1, 2], 2, decoders=decoders))
+    list(generate(model, prompt, 2, decoders=decoders))
     for name, array in arrays_of(UNTIED, seed=1).items():
         for each in (model, stage0):
             each.parameters[name].data[...] = each.backend.asarray(array)
-    tokens = list(generate(model, [1, 2], 3, decoders=decoders))
-    assert tokens == list(generate(stage0, [1, 2], 3)) and len(decoders[1]) == 1
+    tokens = list(generate(model, prompt, 3, decoders=decoders))
+    assert tokens == list(generate(stage0, prompt, 3)) and len(decoders[1]) == 1
 
 
 def test_a_large_batch_and_a_sharded_model_use_the_core_s_decoder():

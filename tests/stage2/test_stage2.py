@@ -257,6 +257,7 @@ ELSEWHERE = {
     "kernels.cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "kernels.rotary.rotary_kernel": "--positions rotary",
+    "kernels.rotary.rotation_kernel": "--positions rotary",
     "kernels.dropout.dropout_kernel": "--dropout above 0",
     "kernels.cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
     "decoding.cached_attention.cached_kernel": "layers divided over ranks: stage 3",

@@ -8,12 +8,14 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
+from benchmarks.parity.oracle import turned  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.attention import hopper_launches  # noqa: E402
 from stage2_cuda.attention import launches as attention  # noqa: E402
 from stage2_cuda.attention.hopper_launches import GluonTile  # noqa: E402
 from stage2_cuda.attention.launches import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.decoding.cached_attention import attention_cached  # noqa: E402
+from stage2_cuda.kernels.rotary import compute_rotation  # noqa: E402
 from stage2_cuda.runtime.gluon_launch import gluon_kind  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module  # noqa: E402
 
@@ -100,14 +102,14 @@ def oracle(qkv, dy, H):
     return y.swapaxes(1, 2).reshape(B, T, H * D), base_2, dqkv.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
 
-def run(qkv, dy, H, dtype, **options):
+def run(qkv, dy, H, dtype, rotation=None, **options):
     """y, lse and dqkv on the host. Asserts that the kernels write nothing else: neither inputs nor guard elements."""
     (B, T, C), outputs, inputs = dy.shape, Outputs(dtype), (host(qkv), host(dy))
     y, dqkv = outputs.empty(B, T, C), outputs.empty(B, T, 3 * C)
     lse, delta = (outputs.empty(B, H, T, precision="fp32") for _ in range(2))
     attention.attention_forward(y, lse, qkv, H, **options)
     forward = host(y), host(lse)
-    attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, **options)
+    attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, rotation=rotation, **options)
     outputs.check_guards()
     for before, after in zip((*inputs, *forward), (qkv, dy, y, lse), strict=True):
         assert_array_equal(before, host(after))
@@ -119,10 +121,15 @@ def operands(rng, precision, B, T, H, D, scale=1.0):
     return qkv, array(rng.standard_normal((B, T, H * D)), precision)
 
 
-def check(rng, dtype, B, T, H, D, tolerance=None, **options):
-    qkv, dy = operands(rng, dtype, B, T, H, D)
-    y, lse, dqkv = run(qkv, dy, H, dtype, **options)
+def check(rng, dtype, B, T, H, D, tolerance=None, position=None, **options):
+    """position: of the first row, if q and k are rotated: then dqkv is the gradient of the array before."""
+    (qkv, dy), rotation = operands(rng, dtype, B, T, H, D), None
+    if position is not None:
+        qkv, rotation = array(turned(host(qkv), H, position, 1), dtype), xp.empty((T, 2, D // 2), np.float32)
+        compute_rotation(rotation, position)
+    y, lse, dqkv = run(qkv, dy, H, dtype, rotation, **options)
     want_y, want_lse, want_dqkv = oracle(host(qkv), host(dy), H)
+    want_dqkv = want_dqkv if position is None else turned(want_dqkv, H, position, -1)
     near(lse, want_lse, tolerance or 1e-5, least=1.0)  # float32, whatever the inputs
     tolerance = tolerance or TOLERANCE[dtype]
     near(y, want_y, tolerance)
@@ -154,6 +161,32 @@ def test_attention_of_a_random_shape_equals_float64(rng, precision):
 @pytest.mark.parametrize("precision, T, H, D", [("fp32", 48, 2, 16), ("fp32", 65, 1, 24), ("fp16", 33, 1, 8)])
 def test_attention_with_any_tiles_equals_float64(rng, precision, T, H, D, tiles):
     check(rng, precision, 1, T, H, D, tiles=TILES[tiles])
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("B, T, H, D", SHAPES)
+def test_the_gradient_of_rotated_queries_and_keys_is_rotated_back(rng, precision, B, T, H, D):
+    check(rng, precision, B, T, H, D, position=1000)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("precision, T, H, D", [("fp32", 48, 2, 16), ("fp32", 65, 1, 24), ("fp16", 33, 1, 8)])
+def test_the_gradient_is_rotated_back_with_any_tiles(rng, precision, T, H, D, tiles):
+    check(rng, precision, 2, T, H, D, position=7, tiles=TILES[tiles])
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("B, T, H, D", [(2, 33, 2, 24), (1, 20, 1, 64), *([(2, 1024, 3, 64)] if GPU else [])])
+def test_rotary_attention_of_the_backend_equals_float64(rng, precision, B, T, H, D):
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    backend, position = CudaBackend(precision, deterministic=True), 5
+    qkv, dy = operands(rng, precision, B, T, H, D)
+    want_y, _, want_dqkv = oracle(turned(host(qkv), H, position, 1), host(dy), H)
+    y, aux = backend.rotary_attention_forward(qkv, H, position)
+    near(host(y), want_y, TOLERANCE[precision])
+    dqkv = host(backend.rotary_attention_backward(dy, y, aux, H, position))
+    near(dqkv, turned(want_dqkv, H, position, -1), TOLERANCE[precision])
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter ignores the input precision")
@@ -257,6 +290,24 @@ def test_the_gluon_kernels_of_a_random_shape_equal_float64(rng, precision, desig
     B, T, H = int(rng.integers(1, 4)), 4 * int(rng.integers(1, 375)), int(rng.integers(1, 5))
     print("shape", B, T, H, D)
     check(rng, precision, B, T, H, D, tiles=AttentionTiles(*[GluonTile(design)] * 3))
+
+
+@on_hopper
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("design, D", DESIGNS)
+@pytest.mark.parametrize("B, T, H", GLUON_SHAPES)
+def test_the_gluon_kernels_rotate_the_gradient_back(rng, precision, B, T, H, design, D):
+    check(rng, precision, B, T, H, D, position=1000, tiles=AttentionTiles(*[GluonTile(design)] * 3))
+
+
+@on_hopper
+@pytest.mark.parametrize("design, D", DESIGNS)
+def test_a_rotation_by_nothing_changes_no_bit_of_the_gluon_kernels(rng, design, D):
+    (qkv, dy), tiles = operands(rng, "bf16", 2, 1000, 3, D), AttentionTiles(*[GluonTile(design)] * 3)
+    rotation = xp.zeros((1000, 2, D // 2), np.float32)
+    rotation[:, 0] = 1
+    for a, b in zip(*(run(qkv, dy, 3, "bf16", each, tiles=tiles) for each in (None, rotation)), strict=True):
+        assert_array_equal(a, b)
 
 
 @on_hopper

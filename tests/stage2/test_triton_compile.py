@@ -34,7 +34,7 @@ SPILLS = {
     ): "up to 664 bytes with heads of 128: dk, dv and a product of a tile; up to 32 with heads of 64 that are uneven",
     ("h200", "kernels.attention_fp16x3.forward_kernel", None): "24 bytes, with uneven heads of 128 in parts",
     ("h200", "attention.hopper_forward.specialized_kernel", None): "16 bytes with Triton 3.9: 160 registers per thread",
-    ("h200", "attention.hopper_dq.specialized_kernel", None): "up to 112 bytes with Triton 3.9, for the same reason",
+    ("h200", "attention.hopper_dq.specialized_kernel", None): "up to 144 bytes with Triton 3.9, for the same reason",
     ("h200", "attention.hopper_dkdv.pipelined_kernel", None): "up to 56 bytes: 168 registers let three programs fit",
     (
         "h200",
@@ -48,7 +48,7 @@ SPILLS = {
     ): "up to 16 bytes with Triton 3.9: the result of a tile takes 128 registers",
     ("h200", "decoding.batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
     ("h200", "decoding.batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
-    ("h200", "kernels.rotary.rotary_kernel", None): "32 bytes: cos and sin of angles that are much larger than these",
+    ("h200", "kernels.rotary.rotation_kernel", None): "32 bytes: cos and sin of angles that are much larger than these",
     **{
         ("h200", f"decoding.sampling.append_{each}_kernel", None): "32 bytes with rotary positions, for the same reason"
         for each in ("given", "greedy", "sampled")

@@ -236,11 +236,14 @@ ROTARY += [pytest.param(*shape, marks=gpu) for shape in [(16, 1024, 12, 64, 0), 
 def test_rotary_forward_and_backward_equal_float64(rng, oracle, dtype, batch, time, heads, size, position):
     shape = batch, time, 3 * heads * size
     (qkv, qkv64), (dy, dy64) = (normal(rng, dtype, *shape) for _ in "qd")
-    (y,) = run(rotary.rotary, [(shape, dtype)], qkv, heads, position, 1)
-    (dqkv,) = run(rotary.rotary, [(shape, dtype)], dy, heads, position, -1)
+    rotation = device(run(rotary.compute_rotation, [((time, 2, size // 2), FP32)], position)[0])
+    (y,) = run(rotary.rotate, [(shape, dtype)], qkv, rotation, heads, 1)
+    (dqkv,) = run(rotary.rotate, [(shape, dtype)], dy, rotation, heads, -1)
     near(y, oracle.rotary_forward(qkv64, heads, position))
     near(dqkv, oracle.rotary_backward(dy64, heads, position))
     assert_array_equal(y[..., 2 * heads * size :], host(qkv)[..., 2 * heads * size :])  # v is copied
+    rotary.rotate(qkv, qkv, rotation, heads, 1)  # in place
+    assert_array_equal(host(qkv), y)
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------

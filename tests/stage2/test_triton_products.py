@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
-from stage2_cuda.kernels import losses  # noqa: E402
+from stage2_cuda.kernels import column_sums, losses  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
 
 gpu = pytest.mark.gpu
@@ -88,6 +88,24 @@ def test_a_product_of_fp32_has_the_precision_of_fp32(rng, n, c, k, trans_a, tran
     backend.products.multiply(wide[:, :k], device(a), device(b), trans_a=trans_a, trans_b=trans_b, bias=device(bias))
     near(wide[:, :k], bias + want, 1e-5)
     assert (host(wide)[:, k:] == 1).all()
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8, 16])
+@pytest.mark.parametrize("size", [5, 1600, pytest.param(256 * 384, marks=gpu)])
+def test_the_parts_of_a_product_are_added_in_the_order_of_a_tree(rng, parts, size):
+    partials = rng.standard_normal((parts, size), np.float32)
+    out = array_module().full(size, np.nan, np.float32)
+    fp16x3.add_parts(out, device(partials))
+    near(out, partials.astype(np.float64).sum(0), 1e-6)
+    if parts <= 8:
+        rows = partials
+        while len(rows) > 1:
+            rows = rows[: len(rows) // 2] + rows[len(rows) // 2 :]
+        assert np.array_equal(host(out), rows[0])
+    if parts <= 8 and size % 16 == 0 and not interpreted():  # the bits of the kernel that is used for more parts
+        other = array_module().full(size, np.nan, np.float32)
+        column_sums.add_partials(device(partials), other)
+        assert np.array_equal(host(out), host(other))
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000, pytest.param(65536, marks=gpu)])

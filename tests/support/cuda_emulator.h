@@ -106,6 +106,12 @@ DEVICE T& shared_memory() {
 }
 
 DEVICE uint4* dynamic_memory() { return (uint4*)(dynamic_bytes.data() + current->block * DYNAMIC_BYTES); }
+DEVICE void start_copy(uint4* to, const u16* from, bool exists) {
+  *to = exists ? load16(from) : make_uint4(0, 0, 0, 0);
+}
+DEVICE void end_copies() {}
+template <int COUNT>
+DEVICE void wait_for_copies() {}
 DEVICE uint4 load_stream(const u16* address) { return load16(address); }
 DEVICE void store_stream(u16* address, uint4 v) { *(uint4*)address = v; }
 

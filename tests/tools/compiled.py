@@ -252,17 +252,18 @@ def attend(precision, T, D):
 
 
 def attend_with_all_tiles(precision, T, D):
-    """Attention with every tile that the tuner may choose."""
+    """Attention with every tile that the tuner may choose, backward also with rotary positions."""
     backend, H = Backend(precision), 2
     qkv, y = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
-    dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
+    dqkv, lse, rotation = np.empty_like(qkv), np.empty((1, H, T), np.float32), np.empty((T, 2, D // 2), np.float32)
     for part, candidates in tuned_tiles.tiles_for(qkv, H, backend.dot_precision)[1].items():
         for tile in candidates:
             tiles = attention.AttentionTiles(**{part: tile})
             if part == "forward":
                 attention.attention_forward(y, lse, qkv, H, backend.dot_precision, tiles)
-            else:
-                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot_precision, tiles)
+                continue
+            for angles in (None, rotation):
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot_precision, tiles, angles)
 
 
 def multiply(precision, rows, C, K):

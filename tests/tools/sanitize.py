@@ -115,9 +115,10 @@ def launch_gelu(a):
 
 def launch_rotary(a):
     for B, T, H, D in ((2, 37, 3, 10), (1, 5, 2, 64)):  # a head size that is not a power of two
-        qkv, y = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D)
-        rotary.rotary(y, qkv, H, 3, 1)
-        rotary.rotary(y, qkv, H, 3, -1)
+        qkv, y, rotation = a.x(B, T, 3 * H * D), a.x(B, T, 3 * H * D), a.f(T, 2, D // 2)
+        rotary.compute_rotation(rotation, 3)
+        rotary.rotate(y, qkv, rotation, H, 1)
+        rotary.rotate(qkv, qkv, rotation, H, -1)
 
 
 def launch_dropout(a):
@@ -225,7 +226,8 @@ def launch_attention(a):
             qkv, dqkv, y, dy = (a.x(B, T, parts * H * D) for parts in (3, 3, 1, 1))
             lse, delta = a.f(B, H, T), a.f(B, H, T)
             attention.attention_forward(y, lse, qkv, H, precision)
-            attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
+            for rotation in (None, a.f(T, 2, D // 2)):
+                attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision, rotation=rotation)
         for T_q, T_k in ((72, 133), (300, 170)):  # the Gluon kernels need a T_q that is a multiple of 4
             attend_separately(a, (2, 3, T_q, T_k, 24), precision)
             if attention.gluon_table(np.dtype(a.dtype).itemsize, 6, 300, 64):
@@ -332,18 +334,17 @@ def launch_cluster_step(a):
         return
     for C, V, length in ((256, 37, 1), (768, 1000, 70)):
         H, block, eps, clusters = C // cluster_step.HEAD_SIZE, 70, 1e-5, cluster_step.mlp_clusters(C)
-        ln, s, x, partials, bias = (a.x(C), a.x(C)), a.f(C), a.f(C), a.f(H, C), a.x(C)
+        ln, bias = (a.x(C), a.x(C)), a.x(C)
         qkv, proj, fc, fc_proj = a.x(3 * C, C), a.x(C, C), a.x(4 * C, C), a.x(C, 4 * C)
-        lengths, cache, folded = (
-            a.xp.asarray(np.array([length], np.int32)),
-            a.x(1, block, 2 * C),
-            (a.f(3 * C), a.f(3 * C)),
-        )
-        common = (x, None, None), ln[0], qkv, folded, proj, lengths
-        for rotation in (None, a.f(1, 2, cluster_step.HEAD_SIZE // 2)):
-            cluster_step.attention_block(partials, s, cache, *common, rotation, (qkv, proj), eps, False)
-        residual, folded, sums = (x, partials, bias), (a.f(4 * C), a.f(4 * C)), a.f(clusters, C)
-        cluster_step.mlp_block(sums, s, residual, ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
+        for B in (11, 1):
+            s, x, partials, sums = a.f(B, C), a.f(B, C), a.f(H, B, C), a.f(clusters, B, C)
+            cache, lengths = a.x(B, block, 2 * C), a.i(B, high=block) + length
+            for rotation in (None, a.f(B, 2, cluster_step.HEAD_SIZE // 2)):
+                rest = ln[0], qkv, (a.f(3 * C), a.f(3 * C)), proj, lengths, rotation, (qkv, proj), eps, False
+                for residual in ((x, None, None), (x, sums, bias)):
+                    cluster_step.attention_block(partials, s, cache, residual, *rest)
+            folded = a.f(4 * C), a.f(4 * C)
+            cluster_step.mlp_block(sums, s, (x, partials, bias), ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
         maxima, indices = a.f(cluster_step.logit_maxima()), a.i(cluster_step.logit_maxima(), high=V)
         weights = qkv, proj, fc, fc_proj
         cluster_step.logits(a.f(V), maxima, indices, s, (x, sums, bias), ln, a.x(V, C), weights, eps)

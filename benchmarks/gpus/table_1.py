@@ -1,0 +1,72 @@
+"""The paper's Table 1 on one machine: how long do 50 training steps and the inference take in each of the programs?
+
+All programs train `paper` in fp32, then continue 256 tokens by 30 with the shipped weights. The start of a program and
+the compilation are not part of a time. Stage 1 has the 8 ranks of the paper's command, stage 3 one rank for each GPU.
+
+    python -m benchmarks.gpus.table_1                       # all four stages, on a machine with a GPU
+    python -m benchmarks.gpus.table_1 --stages 0 1 --steps 2  # a trial on a CPU
+"""
+
+import re
+import statistics
+import sys
+
+from benchmarks.harness.processes import BenchmarkFailed, run_main, run_to_end
+from benchmarks.harness.report import benchmark_parser, nvidia_smi, save
+from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.training_runs import train
+from benchmarks.paper import PROCESSES, SECONDS
+from gpt2core.app.shipped import WEIGHTS
+from gpt2core.errors import UserError, counted
+from stage1_mpi.launch import choose, launch_line
+
+PACKAGES = "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"
+INFERENCE = ["--weights", str(WEIGHTS), "--max-new-tokens", "30", "--stats"]
+
+
+def measure(stage, args):
+    """The row of a stage: seconds of the training, of a step, and ("seconds") of the inference; and of the paper."""
+    package, ranks = PACKAGES[stage], {1: args.ranks, 3: args.gpus}.get(stage)
+    name = f"stage {stage}" + (f", {counted(ranks, 'rank')}" if ranks else "")
+    precision = {"precision": "fp32"} if stage >= 2 else {}
+    for steps in (2, args.steps):  # the first run compiles and chooses kernels
+        log, _ = train(name, package, args.timeout, ranks=ranks, preset="paper", steps=steps, **precision)
+    infer = [*(launch_line(*choose(), ranks) if ranks else ()), sys.executable, "-m", f"{package}.inference"]
+    paper = list(SECONDS.values())[stage]
+    return {
+        "name": name,
+        "ranks": ranks,
+        "training": sum(row["seconds"] for row in log),
+        "step": statistics.median(row["seconds"] for row in log[1:]),
+        "seconds": [inference_seconds(name, [*infer, *INFERENCE], args) for _ in range(args.rounds)],
+        "paper": {"training": paper[0], "inference": paper[1]},
+        "last_loss": log[-1]["loss"],
+    }
+
+
+def inference_seconds(name, command, args):
+    output = run_to_end(name, command, 1, args.timeout)
+    found = re.search(r"total ([\d.]+) s", output)
+    if not found:
+        raise BenchmarkFailed(f"'{name}': the output of inference.py has no line of --stats")
+    return float(found[1])
+
+
+def main(argv=None):
+    parser = benchmark_parser("benchmarks.gpus.table_1", __doc__)
+    add = parser.add_argument
+    add("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="stages to run (default all)")
+    add("--steps", type=int, default=50, help="steps of the training (default 50, as in the paper)")
+    add("--ranks", type=int, default=PROCESSES["command"], help="ranks of stage 1 (default 8)")
+    parser.add_flags(rounds=3, timeout=600)
+    args = parser.parse_args(argv)
+    args.gpus = len(nvidia_smi("name"))
+    if max(args.stages) >= 2 and not args.gpus:
+        raise UserError("this machine has no GPU, which stages 2 and 3 need: use --stages 0 1")
+    results = [measure(stage, args) for stage in args.stages]
+    TABLES["table-1"].print(results)
+    save(results, args)
+
+
+if __name__ == "__main__":
+    run_main(main)
