@@ -1,40 +1,53 @@
 """Measure the constants of the planner on two ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
 
 Both ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
-a median. Of a computation, it is that in which the thread computes, without that of other programs on its core.
+the shortest of a few, because other programs can only make it longer. Of a computation, it is that in which the thread
+computes, without that of other programs on its core. Three small models are measured, none of them a preset: in each,
+something else takes most of the time.
 """
 
+import functools
 import json
-import statistics
+import math
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from gpt2core.architecture import GPT2Config, unit_names
+from gpt2core.app.planning.dry_run import layout_of
+from gpt2core.app.planning.flops import unit_work
+from gpt2core.app.planning.traffic import traffic
+from gpt2core.architecture import GPT2Config, parameter_count, unit_names
 from gpt2core.arena import PAGE
-from gpt2core.communicator import Solo
+from gpt2core.communicator import Solo, textbook_bytes
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
-from gpt2core.forward_arguments import ForwardArguments
 from gpt2core.memory.gpu import FP32
-from gpt2core.memory.kernel_sizes import GELU, NORMS, UPDATE
-from gpt2core.model import GPT2, initial_parameters
+from gpt2core.memory.kernel_sizes import UPDATE
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
-from gpt2core.parallel.parameter import Parameter
-from gpt2core.parallel.part import parts_of
+from gpt2core.parallel.divided.arena import DividedArena
+from gpt2core.parallel.divided.arena_layout import ArenaLayout
+from gpt2core.parallel.mesh import Grid
+from gpt2core.parallel.micro_batches.accumulator import Workload
+from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
+from gpt2core.parallel.micro_batches.threaded import Worker
+from gpt2core.parallel.part import backward_pass, forward_pass
 from gpt2core.parallel.tensor.shards import shard
 from gpt2core.parallel.tensor.sliced_ops import Slice
 from gpt2core.threads import limit_blas
 from gpt2core.training_loop import read_batch
-from stage0_serial.numpy_backend import NumpyBackend
+from stage0_serial.numpy_backend import QUERIES, NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-CONFIG = GPT2Config(172, 64, 4, 4, 64, tied=False)  # the preset tiny with 4 layers
-SEQUENCES = (1, 8)  # of a pass: a small and a large number
-MERGED, SLICES = 4, 2  # micro-batches of a merged pass; ranks that divide a layer
-REPEATS = 40
+SHORT = GPT2Config(172, 16, 9, 2, 48, tied=False)  # calls of kernels take most of the time
+NARROW = GPT2Config(172, 64, 3, 6, 96, tied=False)  # other kernels than products do
+WIDE = GPT2Config(172, 64, 3, 4, 256, tied=False)  # products do
+FEW, MANY = 2, 8  # sequences of a pass
+MERGED = 4  # micro-batches of a merged pass, with one sequence each
+LENGTHS = (16, 64)  # tokens of short and long sequences
+REPEATS, SAMPLE = 20, 0.02  # samples; seconds
 SIZES = (1 << 10, 1 << 18)  # numbers of a small and a large array
-CALLS = 8  # of a collective in a row
 LARGER_THAN_CACHE = 1 << 23  # numbers
 
 
@@ -48,8 +61,28 @@ def main():
 
 def measure(world):
     """{name of a field of Machine: [its numbers]}; the group `world` has two ranks."""
-    bandwidth = update_bandwidth(world)
-    return {**unit_rates(world), **links(world), **overheads(world, bandwidth), "bandwidth": [bandwidth]}
+    rates = unit_rates(world)  # at first: then the memory of later arrays is reused, as in training
+    bandwidth, messages = update_bandwidth(world), links(world)
+    steps = overheads(world, bandwidth)
+    background = in_background(world, bandwidth, messages["collective"], *steps["update"])
+    found = {**rates, **messages, **steps, "background": background}
+    return found | {"bandwidth": [bandwidth], "queries": [QUERIES]}
+
+
+def shortest(world, functions, seconds):
+    """[the shortest sample of seconds(function)] of each function, an array, on the slower rank.
+
+    A sample is the mean of so many calls that they take SAMPLE seconds, as a short step does. The functions alternate,
+    because the speed of a machine changes.
+    """
+    first = world.all_gather_object([np.sum(seconds(function)) for function in functions])
+    counts = [math.ceil(SAMPLE / each) for each in np.max(first, axis=0)]  # every rank makes the same calls
+    samples = [[] for _ in functions]
+    for _ in range(REPEATS):
+        for each, function, count in zip(samples, functions, counts, strict=True):
+            world.barrier()
+            each.append(np.mean([seconds(function) for _ in range(count)], axis=0))
+    return np.max(world.all_gather_object([np.min(each, axis=0) for each in samples]), axis=0)
 
 
 def line(sizes, seconds):
@@ -62,86 +95,94 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together, as [overhead, operations per second].
+    """The Rates of a block, and of embedding and head together; and `micro_batch` and `embedding` of Machine.
 
-    And from a merged and from a divided pass `micro_batch` and `activations`: see Machine.
+    Five times determine five constants of a block: those of passes of three models, and of one score of attention.
+    Embedding and head have the same rate of products.
     """
-    T, C, V = CONFIG.block_size, CONFIG.n_embd, CONFIG.vocab_size
-    few, many = SEQUENCES
-    shapes = [(few, 1, 1), (many, 1, 1), (many, MERGED, 1), (many, 1, SLICES)]
-    *times, one_part = pass_times(world, [make_pass(*shape) for shape in shapes] + [make_pass(few, 1, 1, False)])
-    ends = [each[:, 0] + each[:, -1] for each in times[:2]]
-    small, large, merged, divided = (each[:, 1:-1].mean(axis=1) for each in times)  # of a block
-    # a block that is a part of its own takes longer than one in the middle of a part
-    extra = np.clip((times[0].sum(axis=1) - one_part[:, 0]) / (len(times[0][0]) - 1), 0, small / 2)
-    lines = {
-        "block": rising_lines([few * T, many * T], small - extra, large - extra),
-        "ends": rising_lines([few * T, many * T], *ends),
-    }
-    slopes = np.array([slope for _, slope in lines["block"]])  # seconds per token, forward and backward
-    saved = (large - divided) / (1 - 1 / SLICES) / (many * T)  # the part of them that a group divides
-    # what every rank computes: the LayerNorms of forward, and twice as much in backward; products take most of the time
-    norms = np.clip((slopes - saved).sum(), 0.01 * slopes.sum(), slopes.sum() / 3).item()
-    activations = 3 * NORMS * C * FP32 / norms
-    stream = {"block": (NORMS + GELU) * C * FP32 / activations, "ends": 0.0}
-    operations = {"block": 24 * C * C + 4 * C * T, "ends": 2 * V * C}  # per token, in forward
-    rates = {"micro_batch": [max(0.0, (merged - large)[1]) / (MERGED - 1)], "activations": [activations]}
-    for kind, count in operations.items():
-        for (overhead, slope), direction, passes in zip(lines[kind], ("forward", "backward"), (1, 2), strict=True):
-            rates[f"{kind}_{direction}"] = [overhead, count / max(slope / passes - stream[kind], 0.1 * slope)]
-    return rates
+    shapes = (SHORT, 1), (NARROW, MANY), (WIDE, FEW), (WIDE, MANY)
+    passes = [make_pass(replace(config, n_layer=n), count) for config, count in shapes for n in (1, config.n_layer)]
+    others = make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True), make_pass(SHORT, 1, of_embedding=True)
+    *times, plain, merged, embedding = shortest(world, [*passes, *others], lambda run: run())
+    times = np.reshape(times, (len(shapes), 2, 2))  # shape, layers, direction
+    blocks = (times[:, 1] - times[:, 0]) / [[config.n_layer - 1] for config, _ in shapes]
+    ends, attention, rates = times[:, 0] - blocks, attention_times(world), {}
+    heads, width = NARROW.n_head, NARROW.n_embd
+    for i, (direction, products) in enumerate((("forward", 1), ("backward", 2))):
+        sequence, score = line([heads * length**2 for length in LENGTHS], attention[:, i])
+        # of each measured time: how often it has each of the five constants
+        rows, known = [[0.0, 0.0, products * 4 * width / heads, 0.0, 1.0]], [score]
+        for (config, count), seconds in zip(shapes, blocks[:, i], strict=True):
+            rows.append(row_of("h.0", config, count, products))
+            known.append(seconds - count * sequence)
+        found = np.maximum(np.linalg.solve(rows, known), 1e-15)  # noise may give less than 0
+        overhead, parameter, flop, byte, score = found.tolist()
+        rates[f"block_{direction}"] = [overhead, 1 / flop, 1 / byte, sequence, score, parameter]
+        rows = np.array([row_of("head", config, count, products) for config, count in shapes[:2]])
+        known = ends[:2, i] - rows[:, 2] * flop
+        overhead, byte = np.maximum(np.linalg.solve(rows[:, [0, 3]], known), 1e-15).tolist()
+        rates[f"ends_{direction}"] = [overhead, 1 / flop, 1 / byte]
+    micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
+    micro_batch -= parameter * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
+    part = min(1.0, (embedding.sum() / ends[0].sum()).item())
+    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part]}
 
 
-def rising_lines(sizes, *seconds):
-    """[line() of forward, of backward], whose slopes are not 0. seconds: (forward, backward) at each of two sizes."""
-    pairs = np.transpose(seconds).tolist()
-    lines = [line(sizes, pair) for pair in pairs]
-    return [(start, max(slope, 0.01 * pair[1] / sizes[1])) for (start, slope), pair in zip(lines, pairs, strict=True)]
+def row_of(unit, config, count, products):
+    """[calls, parameters, operations, bytes, scores] of `count` sequences; products: 1 in forward, 2 in backward."""
+    work = unit_work(config, config.block_size, unit, 1, QUERIES)
+    products *= count
+    return [1.0, work.parameters, products * work.flops, products * FP32 * work.numbers, count * work.scores]
 
 
-def pass_times(world, passes):
-    """[(2, parts) seconds] of the results of make_pass(), on the slower rank.
+def attention_times(world):
+    """(2, 2) seconds of attention for one sequence, of each of LENGTHS, forward and backward."""
+    backend, heads, rng = NumpyBackend(), NARROW.n_head, np.random.default_rng(0)
 
-    The passes alternate, because the speed of a machine changes.
+    def make(length):
+        qkv, dy = (rng.standard_normal((MANY, length, n * NARROW.n_embd), np.float32) for n in (3, 1))
+
+        def run():
+            start = time.thread_time()
+            y, aux = backend.attention_forward(qkv, heads)
+            middle = time.thread_time()
+            backend.attention_backward(dy, qkv, y, aux, heads)
+            return middle - start, time.thread_time() - middle
+
+        return run
+
+    return shortest(world, [make(length) for length in LENGTHS], lambda run: run()) / MANY
+
+
+def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
+    """A function -> (forward seconds, backward seconds) of a pass of this model, or only of its embedding.
+
+    group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch.
     """
-    samples = [[] for _ in passes]
-    for _ in range(REPEATS):
-        for each, run in zip(samples, passes, strict=True):
-            world.barrier()
-            each.append(run())
-    ranks = world.all_gather_object([np.median(each, axis=0) for each in samples])
-    return [np.max(each, axis=0) for each in zip(*ranks, strict=True)]
-
-
-def make_pass(sequences, micro_batches, slices, separate=True):
-    """A function -> [[forward seconds of each part], [backward seconds of each part]] of a pass.
-
-    The pass has `micro_batches` merged micro-batches, and is that of the first of `slices` ranks that divide each
-    layer. separate: whether each unit is a part; otherwise the model is one part.
-    """
-    backend, rng, group = NumpyBackend(), np.random.default_rng(0), Slice(0, slices)
-    own = {name: shard(name, array, 0, slices) for name, array in initial_parameters(CONFIG, 0)}
-    parameters = {name: Parameter(array, backend) for name, array in own.items()}
-    buffers = {name: backend.zeros(parameter.shape, backend.dtype) for name, parameter in parameters.items()}
-    parts = parts_of(GPT2(CONFIG, parameters, group).units, backend, separate=separate)
-    shape = (micro_batches, sequences // micro_batches) if micro_batches > 1 else (sequences,)
-    ids = rng.integers(0, CONFIG.vocab_size, (*shape, CONFIG.block_size))
-    arguments, dloss = ForwardArguments(targets=ids, scale=1 / ids.size), backend.ones((), np.float64)
+    backend, group, nothing = NumpyBackend(), group or Solo(), lambda unit: None
+    own = {name: shard(name, array, group.rank, group.size) for name, array in initial_parameters(config, 0)}
+    arena = DividedArena({name: array.shape for name, array in own.items()})
+    flats = [backend.zeros((arena.size,), backend.dtype) for _ in range(2)]  # parameters and gradients
+    for name, view in arena.views(flats[0]).items():
+        view[...] = own[name]
+    shape, count = (sequences, config.block_size), sequences if merged else 1
+    layout, dloss = ArenaLayout(arena, backend), backend.ones((), np.float64)
+    work = Workload(config, layout, *flats, backend, count, shape, dloss, "block" if of_embedding else "none", count)
+    worker = Worker(ArenaGradients(work, nothing), group, nothing)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (count, 1, shape[1]) if merged else shape)
+    ids = backend.prepare_tokens(ids, config.vocab_size)
+    arguments = work.training_arguments(0, ids, 1 / ids.size)
+    parts = worker.parts[:1]  # with "block", the embedding is a part of its own
+    dy = backend.zeros((*shape, config.n_embd), backend.dtype) if of_embedding else dloss
 
     def run():
-        for name, tensor in parameters.items():
-            tensor.send_to(buffers[name])
-        x, dy, graphs, forward, backward = backend.prepare_tokens(ids, CONFIG.vocab_size), dloss, [], [], []
-        for part in parts:
-            start = time.thread_time()
-            graphs.append(part.forward(x, arguments))
-            x = graphs[-1].y.data
-            forward.append(time.thread_time() - start)
-        while graphs:
-            start = time.thread_time()
-            dy = graphs.pop().backward(dy)
-            backward.append(time.thread_time() - start)
-        return forward, backward[::-1]
+        start = time.thread_time()
+        worker.unit_gradients.begin()
+        worker.unit_gradients.begin_pass()
+        graphs, _ = forward_pass(parts, ids, arguments)
+        middle = time.thread_time()
+        backward_pass(graphs, dy)
+        return middle - start, time.thread_time() - middle
 
     return run
 
@@ -150,63 +191,49 @@ def make_pass(sequences, micro_batches, slices, separate=True):
 
 
 def links(world):
-    """The Links of Machine that are measured, as [alpha, beta]; alpha is that of one round.
-
-    Before an all-reduce, and while a reduce-scatter runs, each rank computes: then a call takes longer, because the
-    ranks are not ready at the same time, and the caches have other data.
-    """
+    """The Links of Machine of blocking calls, as [alpha, beta]; alpha is that of one round."""
     p, rounds = world.size, (world.size - 1).bit_length()
-    part, compute = (p - 1) / p, make_computation()
-
-    def all_reduce(x):
-        compute()
-        world.all_reduce(x)
-
-    def reduce_scatter(x):
-        handle = world.reduce_scatter_start(x)
-        compute()
-        handle.wait()
-
+    part, out = (p - 1) / p, np.empty(max(SIZES), np.float32)
     calls = {
-        "collective": (all_reduce, compute, 2 * rounds, 2 * part),
-        "gather": (lambda x: world.all_gather(x[: len(x) // p]), None, rounds, part),
-        "message": (lambda x: ping_pong(world, x), None, 2, 2),
-        "background": (reduce_scatter, compute, rounds, part),
+        "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), 2 * rounds, 2 * part),
+        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds, part),
+        "message": (lambda x: ping_pong(world, x), 2, 2),
     }
     arrays = [np.zeros(size, np.float32) for size in SIZES]
-    functions = {
-        (name, size): lambda call=call, x=x: call(x)
-        for name, (call, *_) in calls.items()
-        for size, x in zip(SIZES, arrays, strict=True)
-    }
-    seconds = call_seconds(world, functions | {None: compute})
-    found = {}
-    for name, (_, besides, alphas, sent) in calls.items():
-        times = [seconds[name, size] - (seconds[None] if besides else 0.0) for size in SIZES]
+    functions = [lambda call=call, x=x: call(x) for call, *_ in calls.values() for x in arrays]
+    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2).tolist()
+    found = {"inside": inside_layers(world)}
+    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds, strict=True):
         start, beta = line([sent * x.nbytes for x in arrays], times)
         found[name] = [start / alphas, beta]
     return found
 
 
-def call_seconds(world, functions):
-    """{key: seconds of a call} of these {key: function}, on the slower rank. They alternate: see pass_times()."""
-    samples = {key: [] for key in functions}
-    for _ in range(REPEATS):
-        for key, function in functions.items():
-            world.barrier()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            samples[key].append((time.perf_counter() - start) / CALLS)
-    ranks = world.all_gather_object({key: statistics.median(each) for key, each in samples.items()})
-    return {key: max(each[key] for each in ranks) for key in functions}
+def inside_layers(world):
+    """`inside` of Machine: by how much a pass of ranks that divide each layer is longer than without their sums."""
+    shapes, groups = ((SHORT, 1), (WIDE, MANY)), (Slice(world.rank, world.size), world)
+    passes = [make_pass(*shape, group=group) for shape in shapes for group in groups]
+    without, complete = shortest(world, passes, wall_seconds).reshape(2, 2).T
+    # four of a block, one of the embedding, one of the head, two of the cross-entropy
+    calls = np.array([4 * config.n_layer + 4 for config, _ in shapes])
+    sent = [2 * (world.size - 1) / world.size * count * config.block_size * config.n_embd * FP32
+            for config, count in shapes]  # fmt: skip
+    start, beta = line(sent, ((complete - without) / calls).tolist())
+    return [start / (2 * (world.size - 1).bit_length()), beta]
 
 
-def make_computation():
-    """A function that computes for less than a millisecond."""
-    backend, C, rows = NumpyBackend(), CONFIG.n_embd, SEQUENCES[1] * CONFIG.block_size
-    arguments = [np.ones(shape, np.float32) for shape in ((rows, C), (C, 4 * C), 4 * C)]
-    return lambda: backend.linear_gelu_forward(*arguments)
+def thread_seconds(function):
+    """The seconds in which the thread computes function()."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def wall_seconds(function):
+    """The seconds of function()."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def ping_pong(world, x):
@@ -231,39 +258,55 @@ def update_bandwidth(world):
         backend.page_sums(g)
         backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.999))
 
-    samples = []
-    for _ in range(REPEATS):
+    def seconds(update):
         np.add(other, 1, out=other)
-        world.barrier()
-        start = time.thread_time()
-        update()
-        samples.append(time.thread_time() - start)
-    return UPDATE * p.nbytes / max(world.all_gather_object(statistics.median(samples)))
+        return thread_seconds(update)
+
+    (found,) = shortest(world, [update], seconds).tolist()
+    return UPDATE * p.nbytes / found
 
 
 def overheads(world, bandwidth):
-    """`step` and `started` of Machine, from steps of each rank by itself, with ZeRO-0 and ZeRO-2.
+    """`update` and `step` of Machine: what a step of one rank takes besides its pass and the update of its numbers."""
+    models = [replace(SHORT, n_layer=layers) for layers in (1, SHORT.n_layer)]
+    passes = [make_pass(config, 1) for config in models]
+    steps = [make_step(make_trainer(config, Solo(), 0)) for config in models]
+    seconds = shortest(world, [*passes, *steps], thread_seconds).reshape(2, 2)
+    numbers = np.array([UPDATE * FP32 * parameter_count(config) / bandwidth for config in models])
+    step, update = line([len(unit_names(config)) for config in models], (seconds[1] - seconds[0] - numbers).tolist())
+    return {"step": [step], "update": [update]}
 
-    Passes and steps alternate: see pass_times().
+
+def in_background(world, bandwidth, collective, update):
+    """`background` of Machine: by how much a step is longer with ZeRO-3 than with ZeRO-0, for each collective.
+
+    collective: the Link of the all-reduce of ZeRO-0. update: that of Machine; with ZeRO-3 each rank updates a half.
     """
-    sizes, trainers = dict(batch_size=SEQUENCES[1], seq_len=CONFIG.block_size, micro_batches=1), []
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 2000)
-    for zero in (0, 2):
-        trainer = FastTrainer(CONFIG, [NumpyBackend()], world=Solo(), parallel=ParallelConfig(zero=zero), **sizes)
-        trainers.append((trainer, read_batch(trainer, Windows(tokens, CONFIG.block_size))))
-    compute, samples = make_pass(SEQUENCES[1], 1, 1, separate=False), []
-    for _ in range(REPEATS):
-        world.barrier()
-        seconds = [np.sum(compute())]
-        for trainer, batch in trainers:
-            start = time.thread_time()
-            trainer.step(batch, 1e-3)
-            seconds.append(time.thread_time() - start)
-        samples.append(seconds)
-    passes, whole, divided = np.max(world.all_gather_object(np.median(samples, axis=0)), axis=0).tolist()
-    step = whole - passes - UPDATE * FP32 * trainers[0][0].arena.size / bandwidth
-    calls = 2 * len(unit_names(CONFIG))  # an all-gather and a reduce-scatter of each unit
-    return {"step": [max(0.0, step)], "started": [max(0.0, divided - whole) / calls]}
+    models = SHORT, WIDE
+    trainers = [make_trainer(config, world, zero) for config in models for zero in (0, 3)]
+    seconds = shortest(world, list(map(make_step, trainers)), wall_seconds).reshape(2, 2)
+    sent, times = [], []
+    for config, trainer, longer in zip(models, trainers[1::2], seconds[:, 1] - seconds[:, 0], strict=True):
+        calls = [call for call in traffic(layout_of(trainer), Grid()) if call.eager]
+        count, size = sum(call.times for call in calls), FP32 * parameter_count(config)
+        longer += (UPDATE * size / bandwidth + update * len(unit_names(config))) / 2
+        longer += 2 * collective[0] + size * collective[1]
+        each = [call.times * textbook_bytes(call.name, call.elements * FP32, world.size) for call in calls]
+        sent.append(sum(each) / count)
+        times.append(longer.item() / count)
+    return line(sent, times)
+
+
+def make_trainer(config, group, zero):
+    """The trainer of a model with one sequence for each rank of the group."""
+    sizes = dict(batch_size=group.size, seq_len=config.block_size, micro_batches=group.size)
+    return FastTrainer(config, [NumpyBackend()], world=group, parallel=ParallelConfig(zero=zero), **sizes)
+
+
+def make_step(trainer):
+    """A function that trains a step."""
+    tokens = np.random.default_rng(0).integers(0, trainer.config.vocab_size, 2000)
+    return functools.partial(trainer.step, read_batch(trainer, Windows(tokens, trainer.config.block_size)), 1e-3)
 
 
 if __name__ == "__main__":

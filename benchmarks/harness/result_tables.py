@@ -76,12 +76,10 @@ TABLES = {
         Table("ranks/convergence_intel", f"""
         = {CODE} | difference, mean of the seeds = {{row.difference:+.4f}}
         largest difference = {{row.largest_difference:+.4f}}"""),)),
-    "ranks-grid": Table("ranks/grid", """
-        measured; predicted = {name} | ms per step = {measured.ms:.1f}; {predicted.ms:.1f}
-        bubble = {measured.bubble:percent}; {predicted.bubble:percent}
-        memory of a rank, MB = {measured.memory:MB .1f}; {predicted.memory:MB .1f}
-        messages = {measured.calls}; {predicted.calls}
-        MB sent = {measured.bytes:MB .2f}; {predicted.bytes:MB .2f}"""),
+    "ranks-grid": Table(("ranks/grid_nano", "ranks/grid", "ranks/grid_paper"), """
+        measured; predicted = {name} | {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
+        {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
+        {preset}, MB of a rank = {measured.memory:MB .1f}; {predicted.memory:MB .1f}""", merged=True),
     "table-1": Table("gpus/table_1*", """
         = {name} | training, the paper, s = {paper.training:,.2f} | inference, the paper, s = {paper.inference:.2f}
         training, {file.machine}, s = {training:.2f} | a step, {file.machine}, ms = {step * 1e3:.2f}

@@ -8,6 +8,7 @@ for a message computes too.
 
     python -m benchmarks.ranks.grid                      # two and four ranks
     python -m benchmarks.ranks.grid --ranks 2 --steps 3  # a quick trial
+    python -m benchmarks.ranks.grid --ranks 2 --preset nano --n-layer 4 --steps 40 --calibrate  # short steps: many
 """
 
 import itertools
@@ -111,7 +112,7 @@ def main():
         of_ranks = run_mpi(ranks, train_all, configs, model, args.batch_size, args.steps, timeout=args.timeout)
         machine = host_machine(calibration_file(), ranks)
         for parallel, each in zip(configs, zip(*of_ranks, strict=True), strict=True):
-            results.append(compare(ranks, parallel, each, machine))
+            results.append({"preset": args.preset, **compare(ranks, parallel, each, machine)})
             print(line(results[-1]), flush=True)
         if ranks > os.cpu_count():
             print(f"{ranks} ranks share {os.cpu_count()} cores, so their times are not predicted")

@@ -16,6 +16,7 @@ class BatchDecoder(Decoder):
 
     def start(self, prompts, rules):
         super().start(prompts, rules)
+        self.next_logits.start()
         if len(prompts) == 1:
             return
         if self.batch_cache is None:  # a decoder always has the same number of prompts

@@ -108,6 +108,10 @@ class TokenStep:
     def window(self):
         return window_of(self)
 
+    def start(self):
+        """Call it before each generation: training may have changed the weights, of which a Window has copies."""
+        vars(self).pop("window", None)
+
     def window_for(self, caches, positions):
         """The Window that computes these positions, or None unless they are the full window of one sequence."""
         is_full = len(caches) == 1 and self.wpe is not None and len(positions) == len(self.wpe)

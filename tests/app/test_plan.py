@@ -23,10 +23,10 @@ from tests.support.training import make_trainer
 MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=True)
 CPU = Devices(4, 1e9, True, "fp32")
 NUMBERS = {
-    "block_forward": [1e-4, 2e10], "block_backward": [2e-4, 3e10], "ends_forward": [1e-4, 1e10],
-    "ends_backward": [1e-4, 1e10], "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10],
-    "background": [1e-4, 3e-10], "bandwidth": [8e9], "activations": [5e9], "micro_batch": [6e-5], "started": [1e-4],
-    "step": [1e-3],
+    "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
+    "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
+    "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "update": [1e-4], "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -34,7 +34,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 5, [infinite, infinite, 0.0, 0.0, 0.0]
+    links, times = [FREE] * 6, [0.0, infinite, 0.0, 0.0, 0.0, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
@@ -114,10 +114,11 @@ def test_ranks_need_a_calibration(run, monkeypatch):
 
 def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "SAMPLE", 1e-9)
     found, _ = run_ranks(2, calibrate.measure)
     assert set(found) == set(machines.MEASURED) == set(NUMBERS)
     machine = machines.machine_of(found, 2)
-    assert min(machine.block_forward.flops, machine.ends_backward.flops, machine.activations, machine.bandwidth) > 0
+    assert min(machine.block_forward.flops, machine.ends_backward.bandwidth, machine.bandwidth) > 0
 
 
 def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
@@ -185,7 +186,7 @@ def test_the_computation_of_a_step_is_its_flops_divided_by_the_rate():
 
 
 def test_alpha_is_counted_once_for_each_round_and_beta_for_each_byte():
-    machine = simple(collective=Link(1.0, 0.0))
+    machine = simple(inside=Link(1.0, 0.0))
     all_reduces = 4 * (1 + 2 * 4 + 2 * 4 + 1 + 2)  # of 4 passes: embedding, forward, backward, head, cross-entropy
     terms = step_seconds(layout(tp=2), machine)
     assert terms["sums inside layers"] == 2 * all_reduces
@@ -227,8 +228,8 @@ def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():
 
 
 def test_tensor_parallelism_divides_a_block_but_not_its_layernorms():
-    seconds = [unit_seconds(layout(tp=tp), simple(activations=1.0, block_forward=FAST), "h.0", 16) for tp in (1, 2)]
-    (whole, _), (half, _) = seconds
+    machine = simple(block_forward=FAST._replace(bandwidth=1.0))
+    whole, half = (unit_seconds(layout(tp=tp), machine, "h.0", 1).forward for tp in (1, 2))
     numbers = 4 * 16 * MODEL.n_embd  # bytes of one array (N, C): 16 of them, of which GELU has 8
     assert (whole, half) == (16 * numbers, (8 + 8 / 2) * numbers)
 
@@ -240,11 +241,45 @@ def test_merged_micro_batches_have_gradients_of_their_own():
 
 
 def test_each_collective_that_a_rank_starts_while_it_computes_takes_time():
-    terms = step_seconds(layout(2, zero=2), simple(started=1.0))
-    assert terms["messages of gradients and parameters"] == 2 * (MODEL.n_layer + 2)
-    slow = step_seconds(layout(2, zero=2), simple(background=Link(3.0, 0.0)))
-    assert slow["messages of gradients and parameters"] == 3 * 2 * (MODEL.n_layer + 2)
-    assert "messages of gradients and parameters" not in step_seconds(layout(2), simple(started=1.0))
+    slow = simple(background=Link(3.0, 0.0))
+    terms = step_seconds(layout(2, zero=2), slow)
+    assert terms["messages of gradients and parameters"] == 3 * 2 * (MODEL.n_layer + 2)
+    assert "messages of gradients and parameters" not in step_seconds(layout(2), slow)
+
+
+def test_a_pass_reads_the_parameters_once_for_any_number_of_sequences():
+    machine = simple(block_forward=FAST._replace(parameter=1.0))
+    one, four = (unit_seconds(layout(), machine, "h.0", count).forward for count in (1, 4))
+    assert one == four == pytest.approx(12 * MODEL.n_embd**2, rel=0.1)  # and the vectors
+
+
+def test_attention_takes_time_for_each_sequence_and_each_score_that_is_not_skipped():
+    machine = simple(block_forward=FAST._replace(sequence=1e9, score=1.0), queries=4)
+    scores = 4 * (4 + 8 + 12 + 16)  # of 4 tiles of 4 queries; 16 tokens
+    assert unit_seconds(layout(), machine, "h.0", 3).forward == 3 * (1e9 + MODEL.n_head * scores)
+    assert unit_seconds(layout(tp=2), machine, "h.0", 3).forward == 3 * (1e9 + MODEL.n_head / 2 * scores)
+
+
+def test_w_actions_compute_the_gradients_of_matrices_and_b_actions_the_rest():
+    head = unit_seconds(layout(), simple(), "head", 2)
+    assert head.backward == 2 * head.forward == 2 * head.weights
+    block = unit_seconds(layout(), simple(), "h.0", 2)
+    assert block.backward == 2 * block.forward > 2 * block.weights  # attention has no parameters
+
+
+def test_the_embedding_has_a_part_of_the_overhead_of_both_ends():
+    machine = simple(ends_forward=Rate(5.0, float("inf")), ends_backward=Rate(10.0, float("inf")), embedding=0.2)
+    embedding, head = (unit_seconds(layout(), machine, unit, 1) for unit in ("embedding", "head"))
+    assert embedding == (1.0, 2.0, 0.0) and head == (4.0, 8.0, 0.0)
+
+
+def test_the_update_of_each_unit_takes_time_on_the_rank_that_has_it():
+    machine = simple(update=1.0)
+    units = MODEL.n_layer + 2
+    assert update_seconds(layout(), machine) == units and update_seconds(layout(4, zero=1), machine) == units / 4
+    assert (
+        update_seconds(layout(2, zero=2), machine) == units / 2 and update_seconds(layout(pp=2), machine) == units / 2
+    )
 
 
 def test_a_step_on_an_h100_takes_the_time_of_its_products_and_more():

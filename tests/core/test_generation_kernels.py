@@ -193,6 +193,16 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
+@pytest.mark.parametrize("length", [5, 150], ids=["tokens", "windows"])
+def test_the_next_generation_reads_weights_that_were_changed_in_place(rng, length):
+    model, decoders, prompt = random_model(rng), {}, rng.integers(0, 37, length).tolist()
+    list(generate(model, prompt, 3, decoders=decoders))
+    for tensor in model.parameters.values():
+        tensor.data += rng.normal(0, 0.3, tensor.shape)
+    again = list(generate(model, prompt, 8, decoders=decoders))
+    assert again == list(generate(model, prompt, 8)) and len(decoders[1]) == 1
+
+
 def logits_of(config, parameters, threads, prompts):
     """The logits (4, n, V) of four greedy tokens after n prompts."""
     backend, seen = NumpyBackend("fp64"), []

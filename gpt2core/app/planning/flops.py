@@ -1,10 +1,12 @@
-"""The floating-point operations of each unit of the model: their sum is flops_per_token() of architecture.py."""
+"""What each unit of the model computes: the sum of its operations is flops_per_token() of architecture.py."""
 
 import functools
 import math
+from typing import NamedTuple
 
 from gpt2core.app.planning.layout import own_chunks, recomputed
 from gpt2core.architecture import parameter_shapes, unit_of
+from gpt2core.memory.kernel_sizes import GELU, LOGITS, NORMS
 
 
 @functools.cache  # it is read for each unit of each layout
@@ -22,6 +24,31 @@ def forward_flops(config, seq_len):
         flops[owner] = flops.get(owner, 0) + 2 * math.prod(shape) * computes
     attention = 4 * config.n_embd * seq_len  # q k and p v of one token, with all positions, also the masked ones
     return {unit: count + attention * unit.startswith("h.") for unit, count in flops.items()}
+
+
+class Work(NamedTuple):
+    """What a rank computes for a unit and one sequence in forward.
+
+    parameters: the numbers of them. flops: operations of the products with them, and of attention. numbers: what the
+    kernels read and write besides products. scores: those of attention.
+    """
+
+    parameters: float
+    flops: float
+    numbers: float
+    scores: float
+
+
+def unit_work(config, seq_len, unit, tp, queries):
+    """The Work of a block, or of embedding and head together ("head"), of one of `tp` ranks that divide each layer.
+
+    queries: the rows of a tile of attention, which skips the tiles above the diagonal.
+    """
+    T, C, block = seq_len, config.n_embd, unit.startswith("h.")
+    scores = block * T * (T + min(T, queries)) / 2
+    weights = T * (forward_flops(config, T)[unit] - 4 * C * T * block)
+    numbers = T * ((NORMS + GELU / tp) * C if block else NORMS / 2 * C + LOGITS / tp * config.vocab_size)
+    return Work(weights / (2 * T * tp), (weights + 4 * C * scores) / tp, numbers, scores * config.n_head / tp)
 
 
 def step_flops(layout):

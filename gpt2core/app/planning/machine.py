@@ -1,5 +1,6 @@
 """The constants of the model of time: documented defaults for H100 GPUs, or those that `plan --calibrate` measured."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -8,16 +9,30 @@ import numpy as np
 from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
 MEASURED = (  # on the CPU
-    "block_forward", "block_backward", "ends_forward", "ends_backward", "collective", "gather", "message", "background",
-    "bandwidth", "activations", "micro_batch", "started", "step",
+    "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
+    "background", "embedding", "bandwidth", "micro_batch", "update", "step", "queries",
 )  # fmt: skip
 
 
 class Rate(NamedTuple):
-    """A unit computes n operations in overhead + n / flops seconds."""
+    """The seconds of a unit for `count` sequences: overhead + parameters * parameter + count * those of one sequence.
+
+    A sequence takes: `sequence`; its operations / flops; the bytes that kernels read and write besides products /
+    bandwidth; its scores of attention * score. Each pass reads the parameters, and backward writes their gradients.
+    """
 
     overhead: float
     flops: float
+    bandwidth: float = math.inf
+    sequence: float = 0.0
+    score: float = 0.0
+    parameter: float = 0.0
+
+    def seconds(self, work, count, itemsize, passes=1):
+        """Of `passes` times the products of a Work; itemsize: bytes of a number."""
+        products = work.flops / self.flops + work.numbers * itemsize / self.bandwidth
+        once = self.overhead + work.parameters * self.parameter
+        return once + count * (self.sequence + passes * products + work.scores * self.score)
 
 
 class Link(NamedTuple):
@@ -31,12 +46,13 @@ class Link(NamedTuple):
 class Machine:
     """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
 
-    collective, gather, message: the Links of an all-reduce, of the other collectives, and of a message on one host.
-    background: of a collective that a rank starts while it computes. far: the Link between hosts, each of which has
-    host_ranks ranks. bandwidth: bytes per second of the memory, for the update and for sums of gradients. activations:
-    the same for what kernels read and write besides products. micro_batch: seconds of the backward pass of a unit for
-    each merged micro-batch after the first one, whose gradients of parameters are products of their own. started:
-    seconds of a rank for each collective that it starts while it computes. step: seconds of a step for everything else.
+    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather, message:
+    the Links of other all-reduces, of the other collectives, and of a message on one host. background: of a collective
+    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. embedding:
+    the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per second of the memory,
+    for the update and for sums of gradients. micro_batch: seconds of a unit for each merged micro-batch after the first
+    one, besides those of its parameters. update: seconds of the update of a unit, besides those of its numbers: each
+    parameter is a few calls of kernels. step: seconds of a step for everything else. queries: see unit_work().
     overlaps: whether messages run while a rank computes. processors: the multiprocessors of a GPU; None: a CPU.
     """
 
@@ -45,16 +61,18 @@ class Machine:
     block_backward: Rate
     ends_forward: Rate
     ends_backward: Rate
+    inside: Link
     collective: Link
     gather: Link
     message: Link
     background: Link
     far: Link
+    embedding: float
     bandwidth: float
-    activations: float
     micro_batch: float
-    started: float
+    update: float
     step: float
+    queries: float
     host_ranks: int
     overlaps: bool
     processors: int | None
@@ -71,11 +89,11 @@ NETWORK = Link(20e-6, 1 / 45e9)  # 400 Gbit/s for each GPU, of which NCCL reache
 
 def h100(precision):
     """The Machine of hosts with 8 H100 each, without a measurement on this machine."""
-    rate = Rate(0.0, EFFICIENCY * PEAK[precision])
-    memory = HBM_EFFICIENCY * HBM
+    flops, memory = EFFICIENCY * PEAK[precision], HBM_EFFICIENCY * HBM
+    block, ends = Rate(0.0, flops, memory), Rate(0.0, flops)
     return Machine(
-        f"H100, {precision}, defaults", rate, rate, rate, rate, NVLINK, NVLINK, NVLINK, NVLINK, NETWORK, memory, memory,
-        0.0, 0.0, 100e-6, 8, True, PROCESSORS,
+        f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, 0.0, 0.0,
+        100e-6, math.inf, 8, True, PROCESSORS,
     )  # fmt: skip
 
 

@@ -1,13 +1,14 @@
 """The predicted time of a training step, by term: computation by a roofline, messages by alpha and beta, the bubble."""
 
 import math
+from typing import NamedTuple
 
-from gpt2core.app.planning.flops import forward_flops
+from gpt2core.app.planning.flops import unit_work
 from gpt2core.app.planning.layout import FP32, own_chunks, recomputed
 from gpt2core.app.planning.traffic import arena_of, shard_sizes, tensor_calls, traffic
 from gpt2core.app.planning.waves import idle_flops
 from gpt2core.communicator import textbook_bytes
-from gpt2core.memory.kernel_sizes import ADD, GELU, NORMS, UPDATE
+from gpt2core.memory.kernel_sizes import ADD, UPDATE
 from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.pipeline.simulator import simulate
 
@@ -25,6 +26,8 @@ def call_seconds(layout, machine, call):
     width = {"tensor": tp, "data": tp * layout.replicas}.get(call.group, layout.ranks)  # ranks from first to last
     if width > machine.host_ranks:
         link = machine.far
+    elif call.group == "tensor":
+        link = machine.inside
     elif call.name == "send":
         link = machine.message
     elif call.eager:
@@ -32,28 +35,42 @@ def call_seconds(layout, machine, call):
     else:
         link = machine.collective if call.name == "all_reduce" else machine.gather
     sent = textbook_bytes(call.name, call.elements * call.itemsize, size)
-    return rounds(call.name, size) * link.alpha + sent * link.beta + machine.started * call.eager
+    return rounds(call.name, size) * link.alpha + sent * link.beta
 
 
-def unit_seconds(layout, machine, unit, tokens):
-    """(forward, backward) seconds of a unit on one rank for `tokens` of a pass, without messages."""
-    block, tp = unit.startswith("h."), layout.parallel.tp
-    stream = (NORMS + GELU / tp) * block * layout.config.n_embd * layout.compute_bytes * tokens / machine.activations
-    rates = (machine.block_forward, machine.block_backward) if block else (machine.ends_forward, machine.ends_backward)
-    flops = forward_flops(layout.config, layout.seq_len)[unit] * tokens / tp
+class Times(NamedTuple):
+    """Seconds of a pass on one rank, without messages. weights: of backward, for the gradients of matrices."""
+
+    forward: float
+    backward: float
+    weights: float
+
+
+def unit_seconds(layout, machine, unit, sequences):
+    """The Times of a unit for a pass of so many sequences."""
+    ends, block = (machine.ends_forward, machine.ends_backward), unit.startswith("h.")
+    if unit == "embedding":  # its other times are those of the head
+        return Times(*(machine.embedding * rate.overhead for rate in ends), 0.0)
+    ends = [rate._replace(overhead=(1 - machine.embedding) * rate.overhead) for rate in ends]
+    rates = (machine.block_forward, machine.block_backward) if block else ends
+    tp, tokens = layout.parallel.tp, sequences * layout.seq_len
+    work = unit_work(layout.config, layout.seq_len, unit, tp, machine.queries)
     idle = idle_flops(layout.config, tp, tokens, machine.processors) if block else (0.0, 0.0)
-    once = block or unit == "head"  # the overheads of embedding and head are those of both together
-    forward = rates[0].overhead * once + (flops + idle[0]) / rates[0].flops + stream
-    merged = machine.micro_batch * (layout.merged - 1)
-    return forward, (rates[1].overhead + merged) * once + (2 * flops + idle[1]) / rates[1].flops + 2 * stream
+    forward, backward = (
+        rate.seconds(work, sequences, layout.compute_bytes, passes) + waits / rate.flops
+        for rate, passes, waits in zip(rates, (1, 2), idle, strict=True)
+    )
+    gradients = work.parameters * rates[1].parameter
+    backward += (machine.micro_batch + gradients) * (layout.merged - 1)  # which have products of their own
+    return Times(forward, backward, 2 * tokens * work.parameters / rates[1].flops + gradients)
 
 
 def chunk_seconds(layout, machine, units, sequences):
-    """(forward, backward) seconds of a chunk for one pass, with the blocks that are computed again."""
-    tokens, again = sequences * layout.seq_len, recomputed(layout, units)
-    times = {unit: unit_seconds(layout, machine, unit, tokens) for unit in units}
-    backward = sum(time for _, time in times.values()) + sum(times[unit][0] for unit in again)
-    return sum(time for time, _ in times.values()), backward
+    """The Times of a chunk for a pass of so many sequences, with the blocks that are computed again."""
+    times = {unit: unit_seconds(layout, machine, unit, sequences) for unit in units}
+    forward, backward, weights = map(sum, zip(*times.values(), strict=True))
+    again = sum(times[unit].forward for unit in recomputed(layout, units))
+    return Times(forward, backward + again, weights)
 
 
 def step_seconds(layout, machine):
@@ -84,7 +101,7 @@ def own_tensor_calls(layout):
 def pass_terms(layout, machine):
     """The computation of a replica without a pipeline; its threads compute at the same time."""
     (units,) = own_chunks(layout, 0)
-    seconds = sum(sum(chunk_seconds(layout, machine, units, rows)) for rows in layout.passes())
+    seconds = sum(sum(chunk_seconds(layout, machine, units, rows)[:2]) for rows in layout.passes())
     return {"computation": seconds / layout.threads}
 
 
@@ -105,8 +122,8 @@ def pipeline_timeline(layout, machine):
             chunks[rank + parallel.pp * number] = chunk_seconds(layout, machine, units, rows)
 
     def seconds(kind, chunk):
-        forward, backward = chunks[chunk]
-        return {"F": forward, "B": backward / 2, "W": backward / 2, "E": 0.0}[kind]
+        forward, backward, weights = chunks[chunk]
+        return {"F": forward, "B": backward - weights, "W": weights, "E": 0.0}[kind]
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
@@ -125,4 +142,5 @@ def update_seconds(layout, machine):
     numbers = (
         UPDATE * own / layout.threads + ADD * size * (passes / layout.threads - 1) + ADD * size * (layout.threads > 1)
     )
-    return FP32 * numbers / machine.bandwidth
+    units = max(sum(map(len, own_chunks(layout, rank))) for rank in range(parallel.pp)) * own / size
+    return FP32 * numbers / machine.bandwidth + machine.update * units / layout.threads
