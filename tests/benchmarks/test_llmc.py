@@ -118,7 +118,7 @@ def test_the_table_has_the_ratio_to_llmc_only_where_it_was_measured():
         seconds = {"ours": 2.0, "torch eager": 3.0, "llm.c": 9.0, "sgemm floor": 1.0}
         results = [{"name": name, "seconds": [[seconds[name]]] * 3, **common} for name in names]
         train_step.summarise(results)
-        return TABLES["cpu-step"].cells([{"results": report.summarised(results)}], console=True)
+        return TABLES["cpu-step"].cells([{"results": report.summarised(results)}])
 
     (with_llmc,) = rows("ours", "torch eager", "llm.c", "sgemm floor")
     assert (with_llmc["ours: times as fast as llm.c"], with_llmc["ours: times as fast as PyTorch"]) == ("4.50", "1.50")
