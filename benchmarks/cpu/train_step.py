@@ -80,6 +80,7 @@ def measure(args, threads, specs):
     return [
         {
             "name": name,
+            "preset": args.preset,
             "threads": threads,
             **times[name],
             "warm_up_seconds": answers["warm_up"]["seconds"],

@@ -7,20 +7,16 @@ the compilation are not part of a time. Stage 1 has the 8 ranks of the paper's c
     python -m benchmarks.gpus.table_1 --stages 0 1 --steps 2  # a trial on a CPU
 """
 
-import re
 import statistics
-import sys
 
-from benchmarks.harness.processes import BenchmarkFailed, run_main, run_to_end
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, nvidia_smi, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.training_runs import train
+from benchmarks.harness.training_runs import PACKAGES, inference_seconds, python_command, train
 from benchmarks.paper import PROCESSES, SECONDS
 from gpt2core.app.shipped import WEIGHTS
 from gpt2core.errors import UserError, counted
-from stage1_mpi.launch import choose, launch_line
 
-PACKAGES = "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"
 INFERENCE = ["--weights", str(WEIGHTS), "--max-new-tokens", "30", "--stats"]
 
 
@@ -31,25 +27,18 @@ def measure(stage, args):
     precision = {"precision": "fp32"} if stage >= 2 else {}
     for steps in (2, args.steps):  # the first run compiles and chooses kernels
         log, _ = train(name, package, args.timeout, ranks=ranks, preset="paper", steps=steps, **precision)
-    infer = [*(launch_line(*choose(), ranks) if ranks else ()), sys.executable, "-m", f"{package}.inference"]
+    infer = python_command(ranks, f"{package}.inference", *INFERENCE)
+    seconds = [inference_seconds(name, infer, args.timeout)[0] for _ in range(1 + args.rounds)]
     paper = list(SECONDS.values())[stage]
     return {
         "name": name,
         "ranks": ranks,
         "training": sum(row["seconds"] for row in log),
         "step": statistics.median(row["seconds"] for row in log[1:]),
-        "seconds": [inference_seconds(name, [*infer, *INFERENCE], args) for _ in range(args.rounds)],
+        "seconds": seconds[1:],  # the first run compiles kernels
         "paper": {"training": paper[0], "inference": paper[1]},
         "last_loss": log[-1]["loss"],
     }
-
-
-def inference_seconds(name, command, args):
-    output = run_to_end(name, command, 1, args.timeout)
-    found = re.search(r"total ([\d.]+) s", output)
-    if not found:
-        raise BenchmarkFailed(f"'{name}': the output of inference.py has no line of --stats")
-    return float(found[1])
 
 
 def main(argv=None):
@@ -61,6 +50,8 @@ def main(argv=None):
     parser.add_flags(rounds=3, timeout=600)
     args = parser.parse_args(argv)
     args.gpus = len(nvidia_smi("name"))
+    if args.steps < 2:
+        raise UserError(f"--steps {args.steps}: the time of a step is that of the second and later ones: use 2 or more")
     if max(args.stages) >= 2 and not args.gpus:
         raise UserError("this machine has no GPU, which stages 2 and 3 need: use --stages 0 1")
     results = [measure(stage, args) for stage in args.stages]

@@ -13,7 +13,8 @@ MAIN_SHAPES = [1, 16, 16384, 64], [64, 12, 1024, 64], [4, 16, 4096, 128]  # of a
 
 TABLES = {
     "cpu-step": Table("cpu/train_step*", """
-        = {"GPT-2 124M" if "gpt2" in str(file.name) else "`paper`"}, {file.machine}, threads {threads}
+        = {"GPT-2 124M" if "gpt2" in str(row.preset or file.name) else "`%s`" % (row.preset or "paper")}, \
+{file.machine}, threads {threads}
         {name}, ms = {seconds:ms} | ours: times as fast as PyTorch = {row.ratio:ratio}
         ours: times as fast as llm.c = {row.ratio and row.times_as_fast_as_llmc:ratio}
         floor / ours = {row.ratio and share_of_floor:percent 0}
@@ -80,6 +81,9 @@ TABLES = {
         measured; predicted = {name} | {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
         {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
         {preset}, MB of a rank = {measured.memory:MB .1f}; {predicted.memory:MB .1f}""", merged=True),
+    "token-files": Table("ranks/token_files", """
+        ranks | peak of a rank, MB = {peak_bytes:MB .1f} | of which for 4 GB of tokens, MB = {loader_bytes:MB .1f}
+        loss of the last step = {loss:.6f} | parameters, SHA-256 = {hash}"""),
     "table-1": Table("gpus/table_1*", """
         = {name} | training, the paper, s = {paper.training:,.2f} | inference, the paper, s = {paper.inference:.2f}
         training, {file.machine}, s = {training:.2f} | a step, {file.machine}, ms = {step * 1e3:.2f}

@@ -10,8 +10,8 @@ Columns are text: "title = cell" for each column, separated by | or new lines; o
 fields of a row, without : and ! outside of square brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A
 point reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must
 exist. `file` is the content of the file, with "name" and "machine". After the colon comes a format of Python, as in
-"{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None, of a missing field and of what is computed from
-them is "".
+"{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None and of a missing field, and of a sum or product
+with them, is "".
 """
 
 import functools
@@ -116,10 +116,13 @@ def formatted(value, format_spec):
 
 
 class Missing:
-    """A value that was not measured; what is computed from it is missing too."""
+    """A value that was not measured; its fields, and sums and products with it, are missing too."""
 
     def __bool__(self):
         return False
+
+    def __iter__(self):
+        return iter(())
 
     def itself(self, *_):
         return self

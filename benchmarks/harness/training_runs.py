@@ -1,13 +1,16 @@
 """Runs of train_gpt2.py as a user starts them, and their logs."""
 
+import re
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.processes import progress, run_to_end
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_to_end
 from gpt2core.app.output.run_log import read_log
 from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT
+
+PACKAGES = "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"
 
 
 def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=None, **flags):
@@ -27,6 +30,15 @@ def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=No
         output = run_to_end(name, command, blas_threads=1, timeout=timeout, cwd=cwd, environment=environment)
         progress("")
         return read_log(flags["log"]), output
+
+
+def inference_seconds(name, command, timeout):
+    """Run an inference.py with --stats; return (seconds of all new tokens, its output). Raises BenchmarkFailed."""
+    output = run_to_end(name, command, blas_threads=1, timeout=timeout)
+    found = re.search(r"total ([\d.]+) s", output)
+    if not found:
+        raise BenchmarkFailed(f"'{name}': the output of inference.py has no line of --stats")
+    return float(found[1]), output
 
 
 def python_command(ranks, *words):

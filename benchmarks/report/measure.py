@@ -1,15 +1,13 @@
 """What the report measures on this machine: the list of its parts, and one function for each kind of part."""
 
 import os
-import re
 import statistics
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.harness.processes import run_to_end
 from benchmarks.harness.report import nvidia_smi
-from benchmarks.harness.training_runs import python_command
+from benchmarks.harness.training_runs import PACKAGES, inference_seconds, python_command
 from benchmarks.harness.training_runs import train as run_training
 from benchmarks.ranks.collectives import collective_times
 from benchmarks.report.parts import Part, Skipped, need_mpi
@@ -22,7 +20,6 @@ from gpt2core.text.token_file import first_tokens
 from gpt2core.text.tokenizer import Tokenizer
 from testing.jobs import run_mpi
 
-STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
 WARM_UP_STEPS = 5  # first steps of a training that its median time leaves out
@@ -74,7 +71,7 @@ def train(stage, ranks, preset, steps):
     """A training with its default flags, in fp32, and its sample text."""
     need_mpi(ranks)
     flags = {"preset": preset, "steps": steps, "sample": NEW_TOKENS} | ({"precision": "fp32"} if stage >= 2 else {})
-    rows, out = run_training("training", STAGES[stage], TIMEOUT, ranks=ranks, **flags)
+    rows, out = run_training("training", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
     seconds = [row["seconds"] for row in rows]
     return {
         "ranks": ranks,
@@ -106,9 +103,8 @@ def infer(stage, ranks, mode):
             file = Path(folder, "prompts.txt")
             file.write_text("\n".join(corpus_prompts(prompts)) + "\n", encoding="utf-8")
             words += ["--prompts", str(file)]
-        command = python_command(ranks, f"{STAGES[stage]}.inference", *words)
-        outputs = [run_to_end("inference", command, 1, TIMEOUT) for _ in range(REPEATS)]
-    samples = [float(re.search(r"total ([\d.]+) s", out)[1]) for out in outputs]
+        command = python_command(ranks, f"{PACKAGES[stage]}.inference", *words)
+        samples, outputs = zip(*(inference_seconds("inference", command, TIMEOUT) for _ in range(REPEATS)), strict=True)
     sample = continuation(outputs[-1])
     return {"ranks": ranks, "seconds": statistics.median(samples), "prompts": prompts, "sample": sample}
 
@@ -129,7 +125,7 @@ def scaling(preset, cores):
         with suppress(Skipped):
             need_mpi(ranks)
             flags = {"preset": preset, "steps": SHORT_STEPS, "threads": threads}
-            log, _ = run_training("scaling", STAGES[stage], TIMEOUT, ranks=ranks, **flags)
+            log, _ = run_training("scaling", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
             time = statistics.median(row["seconds"] for row in log[1:])
             rows.append({"kind": kind, "count": count, "step_seconds": time})
     return {"preset": preset, "rows": rows}
@@ -140,7 +136,7 @@ def trace(stage, ranks, preset, *flags):
     need_mpi(ranks)
     with tempfile.TemporaryDirectory() as folder:
         options = {"trace": Path(folder, "trace.json"), "trace_steps": TRACE_STEPS, "steps": TRACE_STEPS}
-        run_training("trace", STAGES[stage], TIMEOUT, flags, ranks, preset=preset, **options)
+        run_training("trace", PACKAGES[stage], TIMEOUT, flags, ranks, preset=preset, **options)
         return read_step(options["trace"])
 
 

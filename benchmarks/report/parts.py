@@ -99,7 +99,7 @@ def run_parts(parts, folder, only_saved=False, fresh=False):
             missing[part.name] = str(error)
             said = f"skipped: {error}"
         except (BenchmarkFailed, UserError, AssertionError) as error:
-            first, *others = str(error).splitlines()
+            first, *others = str(error).splitlines() or [type(error).__name__]
             reason = next((line for line in others if line.startswith("error:")), others[-1] if others else "")
             missing[part.name] = f"it failed: {first} {reason}".strip()
             failures.append(part.name)

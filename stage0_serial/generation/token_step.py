@@ -3,7 +3,8 @@
 One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
 time would be spent in Python. The new positions of several sequences are rows of the same products, so that the
 weights are read once for all of them; attention is computed for each sequence, or for all together if they have similar
-lengths. A full window is a prompt. The threads of BLAS divide the products; the rest is computed by one thread.
+lengths. The first full window of a generation is a prompt; window.py computes the later ones, of which nothing is read
+again. The threads of BLAS divide the products; the rest is computed by one thread.
 """
 
 # n sequences, N new positions of all of them, t of one, T positions, C channels, H heads, D = C // H, K columns
@@ -11,7 +12,6 @@ lengths. A full window is a prompt. The threads of BLAS divide the products; the
 # residual = (x, branch, bias): the residual stream is x + branch + bias, arrays (N, C), (N, C) and (C), or only x if
 # branch and bias are None. The next LayerNorm computes the sum.
 
-import functools
 import itertools
 from itertools import accumulate
 
@@ -65,6 +65,7 @@ class TokenStep:
         # wpe: None with rotary positions, whose cache slides instead of a window
         self.wte, self.wpe, self.layers, self.ln_f, self.head = *plan[:-1], plan.head.T  # head (C, V)
         self.one_each = None  # the NewPositions of a call with one new position of each sequence
+        self.start()
 
     def __call__(self, ids, cache):
         return self.next_positions([ids], [cache])[0]
@@ -104,18 +105,18 @@ class TokenStep:
             cache.length += 1
         return logits
 
-    @functools.cached_property
-    def window(self):
-        return window_of(self)
-
     def start(self):
         """Call it before each generation: training may have changed the weights, of which a Window has copies."""
-        vars(self).pop("window", None)
+        self.full_windows, self.window = 0, None
 
     def window_for(self, caches, positions):
-        """The Window that computes these positions, or None unless they are the full window of one sequence."""
-        is_full = len(caches) == 1 and self.wpe is not None and len(positions) == len(self.wpe)
-        return self.window if is_full else None
+        """The Window that computes these positions, or None unless they are a later full window of one sequence."""
+        if len(caches) > 1 or self.wpe is None or len(positions) < len(self.wpe):
+            return None
+        self.full_windows += 1
+        if self.full_windows == 2:  # copies of the weights are worth their time only for several windows
+            self.window = window_of(self)
+        return self.window
 
     def store_prompts(self, new, x):
         """Write the keys and values of all rows to the caches; return the input (N, C) of the last layer."""

@@ -14,8 +14,7 @@ is k transposed):
 A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
 split over K, the dimension of the sum (split-K): each program computes a partial sum over part of K. The next
 layernorm_kernel adds the partial sums in a fixed order, so no atomics and no further launch are needed. For one
-sequence (single_row.py), and for some models and GPUs (cluster_step.py), there are other kernels, except for the last
-LayerNorm and the logits.
+sequence (single_row.py), and for some models and GPUs (cluster_step.py), there are other kernels of the layers.
 
 Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.

@@ -99,7 +99,7 @@ DEVICE void send_products(Product& product, const uint4 (&w)[N][STEPS]) {
     send((float2*)&product.parts[rank_in_cluster()][first + 8 * n], &product.arrived, row, products_of(sums[n]));
 }
 
-// LN(s) w + b for this block's row and one of the `columns` columns of the cluster. gamma_w, beta_w: of this column.
+// LN(s) w + b for this block's row and one column of the cluster. gamma_w, beta_w: of this column.
 DEVICE float receive_products(Product& product, int column, float gamma_w, float beta_w, float eps) {
   wait_for_signal(&product.arrived);
   float dot = 0, total = 0, squares = 0;

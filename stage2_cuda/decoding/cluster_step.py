@@ -24,7 +24,7 @@ SOURCES, ROWS_SOURCES = ((*cuda_launch.HEADERS, *FILES[:2], kernels) for kernels
 CLUSTER, THREADS, HEAD_SIZE = 8, 256, 64  # blocks per cluster, threads per block
 WARPS = THREADS // 32
 MAX_BLOCK = 1024  # positions, for one sequence: each block of a cluster holds 1/8 of the keys in registers
-# For several sequences: those of a cluster, the most of a decode step, and the bytes of a chunk of 128 keys and values.
+# ROWS: sequences of a cluster. MAX_ROWS: the most sequences of a decode step. CHUNK_BYTES: of 128 keys and values.
 # A step of GPT-2 124M in bf16 on an H200 for 2, 8, 16 and 32 sequences: 160, 170, 265 and 475 us; by the kernels of
 # batched.py 308, 318, 348 and 416 us. More sequences need more clusters than the GPU runs at the same time.
 ROWS, MAX_ROWS, CHUNK_BYTES = 8, 16, 128 * HEAD_SIZE * 4
@@ -45,7 +45,7 @@ def supports(config, dtype, tiling, B):
 
 
 def mlp_clusters(C):
-    """The number of clusters of mlp_kernel, each of which computes a partial sum."""
+    """The number of clusters of mlp_kernel for up to 8 sequences; each computes a partial sum."""
     return 4 * C // (64 * UNITS[C])
 
 

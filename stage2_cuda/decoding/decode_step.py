@@ -1,6 +1,6 @@
 """A decode step: the kernel launches that compute one more position of every sequence with the KV cache.
 
-BatchedStep serves two or more sequences, and SingleRowStep one. ClusterStep serves any number of sequences with fewer
+BatchedStep serves two or more sequences, and SingleRowStep one. ClusterStep serves 1 to 16 sequences with fewer
 launches, on the GPUs and for the models that it supports.
 """
 

@@ -46,9 +46,9 @@ class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
     The sequences may have different lengths. model: a GPT2 or InferenceModel on CudaBackend that is not split over
-    ranks. The decoder reads the model's own parameter arrays; only a SingleRowStep or a ClusterStep makes transposed
-    copies of most weights, before the first decode step of each generation. stream: a DecodeStream or EagerStream.
-    tiling: a batched.DecodeTiling.
+    ranks. The decoder reads the model's own parameter arrays; copies of most weights
+    are made by a SingleRowStep or a ClusterStep, transposed, before the first decode step of each generation, and in
+    fp32 for window steps, as fp16 numbers. stream: a DecodeStream or EagerStream. tiling: a batched.DecodeTiling.
     """
 
     def __init__(self, model, batch, stream, tiling):

@@ -127,7 +127,7 @@ def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumu
 
 
 def add_parts(out, partials):
-    """out (K) float32 = the sum of the P rows of partials (P, K), float32."""
+    """out (K) float32 = the sum of the P rows of partials (P, K), float32, in a fixed order."""
     parts, size = partials.shape
     if parts > MAX_PARTS:
         add_partials(partials, out)  # few columns: one program for 16 of them

@@ -15,7 +15,8 @@ import triton.language as tl
 from stage2_cuda.runtime.triton_launch import launch
 
 ANGLES = 128  # of a program of rotation_kernel
-BLOCK, HEADS, WARPS = 1024, 8, 4  # pairs of a tile, its heads at most, and the warps of its program: 16-byte loads
+# Of a program of rotary_kernel: pairs of its tile, heads of its tile, warps. With these a load has 16 bytes.
+PAIRS_OF_TILE, HEADS, WARPS = 1024, 8, 4
 LOG2_BASE, LOG2_2PI, TWO_PI = (tl.constexpr(x) for x in (math.log2(10000), math.log2(2 * math.pi), 2 * math.pi))
 
 
@@ -33,7 +34,7 @@ def rotate(y, qkv, rotation, n_head, sign):
     """
     n, (time, _, pairs) = qkv.size // qkv.shape[-1], rotation.shape
     width, heads = triton.next_power_of_2(pairs), (2 if y is qkv else 3) * n_head
-    rows, tiles = max(1, BLOCK // (HEADS * width)), triton.cdiv(heads, HEADS)
+    rows, tiles = max(1, PAIRS_OF_TILE // (HEADS * width)), triton.cdiv(heads, HEADS)
     arguments = y, qkv, rotation, n, time, pairs, n_head, heads, tiles, float(sign)
     blocks = dict(BLOCK_ROWS=rows, BLOCK_HEADS=HEADS, BLOCK_PAIRS=width)
     launch(rotary_kernel, (triton.cdiv(n, rows) * tiles,), *arguments, **blocks, num_warps=WARPS)

@@ -10,7 +10,7 @@ from benchmarks.cpu import deployment
 from benchmarks.gpus import table_1
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks import collectives, convergence, sparse
+from benchmarks.ranks import collectives, convergence, sparse, token_files
 from gpt2core.errors import UserError
 
 HARDWARE = {"cores": 2}
@@ -62,7 +62,8 @@ def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
     logs = iter([[{"seconds": 2.0, "loss": 5.0}, {"seconds": 1.0, "loss": 4.5}, {"seconds": 1.5, "loss": 4.25}]] * 4)
     commands = []
     monkeypatch.setattr(table_1, "train", lambda *words, **flags: (next(logs), commands.append((words, flags))))
-    monkeypatch.setattr(table_1, "run_to_end", lambda name, *_: f"{name}: total 0.50 s")
+    times = iter([9.0, 0.5, 0.5] * 2)  # the first inference compiles
+    monkeypatch.setattr(table_1, "inference_seconds", lambda name, *_: (next(times), ""))
     saved = []
     monkeypatch.setattr(table_1, "save", lambda results, args: saved.extend(results))
     table_1.main(["--stages", "0", "1", "--steps", "3", "--ranks", "2", "--rounds", "2"])
@@ -77,10 +78,25 @@ def test_the_paper_s_table_has_the_times_of_each_stage(monkeypatch):
     assert [*first.values()] == ["stage 0", "15,264.36", "112.62", "4.50", "1250.00", "0.500", "4.250000"]
 
 
+def test_a_corpus_of_many_files_is_trained_on_as_one_and_its_memory_is_that_of_the_loader(monkeypatch):
+    saved = []
+    monkeypatch.setattr(token_files, "save", lambda results, args: saved.extend(results))
+    token_files.main(["--megabytes", "2", "--ranks", "1", "2", "--steps", "2", "--seq-len", "32"])
+    one, two = saved
+    assert one["hash"] == two["hash"] and one["loss"] == two["loss"] > 5
+    assert all(row["peak_bytes"] > 1 << 24 and abs(row["loader_bytes"]) < 1 << 24 for row in saved)
+    assert [*cells("token-files", saved)[1]] == [
+        "ranks", "peak of a rank, MB", "of which for 4 GB of tokens, MB", "loss of the last step",
+        "parameters, SHA-256",
+    ]  # fmt: skip
+
+
 def test_stages_of_a_gpu_need_one(monkeypatch):
     monkeypatch.setattr(table_1, "nvidia_smi", lambda _: [])
     with pytest.raises(UserError, match="no GPU, which stages 2 and 3 need: use --stages 0 1"):
-        table_1.main(["--steps", "1"])
+        table_1.main(["--steps", "2"])
+    with pytest.raises(UserError, match="--steps 1: .* use 2 or more"):
+        table_1.main(["--stages", "0", "--steps", "1"])
 
 
 def test_a_reduce_scatter_and_an_all_to_all_are_shown_beside_the_library_s():

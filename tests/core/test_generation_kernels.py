@@ -186,11 +186,12 @@ def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
 def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models):
     for model in models:
         block = model.config.block_size
-        ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.backend)
-        logits = token_step(model)(ids, cache)
-        assert cache.length == block  # the next token begins a new cache
+        ids, step = rng.integers(0, 37, block).tolist(), token_step(model)
         expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
-        assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
+        for _ in range(2):  # the first window is a prompt
+            cache = KVCache(model.config, model.backend)
+            assert_allclose(step(ids, cache), expected, rtol=1e-9, atol=1e-9)  # as above
+            assert cache.length == block  # the next token begins a new cache
 
 
 @pytest.mark.parametrize("length", [5, 150], ids=["tokens", "windows"])
@@ -243,8 +244,9 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
         model = load_model(config, dict(initial_parameters(config, 1)), backend)
         ids = rng.integers(0, vocabulary, block).tolist()
         expected = model.without_autograd().logits(np.array(ids)[None], last_only=True)[0, -1]
-        found = token_step(model)(ids, KVCache(config, backend))
-        assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+        step = token_step(model)
+        for _ in range(2):  # as a prompt, and by the Window
+            assert_allclose(step(ids, KVCache(config, backend)), expected, rtol=1e-9, atol=1e-9)
 
 
 def random_model(rng, precision="fp64", factor=1.0, **sizes):
@@ -259,11 +261,12 @@ def random_model(rng, precision="fp64", factor=1.0, **sizes):
 
 
 def window_beside_model(rng, model):
-    """The logits of a full window by the TokenStep and by the InferenceModel; the step must have used its Window."""
+    """The logits of a full window by the Window of a TokenStep and by the InferenceModel."""
     config = model.config
     ids, step = rng.integers(0, config.vocab_size, config.block_size).tolist(), token_step(model)
     step(ids[:-1], KVCache(config, model.backend))
-    assert "window" not in vars(step)  # a prompt copies no weights
+    step(ids, KVCache(config, model.backend))
+    assert step.window is None  # neither a prompt nor the first window copies weights
     logits = step(ids, KVCache(config, model.backend))
     assert isinstance(step.window, window.Window)
     assert_array_equal(step(ids, KVCache(config, model.backend)), logits)
@@ -307,6 +310,7 @@ def test_windows_of_large_models_are_computed_as_prompts(rng, monkeypatch):
     for size, made in ((layers, True), (layers - 1, False)):
         monkeypatch.setattr(window, "MAX_BYTES", size)
         step = token_step(model)
+        step(ids, KVCache(model.config, model.backend))
         logits.append(step(ids, KVCache(model.config, model.backend)))
         assert (step.window is not None) == made
     assert_allclose(*logits, rtol=1e-9, atol=1e-9)  # as above

@@ -253,6 +253,7 @@ ELSEWHERE = {
     },
     "kernels.attention_parts.combine_kernel": "torch_bridge: attention with few programs",
     "kernels.attention_parts.add_parts_kernel": "torch_bridge: attention with few programs",
+    "gemm.fp16x3.add_parts_kernel": "fp32: a product with 512 terms or more and few results",
     "gemm.gluon_gelu.gelu_kernel": "16 bits on a Hopper GPU",
     "kernels.cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "kernels.rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",

@@ -29,7 +29,7 @@ def forward_flops(config, seq_len):
 class Work(NamedTuple):
     """What a rank computes for a unit and one sequence in forward.
 
-    parameters: the numbers of them. flops: operations of the products with them, and of attention. numbers: what the
+    parameters: their count. flops: operations of the products with them, and of attention. numbers: what the
     kernels read and write besides products. scores: those of attention.
     """
 

@@ -29,7 +29,7 @@ class Rate(NamedTuple):
     parameter: float = 0.0
 
     def seconds(self, work, count, itemsize, passes=1):
-        """Of `passes` times the products of a Work; itemsize: bytes of a number."""
+        """The seconds of `count` sequences, with `passes` times the products of a Work; itemsize: bytes of a number."""
         products = work.flops / self.flops + work.numbers * itemsize / self.bandwidth
         once = self.overhead + work.parameters * self.parameter
         return once + count * (self.sequence + passes * products + work.scores * self.score)
