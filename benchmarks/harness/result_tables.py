@@ -127,8 +127,9 @@ TABLES = {
         products, attention = {products}, {attention} | cache cut to a multiple of = {row.cut or "not cut"}
         sequences = {batch} | us per token = {row.us_per_token:.0f}{row.error}""",
         each="tried", where='kind == "graph"'),
-    "gpu-positions": Table("gpu/positions", """
-        positions = {key}, generation | a token before the end of the block, us = {seconds.before:us}
+    "gpu-positions": Table(("gpu/positions", "gpu/positions_cpu"), """
+        positions = {key}, generation, {file.results.preset}, {file.machine}
+        a token before the end of the block, us = {seconds.before:us}
         a token after it, us = {seconds.after:us} | times = {after_times:ratio}""", each="tokens", also=(
         Table("gpu/positions", """
         positions = rotary, training, 1 x {tokens:,} tokens | ms per step = {seconds:ms} | held, GiB = {held_bytes:GiB}
