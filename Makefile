@@ -236,7 +236,7 @@ bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write resul
 	"$(python)" -m benchmarks.cpu.decode --save
 	"$(python)" -m benchmarks.cpu.choices --save
 	"$(python)" -m benchmarks.cpu.curve --save
-	"$(python)" -m benchmarks.cpu.first_run --save
+	"$(python)" -m benchmarks.cpu.classroom --save --save-as first_run --first --rounds 3
 	"$(python)" -m benchmarks.cpu.classroom --save
 	"$(python)" -m benchmarks.ranks.ranks --save
 	"$(python)" -m benchmarks.ranks.strategies --save --ranks 2
@@ -265,7 +265,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU,
 	"$(python)" -m benchmarks.gpus.parity --save
 	"$(python)" -m benchmarks.gpus.collectives --save
 	"$(python)" -m benchmarks.gpus.timeline --save
-	"$(python)" -m benchmarks.gpus.kill --save
+	"$(python)" -m benchmarks.ranks.kill --save --stage 3 --times 10 --steps 1500 --checkpoint-every 100
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

@@ -53,15 +53,13 @@ def overlay(paths, paper, out):
     check_output(out)
     runs, curves = read_runs(paths), []
     for number, (name, rows) in enumerate(runs.items()):
-        curves += run_curves(
-            rows, name, f"{name}, validation", color=f"C{number}"
-        )  # matplotlib repeats its ten colours
+        colour = f"C{number}"  # matplotlib repeats its ten colours
+        curves += run_curves(rows, name, f"{name}, validation", color=colour)
     title = f"Loss of {counted(len(runs), 'run')}" + " and of the paper" * paper
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plot(curves + paper_curves() * paper, title, out)
-    print_table(
-        [{"run": name, "last step": run[-1]["step"], "loss": f"{run[-1]['loss']:.4f}"} for name, run in runs.items()]
-    )
+    last = {name: rows[-1] for name, rows in runs.items()}
+    print_table([{"run": run, "last step": row["step"], "loss": f"{row['loss']:.4f}"} for run, row in last.items()])
     print(f"\nWritten to {out}.")
     return 0
 
@@ -73,13 +71,8 @@ def main(argv=None):
     )
     program = "python -m benchmarks.overlay"
     parser = Parser(__doc__.splitlines()[0], examples, program, "%(prog)s FILE.jsonl ... [flags]")
-    parser.add_argument(
-        "logs",
-        type=to_path,
-        nargs="+",
-        metavar="FILE.jsonl",
-        help="a log; its path without .jsonl is the curve's label",
-    )
+    text = "a log; its path without .jsonl is the curve's label"
+    parser.add_argument("logs", type=to_path, nargs="+", metavar="FILE.jsonl", help=text)
     parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
     default = Path("out", "overlay.png")
     text = f"the PNG file to write (default {default}, in the current directory)"

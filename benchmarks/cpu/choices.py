@@ -8,7 +8,6 @@ arrays of the sizes in preset `paper`.
     python -m benchmarks.cpu.choices --rounds 3  # a quick trial
 """
 
-import time
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.rounds import interleaved, mean_seconds
 from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.presets import PRESETS
@@ -117,24 +116,14 @@ def overrides(backend, config):
     return {kernel.__name__: kernel for kernel in kernels}
 
 
-def seconds_per_call(function, repeat):
-    """Seconds of one call of function(), the mean of `repeat` calls."""
-    start = time.perf_counter()
-    for _ in range(repeat):
-        function()
-    return (time.perf_counter() - start) / repeat
-
-
 def main():
-    parser = benchmark_parser("benchmarks.cpu.choices", __doc__)
-    parser.add_flags(rounds=15)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.cpu.choices", __doc__, rounds=15).parse_args()
     limit_blas(1)
     results = []
     for name, naive, ours in choices():
-        repeat = max(1, int(0.02 / seconds_per_call(ours, 2)))  # as many calls as our code makes in 20 ms
+        repeat = max(1, int(0.02 / mean_seconds(ours, 2)))  # as many calls as our code makes in 20 ms
         functions = {"naive_seconds": naive, "our_seconds": ours}
-        timers = {side: partial(seconds_per_call, function, repeat) for side, function in functions.items()}
+        timers = {side: partial(mean_seconds, function, repeat) for side, function in functions.items()}
         seconds = interleaved(timers, args.rounds)
         results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
     TABLES["cpu-choices"].print(results)

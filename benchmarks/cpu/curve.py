@@ -31,9 +31,7 @@ def curves_with_the_paper(losses):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.cpu.curve", __doc__)
-    parser.add_flags(threads=[1, 2])
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.cpu.curve", __doc__, threads=[1, 2]).parse_args()
     logs = {threads: train_on(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]

@@ -134,8 +134,8 @@ def summarise(results):
 
 def main():
     parser = benchmark_parser("benchmarks.cpu.decode", __doc__)
-    add = parser.add_argument
     parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
+    add = parser.add_argument
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
     add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
     args = parser.parse_args()

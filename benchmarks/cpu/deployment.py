@@ -32,21 +32,20 @@ OWN = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(gpt2core|stage\d_\w+|stag
 
 
 def run(arguments, checkout):
-    """{"seconds", "peak_bytes", "modules", "import_ms"} of one program.
+    """{"seconds", "peak_bytes", "modules", "ms"} of one program.
 
-    modules: how many modules of this repository it imports. import_ms: their own time, without that of other packages.
+    modules: how many modules of this repository it imports. ms: of their imports, without those of other packages.
     """
     found = measure([sys.executable, "-X", "importtime", *arguments], checkout, TRITON_INTERPRET="1")
     own = [int(microseconds) for microseconds, _ in OWN.findall(found.pop("output"))]
-    return found | {"modules": len(own), "import_ms": sum(own) / 1e3}
+    return found | {"modules": len(own), "ms": sum(own) / 1e3}
 
 
 def main():
-    parser = benchmark_parser("benchmarks.cpu.deployment", __doc__)
+    parser = benchmark_parser("benchmarks.cpu.deployment", __doc__, rounds=7)
     add = parser.add_argument
     add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
     add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
-    parser.add_flags(rounds=7)
     args = parser.parse_args()
     checkouts = ({"before": args.before.resolve()} if args.before else {}) | {"now": ROOT}
     results = []
@@ -57,16 +56,8 @@ def main():
             function()  # the first run writes compiled files
         for version, rounds in interleaved(functions, args.rounds).items():
             found = {name: [each[name] for each in rounds] for name in rounds[0]}
-            results.append(
-                {
-                    "program": program,
-                    "version": version,
-                    "seconds": found["seconds"],
-                    "ms": found["import_ms"],
-                    "peak_bytes": max(found["peak_bytes"]),
-                    "modules": found["modules"][0],
-                }
-            )
+            found |= {"peak_bytes": max(found["peak_bytes"]), "modules": found["modules"][0]}
+            results.append({"program": program, "version": version, **found})
     TABLES["cpu-deployment"].print(results)
     save(results, args)
 

@@ -8,11 +8,13 @@ TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half o
 products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
 that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
 stage2_cuda/attention/launches.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
-among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels.
+among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels. With --designs the rows are
+the plain Triton kernels and the two designs of the Gluon kernels, without PyTorch.
 
     python -m benchmarks.gpu.attention                                  # all shapes and peers
     python -m benchmarks.gpu.attention --shape 8x12x1024x64 --rounds 3  # one shape
     python -m benchmarks.gpu.attention --packed                         # PyTorch reads views of one projection
+    python -m benchmarks.gpu.attention --designs --shape 1x16x16384x64 64x12x1024x64 --save-as gluon_ladder  # on Hopper
 """
 
 import argparse
@@ -22,7 +24,7 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
@@ -30,7 +32,13 @@ from benchmarks.harness.rounds import SEED, measure_shapes
 # B batch, H heads, T time, D head size, C = H * D
 
 BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
-OURS, OURS_UNTUNED, OURS_PLAIN = "ours", "ours, the table's tiles", "ours, plain Triton"
+# {row: options of CausalAttention}; the others are compared with the first row
+OURS = {"ours": {}, "ours, the table's tiles": {"tuned": False}, "ours, plain Triton": {"gluon": False}}
+DESIGNS = {
+    "Gluon, a warp for copies": {"design": "specialized"},
+    "Gluon, products in flight": {"design": "pipelined"},
+    "plain Triton": {"gluon": False},
+}
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
 SHAPES = [
     (1, 16, 16384, 64),
@@ -44,9 +52,6 @@ TOLERANCE = 1e-2  # largest relative difference between the norms of two impleme
 KINDS = ("forward", "both")  # both: forward and backward
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def random_inputs(B, H, T, D):
     """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
     numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
@@ -54,21 +59,18 @@ def random_inputs(B, H, T, D):
 
 
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times forward, then forward and backward.
+    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's CausalAttention.
 
-    module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. Each
-    CUDA graph is about `milliseconds` long. run_round() returns {"forward", "both": milliseconds of one call, "norms":
-    norms of y and of the gradient}.
+    options: of this CausalAttention.
     """
     build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
-
-    return lambda shape, milliseconds: timed_round(build(*shape), milliseconds)
+    return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 
 class CausalAttention(ours.Graphs):
     """Our kernels in bf16, captured in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
-    def __init__(self, qkv, dy, n_head, tuned=True, gluon=True):
+    def __init__(self, qkv, dy, n_head, tuned=True, gluon=True, design=None):
         import ml_dtypes
 
         from stage2_cuda.attention import launches as attention
@@ -80,7 +82,14 @@ class CausalAttention(ours.Graphs):
         self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
         self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
         self.calls = {"forward": self.forward, "both": self.both}
-        self.choose_tiles(tuned, gluon)
+        if design:
+            from stage2_cuda.attention.hopper_launches import GluonTile
+
+            tile = GluonTile(design)
+            self.forward_tiles = attention.AttentionTiles(forward=tile)
+            self.backward_tiles = attention.AttentionTiles(dq=tile, dkdv=tile)
+        else:
+            self.choose_tiles(tuned, gluon)
         self.cupy.cuda.runtime.deviceSynchronize()
 
     def choose_tiles(self, tuned, gluon):
@@ -118,27 +127,16 @@ class CausalAttention(ours.Graphs):
         return [self.norm(array) for array in (self.y, self.dqkv)]
 
 
-# -- in the parent process --------------------------------------------------------------------------------------------
-
-
 def process_specs(args):
-    yield ProcessSpec(OURS, BENCHMARK, args.threads)
-    yield ProcessSpec(OURS_UNTUNED, BENCHMARK, args.threads, {"tuned": False})
-    yield ProcessSpec(OURS_PLAIN, BENCHMARK, args.threads, {"gluon": False})
-    for peer in args.peers:
+    for name, options in (DESIGNS if args.designs else OURS).items():
+        yield ProcessSpec(name, BENCHMARK, args.threads, options)
+    for peer in () if args.designs else args.peers:
         options = {"backend": peer, "packed": args.packed}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
 
 
-def measure(args, specs):
-    """Measure one shape after another; yield one result for each spec. "ms" has the milliseconds of each round."""
-    for of_shape in measure_shapes(specs, args, args.shape or SHAPES, KINDS):
-        summarise(of_shape)
-        yield of_shape
-
-
 def summarise(results):
-    """Add TFLOP/s and speed ratios to the results of one shape; report results that differ from ours."""
+    """Add TFLOP/s and speed ratios to the results of one shape; report results that differ from the first."""
     (B, H, T, D), own = results[0]["shape"], results[0]
     forward_flops = 2 * B * H * T * T * D
     flops = {"forward": forward_flops, "both": 3.5 * forward_flops}
@@ -169,9 +167,11 @@ def main():
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
+    add("--designs", action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU")
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
-    save_each(args, measure(args, list(process_specs(args))), TABLES["gpu-attention"].print)
+    shapes = measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS)
+    save_each(args, shapes, summarise, TABLES["gpu-attention"].print)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ python -m benchmarks.gpu.checkpoints                             # GPT-2 on a GP
 python -m benchmarks.gpu.checkpoints --device cpu --preset tiny  # on a CPU
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -21,11 +22,6 @@ from testing.jobs import ROOT
 
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
 MODULES = {"cpu": "stage0_serial.train_gpt2", "cuda": "stage2_cuda.train_gpt2"}
-PROGRAMS = {  # {name: flags}
-    "no checkpoint": ["--no-save"],
-    "checkpoints": [],
-    "--async-checkpoints": ["--async-checkpoints"],
-}
 
 
 def seconds_of(words, steps, timeout):
@@ -58,25 +54,20 @@ def main():
         words += ["--precision", "bf16"]
     with tempfile.TemporaryDirectory() as folder:
         saving = ["--checkpoint-every", args.checkpoint_every, "--out", folder, "--overwrite"]
-        programs = {
-            name: [str(word) for word in [*words, *(flags if name == "no checkpoint" else [*saving, *flags])]]
-            for name, flags in PROGRAMS.items()
+        programs = {  # {name: flags}
+            "no checkpoint": ["--no-save"],
+            "checkpoints": saving,
+            "--async-checkpoints": [*saving, "--async-checkpoints"],
         }
         functions = {
-            name: lambda words=words: seconds_of(words, args.steps, args.timeout) for name, words in programs.items()
+            name: functools.partial(seconds_of, [str(word) for word in words + flags], args.steps, args.timeout)
+            for name, flags in programs.items()
         }
         seconds = interleaved(functions, args.rounds)
-    timed = args.steps - 1 - LEAD_IN
+    common = dict(preset=args.preset, steps=args.steps - 1 - LEAD_IN, checkpoint_every=args.checkpoint_every)
     results = [
-        {
-            "name": name,
-            "preset": args.preset,
-            "steps": timed,
-            "checkpoint_every": args.checkpoint_every,
-            "totals": seconds[name],
-            "times": paired_ratio(seconds[name], seconds["no checkpoint"]),
-        }
-        for name in PROGRAMS
+        {"name": name, **common, "totals": each, "times": paired_ratio(each, seconds["no checkpoint"])}
+        for name, each in seconds.items()
     ]
     TABLES["gpu-checkpoints"].print(results)
     save(results, args)

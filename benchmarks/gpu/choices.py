@@ -23,9 +23,6 @@ FULL_STEP = "nothing"  # the name of the full step in results/, because it leave
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
 
-# -- changes that leave out one optimisation --------------------------------------------------------------------------
-
-
 def no_graph(backend):
     """Launch every kernel from Python, not from a CUDA graph."""
     backend.runtime.captures = False
@@ -81,9 +78,6 @@ CHANGES = {
     "logits computed twice": logits_twice,
     "vocabulary not padded": unpadded_vocabulary,
 }
-
-
-# -- timing -----------------------------------------------------------------------------------------------------------
 
 
 class Variants:

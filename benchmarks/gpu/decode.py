@@ -48,6 +48,7 @@ ONE_SEQUENCE_SEARCH = {
     "cut": [128, 0],
 }
 WINDOW_SEARCH = {"attention": ["sdpa", "matmul"], "products": ["library", "templates"]}
+VARIANT_STEPS = 200  # in each timing of --variants
 SEARCH_ROUNDS, SEARCH_NEW = 3, 128  # new tokens: the first ones, for which few lengths of the cache are compiled
 EAGER = {"attention": "sdpa", "products": "library"}  # the other values are fast only if they are compiled
 # The values of DecodeTiling's fields that --variants times, for one sequence and for several. It times one field after
@@ -79,10 +80,9 @@ SEVERAL_SEQUENCES = {
 def prepare(module, preset, batch, precision, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
-    module: the imported Python module that is measured; its CudaGenerator generates the tokens. prompt, new: numbers
-    of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles.
-    run_round() returns the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens,
-    "token" for each token after the first.
+    prompt, new: numbers of prompt tokens and of new tokens. The first round is a cold start, because it builds the
+    CudaGenerator of the module and compiles. run_round() returns the generated "ids" and seconds: "first" until the
+    first new token, "total" for all new tokens, "token" for each token after the first.
 
     run_round(prompt, new, **variant) has further options of CudaGenerator; if they fail, it returns the "error".
     """
@@ -213,7 +213,7 @@ def time_constants(args, case):
     preset, batch, prompt, _, precisions = CASES[case]
     config, results = PRESETS[preset], []
     prompt = min(prompt, config.block_size // 2)  # the block does not become full, so every step uses the KV cache
-    steps = min(args.steps, config.block_size - prompt - 8)
+    steps = min(VARIANT_STEPS, config.block_size - prompt - 8)
     generator = ours.CudaGenerator(config, batch, precisions[-1])
     prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)).tolist()
     fastest = {}  # {constant: its fastest value}
@@ -251,7 +251,6 @@ def main():
     parser.add_flags(threads=4, rounds=7, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
-    add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")
     args = parser.parse_args()
 
     if args.variants:

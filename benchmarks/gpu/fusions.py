@@ -18,9 +18,9 @@ from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, interleaved
+from benchmarks.harness.rounds import SEED
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
-from stage2_cuda.tuning.tuner import capture_calls, milliseconds
+from stage2_cuda.tuning.tuner import capture_calls, medians
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
@@ -31,9 +31,6 @@ SEPARATE = "separate kernel"
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)
 A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)  # gelu(x) = x (1 + tanh(u)) / 2, u = A (x + B x^3)
-
-
-# -- fused products ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -88,14 +85,11 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
     tl.store(rstd_ptr + tl.program_id(0), 1 / tl.sqrt(tl.sum(centred * centred, 0) / channels + 1e-5))
 
 
-# -- timing -----------------------------------------------------------------------------------------------------------
-
-
 def microseconds(functions, rounds=5, repeats=20):
     """Time the functions {name: function}; return {name: median microseconds of a call}.
 
     A function that raises an exception is not in the result. `repeats` calls of each function are captured in a CUDA
-    graph; the graphs are timed in interleaved rounds.
+    graph; each round times all graphs.
     """
     import cupy
 
@@ -109,11 +103,9 @@ def microseconds(functions, rounds=5, repeats=20):
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
             graphs[name] = capture_calls(stream, function, repeats)
-    timers = {
-        name: partial(milliseconds, cupy, stream, partial(graph.launch, stream)) for name, graph in graphs.items()
-    }
-    times = interleaved(timers, rounds)
-    return {name: 1e3 * float(np.median(each)) / repeats for name, each in times.items()}
+    with stream:
+        times = medians(cupy, stream, list(graphs.values()), rounds)
+    return {name: 1e3 * float(ms) / repeats for name, ms in zip(graphs, times, strict=True)}
 
 
 def functions_of(cupy, backend, n, c, k):
@@ -187,9 +179,7 @@ def functions_of(cupy, backend, n, c, k):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.fusions", __doc__)
-    parser.add_flags(rounds=5)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.gpu.fusions", __doc__, rounds=5).parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 
     check_gpu()

@@ -24,8 +24,6 @@ from stage2_cuda.runtime.triton_launch import array_module, launch
 
 ROWS, COLUMNS, EPS, SEED = 16384, 768, 1e-5, 20260101
 
-# -- the rungs: each computes s and y (N, C) from x, a (N, C) and bias, w, b (C) ---------------------------------------
-
 
 def operations(xp, s, y, x, a, bias, w, b):
     """Rung 1: one CuPy operation after another. Each is a kernel that reads its operands and writes its result."""
@@ -144,8 +142,6 @@ TABLE = """
     times as fast as rung 1 = {base.seconds.median / seconds.median:.2f}
     bytes, MB = {bytes:MB .0f} | TB/s = {bytes / seconds.median / 1e12:.2f}"""
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
 
 def arguments(xp, rows=ROWS, columns=COLUMNS):
     """Random s, y, x, a, bias, w, b, as the rungs take them; s and y are overwritten."""
@@ -189,9 +185,7 @@ def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.ladder", __doc__)
-    parser.add_flags(rounds=7)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.gpu.ladder", __doc__, rounds=7).parse_args()
     check_gpu()
     results = measure(args.rounds)
     Table("", TABLE, base="True").print(results)

@@ -22,13 +22,10 @@ from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import interleaved, random_batch
+from benchmarks.harness.rounds import interleaved, mean_seconds, random_batch
 from gpt2core.presets import PRESETS
 
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
-
-
-# -- timed by the host's clock ----------------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
@@ -62,12 +59,9 @@ def launches(xp):
 
 
 def host_seconds(xp, function, calls):
-    """The mean seconds of `calls` calls of function(), by the host's clock. The calls need not wait for the GPU."""
+    """mean_seconds() of calls that need not wait for the GPU."""
     xp.cuda.Device().synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        function()
-    seconds = (time.perf_counter() - started) / calls
+    seconds = mean_seconds(function, calls)
     xp.cuda.Device().synchronize()
     return seconds
 
@@ -115,9 +109,6 @@ def generation():
     yield Comparison(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
 def device_seconds(xp, function, min_total=0.02):
     """Seconds of one call of function(), by device events: the mean of calls that take at least `min_total` s."""
     begin, end = xp.cuda.Event(), xp.cuda.Event()
@@ -161,9 +152,7 @@ def comparisons(xp):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.gpu.lesson", __doc__)
-    parser.add_flags(rounds=7)
-    args = parser.parse_args()
+    args = benchmark_parser("benchmarks.gpu.lesson", __doc__, rounds=7).parse_args()
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)

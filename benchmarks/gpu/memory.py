@@ -1,7 +1,7 @@
 """Does a GPU training step use the memory that gpt2core/memory/gpu.py predicts, within 10 %?
 
-python -m benchmarks.gpu.memory                               # cases of several models
-python -m benchmarks.gpu.memory --preset gpt2 --batch-size 8  # one case
+python -m benchmarks.gpu.memory                 # cases of several models
+python -m benchmarks.gpu.memory --preset paper  # those of one model
 """
 
 import sys
@@ -13,8 +13,8 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
 from benchmarks.harness.report import benchmark_parser, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import random_batch
-from gpt2core.memory.gpu import BYTES, CONTEXT, training_memory
-from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
+from gpt2core.memory.gpu import CONTEXT, training_memory
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
 
 BENCHMARK = "benchmarks.gpu.memory"
@@ -41,9 +41,7 @@ def prepare(module, preset, batch_size, precision, micro_batches, recompute):
 
     def run_round():
         before = driver_bytes()
-        step = module.CudaSteps(
-            config, batch_size, config.block_size, precision, micro_batches, recompute=recompute
-        )  # fmt: skip
+        step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches, recompute=recompute)
         for _ in range(STEPS):
             step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
@@ -63,8 +61,7 @@ def measure(case, timeout):
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
     progress("")
-    config = PRESETS[preset]
-    parallel = ParallelConfig(recompute=recompute)
+    config, parallel = PRESETS[preset], ParallelConfig(recompute=recompute)
     terms = training_memory(config, batch_size, config.block_size, precision, micro_batches, parallel=parallel)
     result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
     model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
@@ -73,25 +70,11 @@ def measure(case, timeout):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", help=f"models (default: {len(CASES)} cases of several models)")
-    add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")
-    add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="precisions, with --preset (default bf16)")
-    add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
-    text = "--recompute of train_gpt2.py, with --preset (default none)"
-    add("--recompute", choices=RECOMPUTE, nargs="+", default=["none"], help=text)
-    parser.add_flags(timeout=300)
+    parser = benchmark_parser(BENCHMARK, __doc__, timeout=300)
+    presets = list(dict.fromkeys(preset for preset, *_ in CASES))
+    parser.add_argument("--preset", choices=presets, nargs="+", default=presets, help="models (default all)")
     args = parser.parse_args()
-    cases = [
-        (preset, batch, precision, micro_batches, recompute)
-        for preset in args.preset or ()
-        for batch in args.batch_size
-        for precision in args.precision
-        for micro_batches in args.micro_batches
-        for recompute in args.recompute
-    ]
-    results = save_each(args, ([measure(case, args.timeout)] for case in cases or CASES))
+    results = save_each(args, ([measure(case, args.timeout)] for case in CASES if case[0] in args.preset))
     TABLES["gpu-memory"].print(results)
     context = f"{CONTEXT / 2**30:.2f} GiB"
     print(f"The columns held and predicted do not include the CUDA context ({context} in the model).")

@@ -18,7 +18,7 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main, timed_round
+from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
@@ -43,25 +43,15 @@ SHAPES = {
 TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # largest relative difference between the norms of two results
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def random_inputs(N, C, K, transposed):
-    """[(numbers, shape)] for x, w and dy; numbers: one-dimensional float32 array, the same in both processes.
-
-    The caller repeats the numbers on the device until they fill the shape. This saves time and host memory.
-    """
+    """x, w and dy, float32, the same in every process: one million random numbers, repeated."""
     numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
     shapes = (N, C), (K, C) if transposed else (C, K), (N, K)
-    return [(numbers[offset:], shape) for offset, shape in enumerate(shapes)]
+    return [np.resize(numbers[offset:], shape) for offset, shape in enumerate(shapes)]
 
 
 def prepare(module, precision):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times the three products of a layer.
-
-    module: the imported Python module that is measured; its Linear makes the calls. Each CUDA graph is about
-    `milliseconds` long. run_round() returns {kind in KINDS: milliseconds of one call, "norms": norms of the results}.
-    """
+    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's Linear."""
     linears = {}  # {shape: Linear} of the last shape
 
     def run_round(shape, milliseconds):
@@ -69,7 +59,7 @@ def prepare(module, precision):
         if shape not in linears:
             linears.clear()  # the largest arrays take several gigabytes
             linears[shape] = module.Linear(random_inputs(*shape), shape[3], precision)
-        return timed_round(linears[shape], milliseconds)
+        return linears[shape].run_round(milliseconds)
 
     return run_round
 
@@ -83,9 +73,7 @@ class Linear(ours.Graphs):
         super().__init__()
         backend = CudaBackend(precision, deterministic=False)
         cupy = self.cupy
-        x, w, dy = (
-            cupy.resize(cupy.asarray(numbers), shape).astype(backend.compute_dtype) for numbers, shape in inputs
-        )
+        x, w, dy = (cupy.asarray(array).astype(backend.compute_dtype) for array in inputs)
         y, dx, dw = cupy.empty_like(dy), cupy.empty_like(x), cupy.empty(w.shape, np.float32)
         self.results, multiply = (y, dx, dw), backend.products.multiply
         self.calls = {
@@ -97,9 +85,6 @@ class Linear(ours.Graphs):
 
     def norms(self):
         return [self.norm(array) for array in self.results]
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def measure(args, precision):
@@ -128,18 +113,14 @@ def summarise(pair):
     compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
-def parser():
+def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
     parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     tables = (measure(args, precision) for precision in args.precision)
     save_each(args, tables, TABLES["gpu-products"].print)
 

@@ -9,10 +9,10 @@ This matching gives the source file of each kernel and the shape of each product
     python -m benchmarks.gpu.profile --preset paper --precision fp32  # another model
 """
 
+import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ CUDA_TITLES = {
     "layernorm_backward": "layernorm: backward",
     "cross_entropy_rows": "cross_entropy: forward_backward",
 }
+ROWS = 30  # printed of a table
 UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
 # The largest rates measured on an H200: TFLOP/s of bf16 products of random numbers, TB/s of a copy.
 CEILINGS = {"tflops": 766, "tbps": 4.26}
@@ -179,15 +180,18 @@ def idle_share(activities, steps):
     """
     if len(activities) % steps:
         return None
-    per_step, shares = len(activities) // steps, []
-    for first in range(0, len(activities), per_step):
-        busy = last_end = 0.0
-        for activity in activities[first : first + per_step]:  # in the order of their start
-            end = activity.start + activity.duration
-            busy += max(0.0, end - max(activity.start, last_end))
-            last_end = max(last_end, end)
-        shares.append(1 - busy / (last_end - activities[first].start))
+    shares = []
+    for of_step in np.split(np.array([(each.start, each.start + each.duration) for each in activities]), steps):
+        shares.append(1 - union_length(of_step) / (of_step[:, 1].max() - of_step[0, 0]))
     return statistics.median(shares)
+
+
+def union_length(intervals):
+    """The length of the union of intervals (start, end)."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(map(tuple, intervals)):
+        total, reached = total + max(0.0, end - max(start, reached)), max(end, reached)
+    return total
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -257,12 +261,11 @@ def profile(config, args):
     open_cupti()
     from benchmarks.harness.ours import ProfiledSteps
 
-    seq_len = args.seq_len or config.block_size
-    step = ProfiledSteps(config, args.batch_size, seq_len, args.precision)
+    step = ProfiledSteps(config, args.batch_size, config.block_size, args.precision)
     rng = np.random.default_rng(SEED)
 
     def train():
-        step(*random_batch(rng, config.vocab_size, args.batch_size, seq_len))
+        step(*random_batch(rng, config.vocab_size, args.batch_size, config.block_size))
 
     step.use_graph(False)
     train()  # compiles kernels and chooses algorithms
@@ -276,7 +279,6 @@ def profile(config, args):
     for _ in range(3):  # the first step is launched from Python, the second is captured, the third is replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
-    host_seconds = median_seconds(step.replay, args.steps)
     device_seconds = replay_seconds(*step.graph_and_stream, args.steps)
     replays = recorded(step.replay, args.steps)
     if not replays:
@@ -287,13 +289,12 @@ def profile(config, args):
         "preset": args.preset,
         "precision": args.precision,
         "batch_size": args.batch_size,
-        "seq_len": seq_len,
+        "seq_len": config.block_size,
         "vocab_size": config.vocab_size,
         "steps": args.steps,
         # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
         "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,
-        "replay_seconds": host_seconds,  # by the host's clock, from the launch of the graph to its end
         "device_seconds": device_seconds,  # of one of several back-to-back replays, by device events
         "busy_seconds": busy_seconds,  # the sum of the durations of a replay's kernels, by CUPTI
         "idle_share_profiled": idle_share(replays, args.steps),
@@ -304,55 +305,25 @@ def profile(config, args):
     }
 
 
-def report(result, limit):
-    """Print all tables and times of a result of profile()."""
-    KERNELS.print(result["graph"][:limit], "a step as a graph")
+def main():
+    parser = benchmark_parser("benchmarks.gpu.profile", __doc__, preset="gpt2", precision="bf16", steps=5)
+    parser.add_argument("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
+    args = parser.parse_args()
+    args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
+    result = profile(PRESETS[args.preset], args)
+    result["groups"] = list(group_rows(result))
+    KERNELS.print(result["graph"][:ROWS], "a step as a graph")
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions)"
     print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
     TABLES["gpu-profile"].print(result)
     graph_titles = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
-        KERNELS.print(outside[:limit], "outside the graph: tokens and loss")
-    for key, text in (
-        ("eager_step_seconds", "whole step without the graph, wall clock"),
-        (
-            "graph_step_seconds",
-            "whole step with the graph, wall clock; includes random tokens, upload, reading the loss",
-        ),
-        ("replay_seconds", "one replay of the graph, wall clock"),
-        ("device_seconds", "one of several back-to-back replays of the graph, device clock"),
-        ("busy_seconds", "sum of the kernels of a replay"),
-    ):
-        print(f"{1e3 * result[key]:10.3f} ms  {text}")
-    print(f"{100 * result['idle_share']:10.2f} %   idle: 1 - sum of the kernels / time of a back-to-back replay")
-    if result["idle_share_profiled"] is not None:
-        idle = f"{100 * result['idle_share_profiled']:10.2f} %"
-        print(f"{idle}   idle by the kernels' time stamps (recording makes the gaps longer)")
+        KERNELS.print(outside[:ROWS], "outside the graph: tokens and loss")
     for mode, agree in result["launches_agree"].items():
-        for kind, equal in agree.items():
-            if not equal:
-                reason = f"the {kind} that CUPTI recorded do not match the launches by Python"
-                print(f"{mode}: {reason}; the rows have the names of the kernels")
-
-
-def main():
-    parser = benchmark_parser("benchmarks.gpu.profile", __doc__)
-    add = parser.add_argument
-    parser.add_flags(preset="gpt2", precision="bf16", steps=5)
-    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
-    add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
-    add("--rows", type=int, default=30, help="rows printed of each table (default 30)")
-    args = parser.parse_args()
-    args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
-    config = PRESETS[args.preset]
-    if args.vocab_size:
-        config = replace(config, vocab_size=args.vocab_size)
-
-    result = profile(config, args)
-    result["groups"] = list(group_rows(result))
-    report(result, args.rows)
+        for kind in (kind for kind, equal in agree.items() if not equal):
+            reason = f"the {kind} that CUPTI recorded do not match the launches by Python"
+            print(f"{mode}: {reason}; the rows have the names of the kernels")
     save(result, args)
 
 

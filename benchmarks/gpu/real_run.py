@@ -34,8 +34,8 @@ SEED = 0
 # {stage: (package, precision, device of PyTorch)}
 STAGES = {0: ("stage0_serial", "fp32", "cpu"), 2: ("stage2_cuda", "bf16", "cuda")}
 AVERAGED = 10  # training losses of this many steps are one point of the curve
-
-# -- in the process of PyTorch -----------------------------------------------------------------------------------------
+# lr, min_lr: the first and the last rate of the cosine; warmup: steps before it
+RECIPE = dict(n_layer=8, n_head=8, lr=1e-3, min_lr=1e-4, warmup=200, val_fraction=0.02)
 
 
 def prepare(module, recipe, device, **options):
@@ -58,9 +58,6 @@ def prepare(module, recipe, device, **options):
 def model_config(recipe, vocab_size):
     sizes = {name: recipe[name] for name in ("n_layer", "n_head", "n_embd")}
     return replace(PRESETS["book"], vocab_size=vocab_size, block_size=recipe["seq_len"], **sizes)
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def train_ours(recipe, stage, timeout):
@@ -136,7 +133,6 @@ def curves_of(results):
 
 def main():
     parser = benchmark_parser(BENCHMARK, __doc__)
-    parser.MAY_BE_0 += ("stage",)
     add = parser.add_argument
     text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
     add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
@@ -145,17 +141,11 @@ def main():
     choices = [peer for peer, options in PEERS.items() if options.get("graph") != "trees"]
     text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
     add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
-    add("--n-layer", type=int, default=8, help="layers (default 8)")
-    add("--n-head", type=int, default=8, help="heads (default 8)")
     add("--n-embd", type=int, default=512, help="channels (default 512)")
     parser.add_flags(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
-    add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
-    add("--min-lr", type=float, default=1e-4, help="learning rate at the end of the cosine (default 1e-4)")
-    add("--warmup", type=int, default=200, help="steps of linear warm-up (default 200)")
-    add("--val-fraction", type=float, default=0.02, help="the last part of the corpus, for validation (default 0.02)")
     args = parser.parse_args()
-    names = "data n_layer n_head n_embd seq_len batch_size steps lr min_lr warmup val_fraction eval_every"
-    recipe = {name: getattr(args, name) for name in names.split()}
+    names = "data", "n_embd", "seq_len", "batch_size", "steps", "eval_every"
+    recipe = RECIPE | {name: getattr(args, name) for name in names}
 
     results = [result(OURS, recipe, functools.partial(train_ours, recipe, args.stage, args.timeout))]
     for peer in args.peers:

@@ -48,9 +48,6 @@ TITLES = {
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     """Called in each process. Return `run_round(steps)`, which trains on fresh random tokens and times every step.
 
@@ -58,16 +55,13 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     round has `steps` further steps, whose losses are read only at the end of the round.
     """
     build = functools.cache(lambda: module.CudaSteps(config_of(preset, seq_len), batch_size, seq_len, **options))
-    rng = np.random.default_rng(SEED)  # the same tokens in every process
-
-    def batches(count):
-        for _ in range(count):
-            yield random_batch(rng, vocab_size, batch_size, seq_len)
+    rng, bytes_before = np.random.default_rng(SEED), functools.cache(driver_bytes)  # the same tokens in every process
 
     def run_round(steps):
-        step, seconds, losses = build(), [], []
+        before, step, seconds, losses = bytes_before(), build(), [], []
         # Every process draws the same number of batches; only PyTorch's, with unread=True, use the last `steps`.
-        all_batches = list(batches(LEAD_IN + 2 * steps))
+        sizes = vocab_size, batch_size, seq_len
+        all_batches = [random_batch(rng, *sizes) for _ in range(LEAD_IN + 2 * steps)]
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
         # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
         if hasattr(step, "announce"):
@@ -84,17 +78,10 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
             unread_losses = [step(*batch, wait=False) for batch in all_batches[LEAD_IN + steps :]]
             answer["losses"] += [float(loss) for loss in unread_losses]
             answer["unread_seconds"] = (time.perf_counter() - started) / steps
-        return answer
-
-    def run_round_with_memory(steps):
-        """Call run_round(). In the first round, add "driver_bytes": the allocated memory, CUDA context included."""
-        if build.cache_info().currsize:  # not the first round
-            return run_round(steps)
-        before = driver_bytes()
-        answer = run_round(steps)
+        # the allocated memory, with the CUDA context; of this process only in the first round
         return dict(answer, driver_bytes=None if before is None else driver_bytes() - before)
 
-    return run_round_with_memory
+    return run_round
 
 
 def config_of(preset, seq_len):
@@ -107,9 +94,6 @@ def driver_bytes():
     """The device memory in use by all processes; None if nvidia-smi does not report it."""
     used = nvidia_smi("memory.used")
     return sum(int(row[0]) for row in used) << 20 if used and all(row[0].isdigit() for row in used) else None
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def process_specs(args, preset, precision):
@@ -178,17 +162,6 @@ def summarise(results):
     add_peer(results[0], peers, results[0]["times_as_fast"])
 
 
-def print_verdicts(results):
-    """Print a sentence for each peer, with the ratio of the peer's time to the time of this project."""
-    ours = results[0]
-    for name, ratio in ours["times_as_fast"].items():
-        text = f"ours is {ratio['median']:.3f} times as fast as {name}"
-        if name in ours["times_as_fast_as_unread"]:  # not this project's other program
-            unread = ours["times_as_fast_as_unread"][name]["median"]
-            text += f", and {unread:.3f} times as fast if {name} reads its losses only after the round"
-        print(text, flush=True)
-
-
 def main():
     parser = benchmark_parser("benchmarks.gpu.step", __doc__)
     add = parser.add_argument
@@ -211,7 +184,7 @@ def main():
     args = parser.parse_args()
 
     tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
-    save_each(args, tables, summarise, TABLES["gpu-step"].print, print_verdicts)
+    save_each(args, tables, summarise, TABLES["gpu-step"].print)
 
 
 if __name__ == "__main__":

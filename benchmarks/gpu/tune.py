@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.tune --kernel layernorm column_sums
 
 A candidate is a dictionary {name of a constant: value} for one module; {} means the current constants. Each candidate
-is compiled in a helper process. Its results are compared with those of the current constants (relative norm of the
+is compiled in a thread. Its results are compared with those of the current constants (relative norm of the
 difference). Then it is captured in a CUDA graph and timed in interleaved rounds with changing order; the tables have
 the median of its rounds.
 
@@ -17,8 +17,6 @@ of the constants of the other kernels.
 
 import contextlib
 import itertools
-import subprocess
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +29,9 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import column_sums, cross_entropy, gelu, layernorm
-from stage2_cuda.runtime.triton_launch import array_module
+from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, launcher
 from stage2_cuda.tuning.tuner import capture_calls, difference, medians
-from testing.jobs import ROOT
 
-BENCHMARK = "benchmarks.gpu.tune"
-COMPILERS = 12  # processes that compile in parallel
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
 MAX_DIFFERENCE = 2e-2  # a larger relative difference is an error: in bf16, another order of sums changes less
 # Sizes by their names for --shape. SHAPES: (rows, channels, vocabulary, padded vocabulary); HEADS: (B, T, H, D) of
@@ -219,29 +214,12 @@ def replaced(module, values):
         vars(module).update(before)
 
 
-def compile_all(args):
-    """Fill Triton's disk cache: each of COMPILERS processes runs its share of the candidates once."""
-    command = [sys.executable, "-m", BENCHMARK, "--kernel", *args.kernel, "--shape", *args.shape, "--share"]
-    options = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for process in [subprocess.Popen([*command, str(share)], **options) for share in range(COMPILERS)]:
-        process.wait()
-
-
-def compile_share(args):
-    """Run share number args.share of the candidates once. Failures are ignored here; measure() reports them."""
-    for case in cases(args):
-        for values in case.candidates[args.share :: COMPILERS]:
-            with contextlib.suppress(Exception), replaced(case.module, values):
-                case.prepare()()
-
-
-def largest_difference(outputs, expected):
-    """The largest difference() of the arrays; NaN if any difference is NaN."""
-    largest = 0.0
-    for array, expected_array in zip(outputs, expected, strict=True):
-        error = difference(array, expected_array)
-        largest = largest if error <= largest else error  # NaN <= largest is false
-    return largest
+def compile_all(case):
+    """Compile all candidates in threads. Failures are ignored here; measure() reports them."""
+    for values in case.candidates:
+        with contextlib.suppress(Exception), replaced(case.module, values):
+            compile_ahead(case.prepare())
+    launcher().wait_for_threads()
 
 
 def capture(case, candidate, stream):
@@ -261,7 +239,8 @@ def capture(case, candidate, stream):
 
 
 def measure(case):
-    """[{"label", "ms", "error"}] of the candidates of a case, the fastest first; "error": from largest_difference()."""
+    """[{"label", "ms", "error"}] of the candidates of a case, the fastest first; "error": the largest difference()."""
+    compile_all(case)
     xp = array_module()
     stream, ready, expected = xp.cuda.Stream(non_blocking=True), [], None
     xp.cuda.runtime.deviceSynchronize()  # the arrays were filled on another stream
@@ -277,7 +256,8 @@ def measure(case):
                 print(f"{case.title}: {label}: {str(error).splitlines()[0][:120]}", flush=True)
                 continue
             expected = expected or outputs  # of the current constants, which are the first candidate
-            if not (error := largest_difference(outputs, expected)) < MAX_DIFFERENCE:
+            error = float(np.max([difference(*pair) for pair in zip(outputs, expected, strict=True)]))  # may be NaN
+            if not error < MAX_DIFFERENCE:
                 print(f"{case.title}: {label}: wrong results, relative difference {error:.3g}", flush=True)
                 continue
             ready.append((label, error, graph, function))
@@ -295,18 +275,14 @@ def show(case, rows, limit=6):
 
 
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+    parser = benchmark_parser("benchmarks.gpu.tune", __doc__)
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
-    add("--share", type=int, help="used by the script itself: compile this share of the candidates")
     args = parser.parse_args()
-    if args.share is not None:
-        return compile_share(args)
     if args.shape == ["long"] and "attention" not in args.kernel:
         asked = " ".join(args.kernel)
         raise ConfigError(f"--shape long: only attention has this size, but --kernel is {asked}; use --shape gpt2")
-    compile_all(args)
     results = {}
     for case in cases(args):
         results[case.title] = measure(case)

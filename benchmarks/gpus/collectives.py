@@ -11,15 +11,15 @@ larger arrays a launch takes less time than an all-reduce.
 import functools
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks.collectives import fit_medians, launch
+from benchmarks.harness.rounds import mean_seconds
+from benchmarks.ranks.collectives import fit, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.bucket_size import best_bucket
@@ -37,11 +37,9 @@ OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of -
 }
 STAGED = "--transport mpi, fp32"  # copies the array to the host, where MPI adds it, and back
 ALGORITHMS = [TORCH, *OURS, STAGED]
-NCCL = "nccl, fp32"
-FITTED = [NCCL, "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
+FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
 SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
 ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
-MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -97,11 +95,14 @@ def random_array(world, n):
     return cupy.random.standard_normal(n, np.float32) * np.float32(SCALE)
 
 
-def reduction(world, name, source):
-    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name` of OURS.
+def reduction(world, name, source, torch_sum):
+    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name`.
 
-    x has the shape of `source`; the caller fills x.
+    x has the shape of `source`; the caller fills x. torch_sum: PyTorch's all-reduce, from open_torch().
     """
+    if name not in OURS:
+        x = source.copy()
+        return x, functools.partial(torch_sum if name == TORCH else functools.partial(staged_sum, world), x)
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
@@ -125,18 +126,27 @@ def timed_sums(world, name, source, repeats, torch_sum):
     """Return a function timed(), which runs `repeats` all-reduces and returns the seconds of one of them.
 
     timed() first fills the buffer with `source`. The first two calls are for warm-up: their results are not used.
-    torch_sum: PyTorch's all-reduce, from open_torch().
     """
-    if name == TORCH:
-        return torch_sums(world, source, repeats, torch_sum)
-    if name == STAGED:
-        return staged_sum(world, source)
+    x, reduce = reduction(world, name, source, torch_sum)
+    seconds = {TORCH: launched_seconds, STAGED: host_seconds}.get(name, captured_seconds)(reduce, repeats)
+
+    def timed():
+        import cupy
+
+        x[...] = source.astype(x.dtype)
+        cupy.cuda.runtime.deviceSynchronize()
+        world.barrier()
+        return seconds()
+
+    return timed
+
+
+def captured_seconds(reduce, repeats):
+    """A function that replays a graph of `repeats` all-reduces; its first two calls capture the graph and return 0."""
     import cupy
 
     from stage2_cuda.runtime.cuda_graph import CapturedStep
     from stage2_cuda.tuning.tuner import milliseconds
-
-    x, reduce = reduction(world, name, source)
 
     def sums():
         for _ in range(repeats):
@@ -145,59 +155,41 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
     step = CapturedStep(sums, collectives=True)
 
-    def timed():
-        x[...] = source.astype(x.dtype)
-        cupy.cuda.runtime.deviceSynchronize()
-        world.barrier()
+    def seconds():
         step()  # not timed: it makes all ranks start the timed replay together
         if step.graph is None or step.calls == 2:  # one of the first two calls: there was no graph before it
             cupy.cuda.runtime.deviceSynchronize()
             return 0.0
         return milliseconds(cupy, step.stream, lambda: step.graph.launch(step.stream)) / 1e3 / repeats
 
-    return timed
+    return seconds
 
 
-def torch_sums(world, source, repeats, torch_sum):
-    """Return timed() for PyTorch's all-reduce (see timed_sums()). It launches the all-reduces without a graph."""
+def launched_seconds(reduce, repeats):
+    """A function that launches PyTorch's all-reduces without a graph."""
     import torch
 
-    x = source.copy()
-
-    def timed():
-        x[...] = source
-        torch.cuda.synchronize()
-        world.barrier()
+    def seconds():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for number in range(2 * repeats):  # the first half is not timed: it makes all ranks start together
             if number == repeats:
                 begin.record()
-            torch_sum(x)
+            reduce()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / repeats
 
-    return timed
+    return seconds
 
 
-def staged_sum(world, source):
-    """Return timed() for one all-reduce through the host (see timed_sums()).
+def host_seconds(reduce, repeats):
+    """A function that times one all-reduce by the host's clock, because the host waits for the GPU in staged_sum()."""
+    return lambda: mean_seconds(reduce, 1)
 
-    In this all-reduce the host waits for the GPU, so it cannot be captured in a graph. The host's clock measures it.
-    """
-    from cupy import cuda
 
-    x = source.copy()
-
-    def timed():
-        x[...] = source
-        cuda.runtime.deviceSynchronize()
-        world.barrier()
-        started = time.perf_counter()
-        staged(world).all_reduce(x, out=x)
-        return time.perf_counter() - started
-
-    return timed
+def staged_sum(world, x):
+    """The sum of --transport mpi, through the host."""
+    staged(world).all_reduce(x, out=x)
 
 
 @functools.cache
@@ -214,12 +206,7 @@ def error_of(world, name, torch_sum):
 
     source = random_array(world, ERROR_BYTES // 4)
     exact = world.all_gather(source.get()[None]).astype(np.float64).sum(0)
-    if name in OURS:
-        x, reduce = reduction(world, name, source)
-    else:
-        x = source.copy()
-        sum_in_place = torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
-        reduce = functools.partial(sum_in_place, x)
+    x, reduce = reduction(world, name, source, torch_sum)
     x[...] = source.astype(x.dtype)
     cupy.cuda.runtime.deviceSynchronize()
     reduce()
@@ -230,37 +217,29 @@ def error_of(world, name, torch_sum):
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def bus_bandwidth(size, seconds, ranks):
-    """The bus bandwidth as nccl-tests defines it: bytes per second that each GPU would send in a ring all-reduce."""
-    return 2 * (ranks - 1) / ranks * size / seconds
-
-
-def encoded_bytes(name, size):
-    """The bytes of a float32 array of `size` bytes in the format in which the algorithm sends it."""
-    return size // 2 if name.endswith("bf16") else size
-
-
 def summarise(results, ranks, errors):
-    """Add four fields to the results of one job: ranks, bus_bandwidth, times_as_fast_as_torch, error (of 10 MB)."""
+    """Add four fields to the results of one job: ranks, bus_bandwidth, times_as_fast_as_torch, error (of 10 MB).
+
+    bus_bandwidth, as in nccl-tests: bytes per second that each GPU would send in a ring all-reduce.
+    """
     torch_seconds = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
     for result in results:
-        size = result["bytes"]
+        sent = result["bytes"] // (2 if result["name"].endswith("bf16") else 1)  # the array as it is encoded
         result["ranks"], median = ranks, statistics.median(result["seconds"])
         result["error"] = errors[result["name"]]
-        result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[size], result["seconds"])
-        result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(result["name"], size), median, ranks)
+        result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[result["bytes"]], result["seconds"])
+        result["bus_bandwidth"] = 2 * (ranks - 1) / ranks * sent / median
 
 
-def fit(results, gradients):
-    """[{"name", "alpha", "beta", "bucket_mb"}]: fits t = alpha + beta n to the seconds t of an all-reduce of n bytes.
+def fit_buckets(results, ranks, gradients):
+    """The fits of fit() to the algorithms FITTED, with "ranks" and "bucket_mb".
 
     bucket_mb: the best --bucket-mb for a buffer of `gradients` bytes.
     """
-    fits = {name: fit_medians([result for result in results if result["name"] == name]) for name in FITTED}
-    return [
-        {"name": name, "alpha": alpha, "beta": beta, "bucket_mb": best_bucket(alpha, beta, gradients) / 1e6}
-        for name, (alpha, beta) in fits.items()
-    ]
+    fits = fit([result for result in results if result["name"] in FITTED], "name")
+    for each in fits:
+        each |= {"ranks": ranks, "bucket_mb": best_bucket(each["alpha"], each["beta"], gradients) / 1e6}
+    return fits
 
 
 def gradient_bytes(preset):
@@ -268,39 +247,21 @@ def gradient_bytes(preset):
     return 4 * Arena(parameter_shapes(PRESETS[preset])).size
 
 
-def verdicts(results, ranks):
-    """Yield one sentence for each size of 100 MB or more: whether our all-reduce reaches the target."""
-    for result in results:
-        if result["name"] == NCCL and result["bytes"] >= 10**8:
-            ratio = result["times_as_fast_as_torch"]["median"]
-            met = "reached" if ratio >= MIN_SHARE else "MISSED"
-            size = f"{1e-6 * result['bytes']:,.0f} MB"
-            yield f"{ranks} GPUs, {size}: {ratio:.3f} times torch's bandwidth (target {MIN_SHARE}: {met})"
-
-
-def parser():
-    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__)
+def main():
+    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__, ranks=[2, 4], rounds=9, timeout=150)
     add = parser.add_argument
-    parser.add_flags(ranks=[2, 4], rounds=9, timeout=150)
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     results, fits = [], []
     for ranks in args.ranks:
-        progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             options = args.sizes, args.rounds, str(Path(folder, "store"))
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
-            errors, of_ranks = job
-        progress("")
+        errors, of_ranks = job
         summarise(of_ranks, ranks, errors)
-        of_fits = [{"ranks": ranks, **each} for each in fit(of_ranks, gradient_bytes(args.preset))]
+        of_fits = fit_buckets(of_ranks, ranks, gradient_bytes(args.preset))
         TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "fits": of_fits})
-        print("\n".join(verdicts(of_ranks, ranks)))
         results, fits = results + of_ranks, fits + of_fits
     save({"all_reduce": results, "fits": fits}, args)
 

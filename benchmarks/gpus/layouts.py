@@ -9,24 +9,31 @@ parallelism. Layouts are drawn at random for each number of ranks, and train the
     python -m benchmarks.gpus.layouts --stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64  # on CPUs
 """
 
+import functools
+import hashlib
 import itertools
 from collections import Counter
 from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.gpus.layouts_ranks import MICRO_BATCHES, train_all
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
+from benchmarks.ranks.collectives import launch
+from gpt2core.data import Windows
+from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError
+from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor.shards import check_tensor_parallel
+from gpt2core.parallel.whole_parameters import fill, parameter_hash
 from gpt2core.presets import PRESETS
-from testing.jobs import run_mpi
+from gpt2core.training_loop import read_batch
 
+MICRO_BATCHES = 8
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
 COLUMNS = """
     = {precision} | tied = {tied} | clip = {clip} | --tp = {tp} | ranks = {" ".join(map(str, ranks))}
@@ -36,30 +43,25 @@ BUCKETS = 0.1, 1.0, 25.0  # 10^6 bytes
 
 def layouts(rng, ranks, count, config, stage):
     """`count` different pairs (threads, options of ParallelConfig) of `ranks` ranks; the first one is the default."""
+
+    def choice(values):
+        return list(values)[rng.integers(len(values))]
+
     found = [(1, {})]
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     while len(found) < count:
-        tp, pp = (int(rng.choice(divisors(ranks))) for _ in range(2))
-        threads, zero = int(rng.choice((1, 2))) if stage == 1 else 1, choice(rng, ZERO)
+        tp, pp, threads, zero = choice(divisors), choice(divisors), choice((1, 2) if stage == 1 else (1,)), choice(ZERO)
         options = dict(
-            tp=tp, pp=pp, zero=zero, dp=choice(rng, STRATEGIES if zero < 2 else ["flat"]),
-            bucket_mb=choice(rng, BUCKETS), recompute=choice(rng, RECOMPUTE),
-            pp_schedule=choice(rng, SCHEDULES) if pp > 1 else "1f1b",
-            zero_gather=choice(rng, ("end", "forward") if zero < 2 else ["end"]),
+            tp=tp, pp=pp, zero=zero, dp=choice(STRATEGIES if zero < 2 else ["flat"]),
+            bucket_mb=choice(BUCKETS), recompute=choice(RECOMPUTE),
+            pp_schedule=choice(SCHEDULES) if pp > 1 else "1f1b",
+            zero_gather=choice(("end", "forward") if zero < 2 else ["end"]),
         )  # fmt: skip
         if (threads, options) not in found and fits(ranks, threads, options, config):
             found.append((threads, options))
         elif ranks == 1 and len(found) > 1:
             break  # one rank has few layouts
     return found
-
-
-def choice(rng, values):
-    values = list(values)
-    return values[rng.integers(len(values))]
-
-
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def fits(ranks, threads, options, config):
@@ -82,23 +84,64 @@ def name_of(ranks, threads, options):
     return " ".join([f"{ranks} ranks:", *words, *([f"threads={threads}"] if threads > 1 else [])])
 
 
+def train_all(host, stage, cases, sizes):
+    """[the digest of the curve of each case, and whether all ranks of this job have it]; host: an MpiCommunicator."""
+    found, world = [], host
+    if stage == 3:
+        from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+        world = NcclCommunicator(host)
+        world.use_transport("nccl")
+    world.use_collectives("canonical")
+    for precision, tied, clip, threads, options in cases:
+        backends = backends_of(stage, precision, threads)
+        digest = train(world, backends, tied, clip, ParallelConfig(**options), *sizes)
+        found.append((digest, host.all_gather_object(digest).count(digest) == host.size))
+    return found
+
+
+def backends_of(stage, precision, threads):
+    if stage == 1:
+        from stage0_serial.numpy_backend import NumpyBackend
+
+        return [NumpyBackend(precision) for _ in range(threads)]
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    return [CudaBackend(precision, deterministic=True)]
+
+
+def train(world, backends, tied, clip, parallel, config, batch_size, seq_len, steps):
+    """The digest of losses, norms and the hash of the parameters after `steps` steps."""
+    config = replace(config, tied=tied)
+    trainer = FastTrainer(
+        config, backends, batch_size=batch_size, seq_len=seq_len, micro_batches=MICRO_BATCHES, world=world,
+        optimizer=dict(clip=clip, weight_decay=0.1), parallel=parallel, seed=None,
+    )  # fmt: skip
+    fill(trainer, trainer.parameters, iter(initial(config)) if world.is_root else None)
+    trainer.optimizer.refresh_copy(0)
+    windows = Windows(np.random.default_rng(0).integers(0, config.vocab_size, 20_000), seq_len)
+    reports = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(steps)]
+    curve = [(step.loss.hex(), step.grad_norm.hex()) for step in reports]
+    return hashlib.sha256(repr((curve, parameter_hash(trainer))).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def initial(config):
+    """The initial parameters; those of the last model are kept for the next layout."""
+    return list(initial_parameters(config, 0))
+
+
 def results_of(runs):
-    """One row for each precision, model and --tp. runs: [(precision, tied, clip, tp, ranks, name, digest, equal)]."""
-    rows = []
-    for key, group in itertools.groupby(sorted(runs, key=lambda run: run[:4]), key=lambda run: run[:4]):
+    """One row for each precision, model and --tp. runs: [{"name", "digest", "same", and the keys of a row}]."""
+    keys, rows = ("precision", "tied", "clip", "tp"), []
+    runs = sorted(runs, key=lambda run: [run[key] for key in keys])
+    for values, group in itertools.groupby(runs, key=lambda run: [run[key] for key in keys]):
         group = list(group)
-        digest = Counter(run[6] for run in group).most_common(1)[0][0]
-        rows.append(
-            dict(zip(("precision", "tied", "clip", "tp"), key, strict=True))
-            | {
-                "ranks": sorted({run[4] for run in group}),
-                "layouts": [run[5] for run in group],
-                "runs": len(group),
-                "equal": sum(run[6] == digest and run[7] for run in group),
-                "digest": digest[:16],
-                "different": [run[5] for run in group if run[6] != digest or not run[7]],
-            }
-        )
+        digest = Counter(run["digest"] for run in group).most_common(1)[0][0]
+        different = [run["name"] for run in group if run["digest"] != digest or not run["same"]]
+        row = {"ranks": sorted({run["ranks"] for run in group}), "layouts": [run["name"] for run in group]}
+        row |= {"runs": len(group), "equal": len(group) - len(different)}
+        rows.append(dict(zip(keys, values, strict=True)) | row | {"digest": digest[:16], "different": different})
     return rows
 
 
@@ -115,7 +158,7 @@ def summary(args, results):
         }
 
 
-def parser():
+def main():
     parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
@@ -123,35 +166,27 @@ def parser():
     add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
     add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
+    precisions = args.precision or (("fp32",) if args.stage == 1 else ("fp32", "bf16"))
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)
     for ranks in args.ranks:
-        cases, names = [], []
-        for precision, (tied, clip) in itertools.product(args.precision or precisions(args.stage), MODELS):
-            for threads, options in layouts(rng, ranks, args.layouts, config, args.stage):
-                cases.append((precision, tied, clip, threads, options))
-                names.append(name_of(ranks, threads, options))
-        progress(f"{ranks} ranks: {len(cases)} runs")
-        sizes = config, args.batch_size, args.seq_len, args.steps
-        found = run_mpi(ranks, train_all, args.stage, cases, sizes, timeout=args.timeout)[0]
-        for case, name, result in zip(cases, names, found, strict=True):
-            runs.append((*case[:3], case[4].get("tp", 1), ranks, name, *result))
-    progress("")
+        cases = [
+            (precision, tied, clip, threads, options)
+            for precision, (tied, clip) in itertools.product(precisions, MODELS)
+            for threads, options in layouts(rng, ranks, args.layouts, config, args.stage)
+        ]
+        job = args.stage, cases, (config, args.batch_size, args.seq_len, args.steps)
+        found = launch(ranks, "train_all", *job, timeout=args.timeout, benchmark=args.benchmark)
+        for (precision, tied, clip, threads, options), (digest, same) in zip(cases, found, strict=True):
+            run = dict(precision=precision, tied=tied, clip=clip, tp=options.get("tp", 1), ranks=ranks)
+            runs.append(run | dict(name=name_of(ranks, threads, options), digest=digest, same=same))
     results = results_of(runs)
     Table("", COLUMNS).print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
     save({"summary": list(summary(args, results)), "groups": results}, args)
     return 1 if different else 0
-
-
-def precisions(stage):
-    return ("fp32",) if stage == 1 else ("fp32", "bf16")
 
 
 if __name__ == "__main__":

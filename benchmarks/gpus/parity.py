@@ -12,7 +12,7 @@ With --sockets, NCCL also sends through the network stack of the host, as betwee
 import statistics
 
 from benchmarks.gpus.scaling import gpus
-from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
+from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import train
@@ -58,18 +58,15 @@ def runs_of(args):
 def compare(args, precision):
     """Run all cases in one precision; return one result for each run. The first result is that of stage 2."""
     common = dict(timeout=args.timeout, preset=args.preset, steps=args.steps, precision=precision)
-    progress(f"{precision}: stage 2")
     expected, _ = train(f"{args.preset}, stage 2", "stage2_cuda", words=[DETERMINISTIC], **common)
     results = [result_of("stage 2", 1, precision, expected, expected)]
     for ranks, flags, end in runs_of(args):
         name = " ".join([gpus(ranks), *flags]) + end
-        progress(f"{precision}: {name}")
         job = dict(words=flags, ranks=ranks, environment=SOCKETS if end else None)
         log, output = train(f"{args.preset}, {name}", "stage3_mpi_cuda", **job, **common)
         if end and "via NET/Socket" not in output:
             raise BenchmarkFailed(f"{name}: NCCL does not report that it uses sockets; its output:\n{output[-4000:]}")
         results.append(result_of(name, ranks, precision, log, expected))
-    progress("")
     return results
 
 

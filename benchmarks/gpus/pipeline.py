@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpus.parity import UNTIMED_STEPS
-from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
+from benchmarks.harness.processes import BenchmarkFailed, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train
@@ -91,11 +91,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     if args.flags is None:
         args.flags = "--precision bf16 --deterministic" if args.stage == 3 else ""
-    results = []
-    for schedule in args.schedules:
-        progress(schedule)
-        results.append(measure(args, schedule))
-    progress("")
+    results = [measure(args, schedule) for schedule in args.schedules]
     TABLES["gpus-pipeline"].print(results)
     met, sentence = verdict(results)
     print(sentence, flush=True)

@@ -29,7 +29,7 @@ from gpt2core.presets import PRESETS
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
 LEAD_IN = 3  # untimed steps at the start of a round, after which all ranks begin the timed steps at the same time
 CORPUS = 1 << 22  # number of random tokens to train on
-PAPER_STEPS, PAPER_SECONDS = 50, 0.1  # steps of the paper's run, and our target for their total time
+PAPER_STEPS = 50  # of the paper's run
 # Our variants, {name for --ways: options}. On the largest number of GPUs all chosen variants run, on fewer GPUs only
 # the first of them, and on one GPU a variant without options.
 OUR_VARIANTS = {
@@ -41,7 +41,6 @@ OUR_VARIANTS = {
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
 FIELDS = "bytes_sent", "optimizer_bytes", "messages"  # measurements of the last round in the results
-TARGETS = {64: 0.96, 16: 0.93}  # {sequences per GPU: required efficiency on 4 GPUs}
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -50,8 +49,7 @@ TARGETS = {64: 0.96, 16: 0.93}  # {sequences per GPU: required efficiency on 4 G
 def prepare(module, world, preset, seq_len, variants, **options):
     """Called on every rank by harness/processes.py: build all variants, and return `run_round(name, steps)`.
 
-    module: the implementation to measure, benchmarks.gpus.ours or benchmarks.peers.torch_ddp_cuda; both have
-    make_variants(). variants: {name: options}.
+    module: benchmarks.gpus.ours or benchmarks.peers.torch_ddp_cuda. variants: {name: options} of its make_variants().
     """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
@@ -159,20 +157,15 @@ def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
 def summarise(results):
     """Add fields to each result of one table: min, tokens_per_second, efficiency, its text and times_as_fast.
 
-    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our results on the most GPUs
-    also get times_bucket (its time / time of our variant with --dp bucket), if that variant was measured; the fastest
-    one has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
+    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our fastest result on the
+    most GPUs has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
-    by_name = {result["name"]: result for result in results}
-    bucket = by_name.get(variant_name(most_ranks(results), OUR_VARIANTS["bucket"]))
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
         result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
-        if bucket is not None and result["side"] == "ours" and result["ranks"] == bucket["ranks"]:
-            result["times_bucket"] = paired_ratio(result["seconds"], bucket["seconds"])
         peer = ddp.get(result["ranks"])
         result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
     checked = efficiencies(results)
@@ -181,11 +174,6 @@ def summarise(results):
         result["efficiency_text"] = checked[result["name"]].cell(text) if result["name"] in checked else text
     ours = (result for result in results if result["side"] == "ours")
     max(ours, key=lambda result: (result["ranks"], result["tokens_per_second"]))["fastest"] = True
-
-
-def most_ranks(results):
-    """The largest number of GPUs of the results."""
-    return max(result["ranks"] for result in results)
 
 
 def efficiency(result, one_gpu):
@@ -199,82 +187,37 @@ def efficiency(result, one_gpu):
     return paired_ratio([work * seconds for seconds in one_gpu["seconds"]], result["seconds"])
 
 
-def verdicts(results, per_gpu):
-    """Yield one sentence for each of our results on the largest number of GPUs: whether it reaches its targets.
-
-    per_gpu: sequences per GPU; None if the size of the global batch is fixed (--strong).
-    """
-    most = most_ranks(results)
-    for result in results:
-        if result["side"] != "ours" or result["ranks"] != most or most == 1:
-            continue
-        phrases, target = [], TARGETS.get(per_gpu)
-        if result["efficiency"] is not None and (each := efficiencies(results)[result["name"]]).disturbed:
-            phrases.append(f"efficiency {each}; run it again on an idle machine")
-        elif result["efficiency"] is not None:
-            comparison = (
-                target and f" (target {100 * target:.1f} %: {reached(result['efficiency']['median'] >= target)})"
-            )
-            phrases.append(f"efficiency {percent(result['efficiency'])}{comparison or ''}")
-        if result["times_as_fast"] is not None:
-            ratio = result["times_as_fast"]["median"]
-            phrases.append(f"{ratio:.3f} times as fast as DDP (target 1: {reached(ratio > 1)})")
-        if "times_bucket" in result and result["name"] != variant_name(most, OUR_VARIANTS["bucket"]):
-            phrases.append(f"{result['times_bucket']['median']:.3f} times the step time of --dp bucket")
-        yield f"{result['name']}: {', '.join(phrases)}"
-
-
-def reached(met):
-    """The word that reports whether a target is met."""
-    return "reached" if met else "MISSED"
-
-
 def paper(args):
-    """Measure and print the time of the paper's 50 steps on two GPUs; return the results.
-
-    The time does not include compilation and graph capture.
-    """
+    """Print the time of the paper's 50 steps on two GPUs, without compilation and capture; return the results."""
     chosen = {variant_name(2, options): dict(ranks=2, batch_size=16, **options) for options in OUR_VARIANTS.values()}
     results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
     for result in results:
         result["totals"] = [PAPER_STEPS * seconds for seconds in result["seconds"]]
     TABLES["gpus-paper"].print({"paper": results})
-    for result in results:
-        met = statistics.median(result["totals"]) < PAPER_SECONDS
-        print(f"{result['name']}: target {PAPER_SECONDS} s: {reached(met)}", flush=True)
     return results
 
 
-def parser_of(benchmark, docstring, timeout, preset="gpt2"):
-    """A parser with the common flags of the benchmarks on several GPUs.
-
-    timeout, preset: the defaults of --timeout in seconds and of --preset.
-    """
-    parser = benchmark_parser(benchmark, docstring)
-    parser.add_flags(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout)
-    return parser
+def parser_of(benchmark, docstring, timeout, ranks, preset="gpt2"):
+    """A parser with the common flags of the benchmarks on several GPUs; the other arguments are defaults of flags."""
+    common = dict(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout, ranks=ranks)
+    return benchmark_parser(benchmark, docstring, **common)
 
 
 def add_rounds(parser):
-    """Add the flags of benchmarks with interleaved rounds."""
-    add = parser.add_argument
-    parser.add_flags(rounds=5, steps_per_round=10, threads=4)
-    warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
-    add("--warm-up", type=int, default=1, help=warm_up)
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
+    """Add the flags of benchmarks with interleaved rounds; every round begins with LEAD_IN untimed steps."""
+    parser.add_flags(rounds=5, steps_per_round=10, threads=4, warm_up=1)
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
-def add_sizes(parser, ranks=4, batch_size=16):
-    """Add --ranks and --batch-size, with these defaults, of the benchmarks whose variants all use the same GPUs."""
-    parser.add_flags(ranks=ranks)
-    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"sequences per GPU (default {batch_size})")
+def add_batch_size(parser):
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per GPU (default 16)")
 
 
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300)
+    parser = parser_of(BENCHMARK, __doc__, 300, [1, 2, 4])
     add = parser.add_argument
     add_rounds(parser)
-    parser.add_flags(ranks=[1, 2, 4], no_ddp=False, no_compile=False)
+    parser.add_flags(no_ddp=False, no_compile=False)
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
     add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
@@ -289,20 +232,14 @@ def main(argv=None):
     most = max(gpu_counts)
     if args.strong and args.strong % most:
         raise ConfigError(f"--strong {args.strong}: not divisible by {most} GPUs; use a multiple of {most}")
-    tables = [  # (sequences per GPU or None, batch_of() of variants(), title)
-        (size, lambda count, size=size: count * size, f"{size} x {seq_len} per GPU") for size in args.batch_size
-    ]
+    # {title: batch_of() of variants()}
+    tables = {f"{size} x {seq_len} per GPU": lambda count, size=size: count * size for size in args.batch_size}
     if args.strong:
-        tables.append((None, lambda count: args.strong, f"{args.strong} x {seq_len} in total"))
-    results = {"paper": None, "scaling": []}
-
-    def save_so_far():  # after each table, so that an interrupted run keeps its finished tables
-        save(results, args)
-
+        tables[f"{args.strong} x {seq_len} in total"] = lambda count: args.strong
+    results = {"paper": paper(args) if args.paper else None, "scaling": []}
     if args.paper:
-        results["paper"] = paper(args)
-        save_so_far()
-    for per_gpu, batch_of, title in tables:
+        save(results, args)
+    for title, batch_of in tables.items():
         ours, peers = variants(gpu_counts, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, specs, args.steps_per_round)
@@ -310,8 +247,7 @@ def main(argv=None):
         results["scaling"].append({"title": title, "rows": of_table})
         print(f"\n{args.preset}, {args.precision}")
         TABLES["gpus-scaling"].print({"scaling": results["scaling"][-1:]})
-        print("\n".join(verdicts(of_table, per_gpu)), flush=True)
-        save_so_far()
+        save(results, args)  # after each table, so that an interrupted run keeps its finished tables
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import statistics
 import numpy as np
 
 from benchmarks.gpus import scaling
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, parser_of, reached, round_function, variant_name
+from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, parser_of, round_function, variant_name
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
@@ -32,22 +32,13 @@ from gpt2core.presets import PRESETS
 from stage2_cuda.runtime import triton_launch
 
 BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file
-PEER_ZERO = 3  # our rows with this --zero divide what fully_shard divides
 FIELDS = *scaling.FIELDS, "first_losses", "driver_bytes", "held_bytes", "allocated_bytes"
-MAX_MEMORY = 1.10  # upper bound for our GPU memory divided by PyTorch's
 MAX_DIFFERENCE = 2**-8  # relative, of the first losses: the rounding error of one number in bf16
 PERIOD = 1_048_583  # a prime, so that the rows of a matrix of repeated numbers differ
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
-
-
 def prepare(module, world, preset, seq_len, variants, **options):
-    """Called on every rank by harness/processes.py; returns `run_round(name, steps)`, see scaling.round_function().
-
-    module: benchmarks.gpus.ours or benchmarks.peers.torch_fsdp_cuda. The other arguments are those of
-    scaling.prepare().
-    """
+    """As scaling.prepare(); module: benchmarks.gpus.ours or benchmarks.peers.torch_fsdp_cuda."""
     config, rng = PRESETS[preset], np.random.default_rng(scaling.SEED)
     # Small numbers are frequent, so that the loss decreases: it shows within a few steps whether an update is wrong.
     tokens = (config.vocab_size * rng.random(scaling.CORPUS) ** 4).astype(np.int64)
@@ -91,9 +82,6 @@ def observed(train, used_bytes):
     return observed_train
 
 
-# -- in the parent process ---------------------------------------------------------------------------------------------
-
-
 def variants(ranks, batch_size, zeros, recompute, bucket_mb):
     """({name: options} of our programs, {name: options} of PyTorch's) of one table.
 
@@ -124,7 +112,7 @@ def fitting(args, zeros, recompute, available):
         )
         return MARGIN * (sum(terms.values()) - terms["gathered to save"])
 
-    left, found = available - predicted(PEER_ZERO), []
+    left, found = available - predicted(3), []
     for zero in zeros:
         left -= predicted(zero)
         if left < 0 and found:
@@ -151,8 +139,8 @@ def summarise(results):
     """Add fields to each result of one table: min, tokens_per_second, and those that compare it with PyTorch's.
 
     times_as_fast: PyTorch's time / its time. memory_ratio and held_ratio: its driver_bytes and held_bytes / PyTorch's;
-    None without a GPU. loss_difference: the largest relative difference of the first losses. Without PyTorch these four
-    are None.
+    None without a GPU. Without PyTorch these three are None. loss_difference, only with PyTorch: the largest relative
+    difference of the first losses.
     """
     peer = next((result for result in results if result["side"] != "ours"), None)
     for result in results:
@@ -162,45 +150,24 @@ def summarise(results):
         result["times_as_fast"] = peer and paired_ratio(peer["seconds"], result["seconds"])
         for field, key in (("memory_ratio", "driver_bytes"), ("held_ratio", "held_bytes")):
             result[field] = result[key] / peer[key] if peer and peer[key] else None
-        result["loss_difference"] = peer and relative_difference(result["first_losses"], peer["first_losses"])
-
-
-def relative_difference(losses, others):
-    """The largest relative difference of two lists of losses; NaN if a loss is NaN."""
-    return float(np.max(np.abs(np.divide(losses, others) - 1)))
+        if peer:  # NaN if a loss is NaN
+            differences = np.abs(np.divide(result["first_losses"], peer["first_losses"]) - 1)
+            result["loss_difference"] = float(np.max(differences))
 
 
 def agree(results):
     """Whether the first losses of all programs of a table agree; False if one is not a number."""
     return all(
-        result["loss_difference"] is None or result["loss_difference"] <= MAX_DIFFERENCE
+        result["loss_difference"] <= MAX_DIFFERENCE
         for result in results
-        if result["side"] == "ours"
+        if result["side"] == "ours" and "loss_difference" in result
     )
 
 
-def verdicts(results):
-    """Yield one sentence for each of our results that is compared with PyTorch: speed, memory and losses."""
-    for result in results:
-        if result["side"] != "ours" or result["times_as_fast"] is None:
-            continue
-        has_targets = result["zero"] == PEER_ZERO  # the others divide less, or more, than fully_shard
-        speed, memory = result["times_as_fast"]["median"], result["memory_ratio"]
-        phrases = [f"{speed:.3f} times as fast as fully_shard" + f" (target 1: {reached(speed > 1)})" * has_targets]
-        if memory is not None:
-            target = f" (target: at most {MAX_MEMORY:.2f}: {reached(memory <= MAX_MEMORY)})" * has_targets
-            phrases.append(f"{memory:.3f} times its GPU memory{target}, {result['held_ratio']:.3f} times its pools")
-        phrases.append(
-            f"the first losses differ by up to {result['loss_difference']:.1e} (bound {MAX_DIFFERENCE:.1e}: "
-            f"{reached(agree([result]))})"
-        )
-        yield f"{result['name']}: {', '.join(phrases)}"
-
-
 def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, preset="gpt2-xl")
+    parser = parser_of(BENCHMARK, __doc__, 300, 2, preset="gpt2-xl")
     add = parser.add_argument
-    add_sizes(parser, ranks=2, batch_size=16)
+    add_batch_size(parser)
     add_rounds(parser)
     parser.add_flags(no_torch=False, no_compile=False)
     text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
@@ -223,8 +190,11 @@ def main(argv=None):
         print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU, --recompute {recompute}")
         return results
 
-    shows = summarise, TABLES["gpus-sharding"].print, lambda results: print("\n".join(verdicts(results)), flush=True)
-    return 0 if agree(save_each(args, map(measure, args.recompute), *shows)) else 1
+    results = save_each(args, map(measure, args.recompute), summarise, TABLES["gpus-sharding"].print)
+    if agree(results):
+        return 0
+    print(f"the first losses of a program differ from PyTorch's by more than {MAX_DIFFERENCE:.1e}")
+    return 1
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ baselines, because the deterministic mode uses other kernels for matrix products
     python -m benchmarks.gpus.strategies --ranks 2 --buckets-mb 1 10 100      # bucket sizes
 """
 
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, jobs, measure, parser_of, reached, variant_name
+from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, measure, parser_of, variant_name
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.presets import PRESETS
-
-MAX_COST = 1.04  # upper bound for the deterministic mode's step time divided by the fast mode's
-MIN_SPEED = 0.97  # lower bound for the speed with ZeRO-1 divided by the speed without
 
 
 def variants(ranks, batch_size, bucket_mb):
@@ -68,52 +65,22 @@ def summarise(results):
         result["min"] = min(result["seconds"])
 
 
-def verdicts(results, ranks):
-    """Yield a text for --dp flat and one for bucket: how the deterministic mode, ZeRO-1 and bf16 change the time."""
-    by_name = {result["name"]: result for result in results}
-    for dp in ("flat", "bucket"):
-        fast = by_name[variant_name(ranks, {"dp": dp})]
-        deterministic = by_name[variant_name(ranks, {"dp": dp, "deterministic": True})]
-        zero = by_name[variant_name(ranks, {"dp": dp, "zero": 1})]
-        forward = by_name[variant_name(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
-        compressed = by_name[variant_name(ranks, {"dp": dp, "compress": "bf16"})]
-        cost, speed = time_ratio(deterministic, fast), time_ratio(fast, zero)
-        share = zero["optimizer_bytes"] / fast["optimizer_bytes"]
-        yield (
-            f"--dp {dp}: the deterministic mode takes {cost:.3f} times the time of the fast mode (target: at most "
-            f"{MAX_COST}: {reached(cost <= MAX_COST)}). With ZeRO-1 a rank holds {share:.3f} of the optimizer state. "
-            f"Speed relative to --dp {dp} without options: with ZeRO-1 {speed:.3f} (target: at least {MIN_SPEED}: "
-            f"{reached(speed >= MIN_SPEED)}), with ZeRO-1 and --zero-gather forward {time_ratio(fast, forward):.3f}, "
-            f"with --compress bf16 {time_ratio(fast, compressed):.3f}"
-        )
-
-
-def time_ratio(numerator, denominator):
-    """The step time of one result divided by that of another: the median over rounds."""
-    return paired_ratio(numerator["seconds"], denominator["seconds"])["median"]
-
-
-def parser():
-    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300)
-    add_sizes(parser)
+def main():
+    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300, 4)
+    add_batch_size(parser)
     add_rounds(parser)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     seq_len = args.seq_len or PRESETS[args.preset].block_size
     batch = args.ranks * args.batch_size
-    chosen = variants(args.ranks, batch, args.bucket_mb)
     if args.buckets_mb:
         chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
+    else:
+        chosen = variants(args.ranks, batch, args.bucket_mb)
     results = measure(args, list(jobs(args, args.preset, chosen, {})), args.steps_per_round)
     summarise(results)
     print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
     TABLES["gpus-strategies"].print(results)
-    if not args.buckets_mb:
-        print("\n".join(verdicts(results, args.ranks)))
     save(results, args)
 
 

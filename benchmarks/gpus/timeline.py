@@ -12,8 +12,9 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 
 import numpy as np
 
-from benchmarks.gpus.scaling import add_sizes, parser_of
-from benchmarks.harness.drawing import panels
+from benchmarks.gpu.profile import union_length
+from benchmarks.gpus.scaling import add_batch_size, parser_of
+from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
@@ -26,9 +27,6 @@ from gpt2core.tracing.trace_file import Process, Span, write_trace
 from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, open_cupti, recorded, short
 
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LANES
-
-
-# -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def steps_of(host, preset, precision, variants):
@@ -70,9 +68,6 @@ def last_of_two(activities):
     return activities[int(np.argmax(gaps)) :]
 
 
-# -- in the parent process ---------------------------------------------------------------------------------------------
-
-
 def processes_of(steps):
     """The steps {name: lanes_of()} as processes of a trace: each step is a process."""
     return [
@@ -85,22 +80,6 @@ def processes_of(steps):
         )
         for name, placed in steps.items()
     ]
-
-
-def union(intervals):
-    """The union of intervals (start, end): a sorted list of disjoint [start, end]."""
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return merged
-
-
-def union_length(intervals):
-    """The length of the union of intervals (start, end)."""
-    return sum(end - start for start, end in union(intervals))
 
 
 def times_of(placed):
@@ -126,27 +105,20 @@ def times_of(placed):
 
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
-    with panels(path, len(steps), figsize=(10, 1.8 * len(steps)), sharex=True, layout="tight", dpi=130) as (_, axes):
-        for panel, (name, placed) in zip(axes[:, 0], steps.items(), strict=True):
-            for lane, colour in enumerate(COLOURS):
-                bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
-                panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
-            panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
-            panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
-            panel.grid(axis="x", alpha=0.3)
-        axes[-1, 0].set_xlabel("ms")
+    spans = {}
+    for name, placed in steps.items():
+        of_step = spans[f"{name}: {times_of(placed)['step_ms']:.1f} ms"] = {lane: [] for lane in LANES}
+        for lane, activity in placed:
+            of_step[LANES[lane]].append((activity.start / 1e3, activity.duration / 1e3))
+    draw_timeline(path, dict(zip(LANES, COLOURS, strict=True)), spans)
 
 
-def parser():
-    parser = parser_of("benchmarks.gpus.timeline", __doc__, 200)
-    add_sizes(parser)
+def main():
+    parser = parser_of("benchmarks.gpus.timeline", __doc__, 200, 4)
+    add_batch_size(parser)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args()
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants

@@ -24,8 +24,7 @@ def draw_model(name, path):
 
 def draw_timeline(name, path):
     """Draw a file of `ddp --timeline`."""
-    results = load(f"torch/{name}")["results"]
-    ddp.draw_timeline(results["intervals"], path, results["settings"])
+    ddp.draw_intervals(load(f"torch/{name}")["results"]["intervals"], path)
 
 
 FIGURES = {

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from benchmarks.harness.rounds import GraphTimer
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.errors import ConfigError
@@ -44,15 +45,9 @@ def overlapped_steps(trainer, windows, count):
     return last
 
 
-def update_function(trainer, inputs, targets):
-    """Return a function that launches the kernels of one update for this batch from Python, without a CUDA graph."""
-    arguments = trainer.prepare(inputs, targets), trainer.optimizer.coefficients(trainer.steps + 1, LR)
-    return functools.partial(trainer.compile_update(capture=False), *arguments)
-
-
-def gradients(trainer):
-    """The flat gradient buffer of the trainer."""
-    return trainer.accumulator.gradients
+def update_arguments(trainer, inputs, targets):
+    """The arguments of the compiled update of a trainer for this batch."""
+    return trainer.prepare(inputs, targets), trainer.optimizer.coefficients(trainer.steps + 1, LR)
 
 
 def message_count(trainer):
@@ -99,17 +94,14 @@ class CudaSteps:
         self.announced = list(batches)
 
     def __call__(self, inputs, targets):
-        trainer = self.trainer
         if not self.announced:
             self.announce([(inputs, targets)])
-        if not trainer.in_flight:
+        if not self.trainer.in_flight:
             self.begin()
-        if len(self.announced) > 1 and trainer.overlaps:
-            self.announced.pop(0)
-            self.begin()
-            return trainer.in_flight[0].result().loss
         self.announced.pop(0)
-        return trainer.in_flight[0].result().loss
+        if self.announced and self.trainer.overlaps:
+            self.begin()
+        return self.trainer.in_flight[0].result().loss
 
     def begin(self):
         """Begin the step of the first announced batch."""
@@ -138,18 +130,13 @@ class ProfiledSteps(CudaSteps):
         """True: replay the graph. False: launch every kernel from Python."""
         self.trainer.compiled = self.captured if graph else self.launched
 
-    def arguments(self):
-        """The arguments of compute_update() for the last batch."""
-        coefficients = self.trainer.optimizer.coefficients(self.trainer.steps + 1, LR)
-        return self.trainer.prepare(*self.last_batch), coefficients
-
     def compute_update(self):
         """Launch the kernels of one update for the last batch from Python."""
-        return self.launched(*self.arguments())
+        return self.launched(*update_arguments(self.trainer, *self.last_batch))
 
     def replay(self):
         """Replay the graph on the last batch and wait for the device."""
-        self.captured(*self.arguments())
+        self.captured(*update_arguments(self.trainer, *self.last_batch))
         self.backend.runtime.synchronize()
 
     @property
@@ -180,8 +167,8 @@ class Passes:
                 view[...] = 1.0 if name.endswith("weight") else 0.0
         self.trainer.optimizer.refresh_copy(0)
         backend.runtime.release_cached_memory()  # of the random numbers
-        functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
-        self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in functions.items()}
+        self.functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
+        self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in self.functions.items()}
         if hasattr(backend.runtime, "compiled"):
             share_graph_memory(None, backend)
 
@@ -189,6 +176,14 @@ class Passes:
         if kind == "step":
             return self.trainer.step(self.batch, LR).loss
         return self.compiled[kind](self.batch).wait()
+
+    def eager_function(self, kind):
+        """A function without arguments that launches one kind from Python, without a CUDA graph."""
+        if kind == "step":
+            coefficients = self.trainer.optimizer.coefficients(self.trainer.steps + 1, LR)
+            return functools.partial(self.trainer.compile_update(capture=False), self.batch, coefficients)
+        step = self.backend.runtime.compile_step(self.functions[kind], capture=False)
+        return functools.partial(step, self.batch)
 
     def forward(self, batch):
         with no_grad():
@@ -198,16 +193,6 @@ class Passes:
         losses = self.trainer.compute_gradients(batch)
         self.backend.runtime.join()
         return losses
-
-
-def eager_function(passes, kind):
-    """A function without arguments that launches one kind of Passes from Python, without a CUDA graph."""
-    trainer, runtime = passes.trainer, passes.backend.runtime
-    if kind == "step":
-        coefficients = trainer.optimizer.coefficients(trainer.steps + 1, LR)
-        return functools.partial(trainer.compile_update(capture=False), passes.batch, coefficients)
-    function = {"forward": passes.forward, "forward + backward": passes.forward_and_backward}[kind]
-    return functools.partial(runtime.compile_step(function, capture=False), passes.batch)
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -264,14 +249,9 @@ def make_variants(config, batch_size, seq_len, world, variants):
 
     The variants share one backend, so only one variant may run at a time.
     """
+    build = functools.partial(build_trainer, config, batch_size, seq_len, 1, deterministic=True, world=world)
     backends = [NumpyBackend()]
-
-    def variant(options):
-        return Variant(
-            build_trainer(config, batch_size, seq_len, 1, deterministic=True, world=world, backends=backends, **options)
-        )
-
-    return {name: variant(options) for name, options in variants.items()}
+    return {name: Variant(build(backends=backends, **options)) for name, options in variants.items()}
 
 
 class Variant:
@@ -294,56 +274,61 @@ class Variant:
 # -- generation -------------------------------------------------------------------------------------------------------
 
 
-def make_generator(config, threads):
-    """Return a function generate(prompts, n, use_cache), which generates n tokens for each prompt greedily.
+class Generator:
+    """Greedy decoding of a model with random parameters: generator(prompts, new) returns timed_tokens().
 
-    prompts: (B, T) token ids. The function returns (ids (B, n), seconds to the first tokens, total seconds). With
-    use_cache=False each token is generated by a separate call of the sampler, which processes all previous tokens
+    prompts: (B, T) token ids. new: the number of tokens for each prompt.
+    """
+
+    def __init__(self, config, backend):
+        self.backend, self.model = backend, load_model(config, dict(initial_parameters(config, 0)), backend)
+        self.decoders = {}  # kept between calls, so that captured steps are replayed
+
+    def steps(self, prompts, new):
+        return generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders)
+
+    def __call__(self, prompts, new):
+        return timed_tokens(self.steps(prompts, new))
+
+
+def timed_tokens(tokens):
+    """(ids (B, n), seconds to the first token, total seconds) of an iterator over n tokens of each prompt, (B)."""
+    started, ids, first_seconds = time.perf_counter(), [], None
+    for chosen in tokens:
+        ids.append(chosen)
+        first_seconds = first_seconds or time.perf_counter() - started
+    return np.transpose(ids), first_seconds, time.perf_counter() - started
+
+
+def make_generator(config, threads):
+    """Return a function generate(prompts, n, use_cache), which generates n tokens for each prompt; see Generator.
+
+    With use_cache=False each token is generated by a separate call of the sampler, which processes all previous tokens
     again.
     """
     backend = NumpyBackend()
     backend.runtime.use_threads(threads)
-    model, decoders = load_model(config, dict(initial_parameters(config, 0)), backend), {}
+    generator = Generator(config, backend)
 
-    def steps(prompts, n):
-        return generate_batch(model, prompts, n, [Greedy()] * len(prompts), decoders)
+    def recomputed(texts, n):
+        for _ in range(n):
+            chosen = next(generator.steps(texts, 1))
+            texts = [[*text, token] for text, token in zip(texts, chosen, strict=True)]
+            yield chosen
 
     def generate(prompts, n, use_cache):
-        started, ids = time.perf_counter(), [[] for _ in prompts]
-        if use_cache:
-            tokens = steps(prompts, n)
-        else:
-            texts = list(zip(prompts.tolist(), ids, strict=True))  # the lists in `ids` grow
-            tokens = (next(steps([prompt + new for prompt, new in texts], 1)) for _ in range(n))
-        for count, chosen in enumerate(tokens):
-            for new, token in zip(ids, chosen, strict=True):
-                new.append(token)
-            if count == 0:
-                first_seconds = time.perf_counter() - started
-        return ids, first_seconds, time.perf_counter() - started
+        return generator(prompts, n) if use_cache else timed_tokens(recomputed(prompts.tolist(), n))
 
     return generate
 
 
-class CudaGenerator:
-    """Greedy decoding on one GPU: generator(prompts, new) generates `new` tokens for each prompt.
-
-    prompts: (B, T) token ids. Returns (ids, seconds to the first token, total seconds) with ids (B, new).
-    """
+class CudaGenerator(Generator):
+    """A Generator on one GPU."""
 
     def __init__(self, config, batch, precision="bf16"):
         from stage2_cuda.cuda_backend import CudaBackend
 
-        self.backend = CudaBackend(precision)
-        self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
-        self.decoders = {}  # kept between calls, so that their captured steps are replayed
-
-    def __call__(self, prompts, new):
-        started, ids, first_seconds = time.perf_counter(), [], None
-        for tokens in generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders):
-            ids.append(tokens)
-            first_seconds = first_seconds or time.perf_counter() - started
-        return np.transpose(ids), first_seconds, time.perf_counter() - started
+        super().__init__(config, CudaBackend(precision))
 
     def decoder(self, batch, captured=True, **constants):
         """A new GpuDecoder for `batch` sequences. captured=False: launch kernels from Python, without a CUDA graph.
@@ -389,36 +374,24 @@ def check_gpu():
     return xp
 
 
-class Graphs:
-    """Captures several calls of a function in one CUDA graph, to time short GPU calls precisely.
-
-    A subclass sets `calls`, {kind: function}, for example with the kinds "forward" and "both". The attribute `graphs`
-    is {kind: (graph, number of calls in it)}.
-    """
+class Graphs(GraphTimer):
+    """A GraphTimer of CuPy."""
 
     def __init__(self):
         from stage2_cuda.runtime.triton_launch import array_module
 
+        super().__init__()
         self.cupy = array_module()
-        self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
 
-    def capture(self, kind, length):
-        """Capture the graph of `kind`, about `length` ms long, unless there is one. Return its number of calls."""
-        if kind not in self.graphs:
-            call = self.calls[kind]
-            with self.stream:
-                call()  # compiles
-                one_call = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
-                count = max(1, round(length / one_call))
-                self.graphs[kind] = autotune.capture_calls(self.stream, call, count), count
-        return self.graphs[kind][1]
-
-    def replay_milliseconds(self, kind):
-        """The milliseconds of one replay, after an untimed replay that brings the GPU to its full clock rate."""
-        graph, _ = self.graphs[kind]
+    def milliseconds(self, call):
         with self.stream:
-            graph.launch(self.stream)
-            return autotune.milliseconds(self.cupy, self.stream, functools.partial(graph.launch, self.stream))
+            return autotune.milliseconds(self.cupy, self.stream, call)
+
+    def captured(self, kind, count):
+        with self.stream:
+            graph = autotune.capture_calls(self.stream, self.calls[kind], count)
+        return functools.partial(graph.launch, self.stream)
 
     def norm(self, array):
         """The Euclidean norm of the array, computed in fp32."""

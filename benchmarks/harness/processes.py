@@ -183,16 +183,6 @@ def run_rounds(processes, rounds, warm_up, request):
     return results
 
 
-def timed_round(graphs, milliseconds):
-    """Replay CUDA graphs; return {kind: milliseconds of one call, "norms": norms of the results}.
-
-    graphs: Graphs of harness/ours.py or of peers/torch_graphs.py. milliseconds: approximate length of each graph.
-    """
-    counts = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}  # calls per graph
-    times = {kind: graphs.replay_milliseconds(kind) / count for kind, count in counts.items()}
-    return dict(times, norms=graphs.norms())
-
-
 def peak_bytes(usage=None):
     """The largest resident set size of this process so far, or in this usage of resources, in bytes."""
     peak = (usage or resource.getrusage(resource.RUSAGE_SELF)).ru_maxrss

@@ -101,19 +101,13 @@ def summarised(results, field=None):
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(rows):
-    """The lines of a Markdown table. rows: dictionaries with the same keys, which become the header."""
+def print_table(rows):
+    """Print a Markdown table. rows: dictionaries with the same keys, which become the header."""
     header = list(rows[0])
     cells = [header, ["---"] + ["---:"] * (len(header) - 1), *([str(row[key]) for key in header] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-
-
-def print_table(rows):
-    """Print a Markdown table; see table()."""
-    print("\n".join(table(rows)))
+    for line in cells:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
 # -- results/ ---------------------------------------------------------------------------------------------------------
@@ -163,10 +157,8 @@ def cpu_suffix():
 
 def cpu_field(name):
     """A field of an x86 CPU in Linux's /proc/cpuinfo, for example "cpu family"; "" if it is not known."""
-    try:
-        found = re.search(rf"^{name}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        found = None
+    path = Path("/proc/cpuinfo")
+    found = path.exists() and re.search(rf"^{name}\s*:\s*(.+)$", path.read_text(encoding="utf-8"), re.M)
     return found[1] if found else ""
 
 
@@ -263,7 +255,7 @@ CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": (
 class BenchmarkParser(Parser):
     """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
 
-    MAY_BE_0 = "warm_up", "warmup", "seed", "zero", "share", "show", "rows", "stages"  # names of flags
+    MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage", "stages"  # names of flags
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
@@ -278,15 +270,6 @@ class BenchmarkParser(Parser):
             kind = {"type": type(values[0]), "choices": CHOICES.get(name)}
             self.add_argument(flag, default=default, help=text, **kind, **several)
 
-    def add_save_flags(self, name):
-        """Add the flags --save, --save-as and --commit. name: the default of --save-as, a file name without .json."""
-        add = self.add_argument
-        add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
-        # --no-save is the default now. The flag exists because older command lines have it.
-        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
-        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
-        add("--commit", help="commit to record in the results file (default: the one that git reports)")
-
     def parse_args(self, arguments=None, namespace=None):
         options = super().parse_args(arguments, namespace)
         for action in self._actions:
@@ -298,11 +281,11 @@ class BenchmarkParser(Parser):
         return options
 
 
-def benchmark_parser(benchmark, docstring, saves=True):
+def benchmark_parser(benchmark, docstring, saves=True, **flags):
     """The Parser of `python -m BENCHMARK`, whose --help has the lines of its docstring.
 
     The lines "python -m BENCHMARK flags  # comment" of the docstring are its examples. saves: whether to add the flags
-    of save().
+    of save(). flags: see add_flags().
     """
     command = re.compile(rf"^ *python -m {re.escape(benchmark)}(.*?) +# (.*)\n", re.MULTILINE)
     examples = [(flags.strip(), comment) for flags, comment in command.findall(docstring)]
@@ -311,7 +294,13 @@ def benchmark_parser(benchmark, docstring, saves=True):
     parser = BenchmarkParser(text, examples, f"python -m {benchmark}", formatter_class=keep_lines)
     parser.set_defaults(benchmark=benchmark)
     if saves:
-        parser.add_save_flags(benchmark.split(".")[-1])
+        add, name = parser.add_argument, benchmark.split(".")[-1]
+        add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
+        # --no-save is the default now. The flag exists because older command lines have it.
+        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
+        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+        add("--commit", help="commit to record in the results file (default: the one that git reports)")
+    parser.add_flags(**flags)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import timeit
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,12 +20,12 @@ def random_batch(rng, vocab_size, batch_size, seq_len):
 
 def median_seconds(function, times):
     """The median seconds of `times` calls of function()."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.median(timeit.repeat(function, number=1, repeat=times))
+
+
+def mean_seconds(function, times):
+    """The mean seconds of `times` calls of function()."""
+    return timeit.timeit(function, number=times) / times
 
 
 def interleaved(functions, rounds):
@@ -47,6 +48,30 @@ def measure_specs(specs, args, warm_up, request):
         processes = [stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, warm_up, request)
         return {each.spec.name: measured[each.spec.name] | {"import_bytes": each.baseline} for each in processes}
+
+
+class GraphTimer:
+    """Times short GPU calls precisely: several calls of a function are captured in one CUDA graph, which is replayed.
+
+    A subclass sets `calls`, {kind: function}. It has milliseconds(call), the device time of call(), captured(kind,
+    count), a function that replays a new graph of `count` calls, and norms(), the norms of the results.
+    """
+
+    def __init__(self):
+        self.calls, self.graphs = {}, {}  # graphs: {kind: (function that replays, number of calls)}
+
+    def run_round(self, length):
+        """{kind: milliseconds of one call, "norms": norms of the results}. Each graph is about `length` ms long."""
+        for kind, call in self.calls.items():
+            if kind not in self.graphs:
+                self.milliseconds(call)  # compiles
+                count = max(1, round(length / min(self.milliseconds(call) for _ in range(3))))
+                self.graphs[kind] = self.captured(kind, count), count
+        times = {}
+        for kind, (replay, count) in self.graphs.items():
+            replay()  # brings the GPU to its full clock rate
+            times[kind] = self.milliseconds(replay) / count
+        return times | {"norms": self.norms()}
 
 
 def measure_shapes(specs, args, shapes, kinds):

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.processes import BenchmarkFailed, run_to_end
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_to_end
 from gpt2core.app.output.run_log import read_log
 from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT
@@ -26,7 +26,9 @@ def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=No
         command = python_command(ranks, f"{package}.train_gpt2", "--no-save", *words)
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
+        progress(name)
         output = run_to_end(name, command, blas_threads=1, timeout=timeout, cwd=cwd, environment=environment)
+        progress("")
         return read_log(flags["log"]), output
 
 

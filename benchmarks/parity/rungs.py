@@ -293,7 +293,8 @@ def strategies_on_threads(options):
             make, exact, count = trainer_maker(NumpyBackend, **how), "tp" not in how, count + 1
             got = run_ranks(ranks, trained, make, MODEL, steps, timeout=LIMIT)[0]
             text = curve_difference(got, wanted)
-            if text and (exact or not near([loss for loss, _ in got[0]], [loss for loss, _ in wanted[0]], 1e-5)):
+            near = np.allclose([loss for loss, _ in got[0]], [loss for loss, _ in wanted[0]], rtol=1e-5, atol=0)
+            if text and (exact or not near):
                 found = examined(make, MODEL, steps, ranks, exact)
                 flags = " ".join(f"--{name} {value}" for name, value in how.items())
                 return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))
@@ -303,10 +304,6 @@ def strategies_on_threads(options):
 def steps_of(options, default):
     """The number of steps of a small training run."""
     return options.steps or (10 if options.full else default)
-
-
-def near(losses, wanted, tolerance):
-    return bool(np.allclose(losses, wanted, rtol=tolerance, atol=0))
 
 
 def unlocated(text):

@@ -1,5 +1,6 @@
 """The PyTorch program of ranks/ranks.py: TorchGPT2 in DistributedDataParallel on gloo, one process per rank."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -60,9 +61,7 @@ class ProcessGroup:
         return line if self.is_root else sys.stdin.readline()
 
 
-def make_world(ranks):
-    """Return the ProcessGroup of a benchmark process; harness/processes.py calls it before prepare()."""
-    return ProcessGroup(ranks)
+make_world = ProcessGroup  # harness/processes.py calls it before prepare()
 
 
 def make_trainer(config, batch_size, seq_len, threads, world):
@@ -70,10 +69,9 @@ def make_trainer(config, batch_size, seq_len, threads, world):
 
     Their shape is (batch_size, seq_len): every rank passes the whole batch, and trains on its part.
     """
-    options = {"gradient_as_bucket_view": True}  # saves a copy of the gradients
-    step = make_serial_trainer(
-        config, batch_size, seq_len, threads, wrap=lambda model: DistributedDataParallel(model, **options)
-    )
+    # views of the buckets save a copy of the gradients
+    wrap = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    step = make_serial_trainer(config, batch_size, seq_len, threads, wrap=wrap)
     per_rank = batch_size // world.size
     rows = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
     return lambda inputs, targets: step(inputs[rows], targets[rows])

@@ -5,16 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.torch_ddp import ProcessGroup
+from benchmarks.peers import torch_ddp
 from benchmarks.peers.torch_gpt2_cuda import CudaSteps
 
-
-def make_world(ranks):
-    """Return the ProcessGroup of a benchmark process; harness/processes.py calls it before prepare().
-
-    It carries requests and results. make_variants() creates another group, with NCCL, for the gradients.
-    """
-    return ProcessGroup(ranks)
+make_world = torch_ddp.make_world  # for requests and results; make_variants() creates groups for the gradients
 
 
 def make_variants(config, world, windows, variants, precision="bf16", compiled=True, device="cuda"):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.peers import torch_ddp
 from benchmarks.peers.torch_ddp_cuda import train_function
-from benchmarks.peers.torch_gpt2_cuda import PAD, CudaSteps, NanoGPT
+from benchmarks.peers.torch_gpt2_cuda import PAD, CudaSteps, NanoGPT, torch_weights
 from benchmarks.torch.models import use_checkpoints
 
 # B batch, T time, C channels, V vocabulary
@@ -58,7 +58,7 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
     def variant(ranks, batch_size, recompute="none"):
         def sharded_steps(per_rank):
             model = sharded(config, mesh, precision, compiled, recompute == "block")
-            load(model, config, initial(), mesh)
+            load(model, initial(), mesh)
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -116,25 +116,15 @@ def sharded(config, mesh, precision, compiled, checkpointed):
 
 
 @torch.no_grad()
-def load(model, config, arrays, mesh):
+def load(model, arrays, mesh):
     """Copy this project's parameters `arrays`, (name, array) in model order, to this rank's shards."""
-    parameters = {own_name(name): parameter for name, parameter in model.named_parameters()}
-    for name, array in arrays:
-        whole = torch.from_numpy(array).to(mesh.device_type)
-        if array.ndim == 2 and ".h." in name:
-            whole = whole.T.contiguous()  # nn.Linear stores (out, in)
-        parameter = parameters.pop(name)
+    plain = (name.replace("_orig_mod.", "").replace(".blocks.0.", ".") for name, _ in model.named_parameters())
+    parameters = dict(zip(plain, model.parameters(), strict=True))
+    for name, tensor in torch_weights(arrays):
+        whole, parameter = tensor.to(mesh.device_type), parameters.pop(name)
         whole = F.pad(whole, (0, 0) * (whole.ndim - 1) + (0, parameter.shape[0] - whole.shape[0]))  # the vocabulary
         # without communication: each rank has the whole parameter
         part = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(part.to_local())
     if parameters:
         raise ValueError(f"{', '.join(parameters)}: not among the initial parameters")
-
-
-def own_name(name):
-    """This project's name of a parameter of a ShardedGPT2."""
-    name = name.replace("_orig_mod.", "").replace(".blocks.0.", ".")
-    for module in ("c_fc", "c_proj"):
-        name = name if ".attn." in name else name.replace(f".{module}.", f".mlp.{module}.")
-    return name if name.startswith("lm_head") else f"transformer.{name}"

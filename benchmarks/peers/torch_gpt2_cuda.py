@@ -34,6 +34,16 @@ class NanoGPT(torch_gpt2.TorchGPT2):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
+def torch_weights(arrays):
+    """Yield (PyTorch's name, tensor) of this project's parameters, whose matrices are (in, out), not (out, in).
+
+    arrays: an iterator over (name, array).
+    """
+    for name, array in arrays:
+        tensor, linear = torch.from_numpy(array), ".c_" in name and array.ndim == 2
+        yield name.removeprefix("transformer.").replace(".mlp.", "."), tensor.T.contiguous() if linear else tensor
+
+
 class CudaSteps:
     """Training steps: `steps(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
 

@@ -5,6 +5,8 @@ The time of a single call of a short kernel would mostly be launch overhead.
 
 import torch
 
+from benchmarks.harness.rounds import GraphTimer
+
 
 def captured(call, stream, calls=1):
     """(a CUDA graph of `calls` calls, the result of the last one)."""
@@ -26,34 +28,17 @@ def milliseconds(call):
     return start.elapsed_time(stop)
 
 
-class Graphs:
-    """CUDA graphs of functions. A subclass sets `calls`: {kind: function}; there is one graph for each kind.
-
-    results: {kind: return value of the last captured call}.
-    """
+class Graphs(GraphTimer):
+    """A GraphTimer of PyTorch. results: {kind: return value of the last captured call}."""
 
     def __init__(self):
-        self.stream, self.calls, self.graphs, self.results = torch.cuda.Stream(), {}, {}, {}
+        super().__init__()
+        self.stream, self.results = torch.cuda.Stream(), {}
 
-    def capture(self, kind, length):
-        """Return how many calls the graph of `kind` contains.
-
-        The first time, capture this graph, with so many calls that one replay takes about `length` milliseconds.
-        """
-        if kind not in self.graphs:
-            call = self.calls[kind]
-            with torch.cuda.stream(self.stream):
-                for _ in range(3):
-                    call()
-                one_call = min(milliseconds(call) for _ in range(3))
-                count = max(1, round(length / one_call))
-                graph, self.results[kind] = captured(call, self.stream, count)
-            self.graphs[kind] = graph, count
-        return self.graphs[kind][1]
-
-    def replay_milliseconds(self, kind):
-        """Return the milliseconds of one replay. An untimed replay before it brings the GPU to its full clock rate."""
-        graph, _ = self.graphs[kind]
+    def milliseconds(self, call):
         with torch.cuda.stream(self.stream):
-            graph.replay()
-            return milliseconds(graph.replay)
+            return milliseconds(call)
+
+    def captured(self, kind, count):
+        graph, self.results[kind] = captured(self.calls[kind], self.stream, count)
+        return graph.replay

@@ -5,29 +5,20 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.peers.torch_gpt2_cuda import ATTENTION, CudaSteps, NanoGPT
+from benchmarks.peers.torch_gpt2_cuda import ATTENTION, CudaSteps, NanoGPT, torch_weights
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.evaluation import mean_loss
 
 # B batch, T time
 
 
-def torch_weights(config, seed):
-    """{PyTorch's name: tensor} of the initial weights of this project, whose matrices are (in, out), not (out, in)."""
-    weights = {}
-    for name, array in initial_parameters(config, seed):
-        tensor, linear = torch.from_numpy(array), ".c_" in name and array.ndim == 2
-        weights[name.removeprefix("transformer.").replace(".mlp.", ".")] = tensor.T.contiguous() if linear else tensor
-    if config.tied:
-        weights["lm_head.weight"] = weights["wte.weight"]
-    return weights
-
-
 class RealRun:
     """A training run. precision, compiled, graph, ...: options of CudaSteps."""
 
     def __init__(self, config, batch_size, seq_len, seed, device="cuda", **options):
-        self.weights, self.batch_size = torch_weights(config, seed), batch_size
+        self.weights, self.batch_size = dict(torch_weights(initial_parameters(config, seed))), batch_size
+        if config.tied:
+            self.weights["lm_head.weight"] = self.weights["wte.weight"]
         model = NanoGPT(config, pad=1)
         model.load_state_dict(self.weights)
         self.steps = CudaSteps(config, batch_size, seq_len, device=device, model=model.to(device), **options)

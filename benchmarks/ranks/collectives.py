@@ -130,7 +130,7 @@ def idle_waiting(world, rounds, seconds):
         "asleep": lambda: time.sleep(seconds + 0.2),
         "in our barrier": world.barrier,
         "in our all-reduce": lambda: world.all_reduce(np.ones(1000)),
-        "in our receive": lambda: receive_from_root(world),
+        "in our receive": lambda: world.recv(np.empty(MATRIX_SIZE, np.float32), source=0),
         "in the library's barrier": MPI.COMM_WORLD.Barrier,
     }
     a = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32)
@@ -155,19 +155,18 @@ def idle_waiting(world, rounds, seconds):
     return speeds
 
 
-def receive_from_root(world):
-    world.recv(np.empty(MATRIX_SIZE, np.float32), source=0)
-
-
 # -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
     """Run a new MPI job; return the result of rank 0. `function`: the name of a function of the module `benchmark`."""
+    progress(f"{function}, {ranks} ranks")
     try:
         return run_mpi(ranks, getattr(import_module(benchmark), function), *args, timeout=timeout)[0]
     except AssertionError as error:
         raise SystemExit(str(error)) from None
+    finally:
+        progress("")
 
 
 def summarise(results, operation, ranks):
@@ -184,23 +183,17 @@ def summarise(results, operation, ranks):
         of_size[NATIVE] |= {"ratios": ratios, "best": min(ratios, key=ratios.get)}
 
 
-def fit(results):
-    """{"name", "alpha", "beta"} of each algorithm: the fit t = alpha + beta n to the seconds t of n bytes.
+def fit(results, key="algorithm"):
+    """[{"name", "alpha", "beta"}] for each result[key]: the fit t = alpha + beta n to the seconds t of n bytes.
 
     alpha (seconds) includes the start-up times of all messages of an all-reduce. beta (seconds per byte) includes the
     additions and the number of bytes that a rank sends per byte of the array, which is 2 (p-1)/p for a ring of p ranks.
     """
-    by_name = {}
+    points = {}
     for result in results:
-        by_name.setdefault(result["algorithm"], []).append(result)
-    fits = {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}
+        points.setdefault(result[key], []).append((result["bytes"], statistics.median(result["seconds"])))
+    fits = {name: fit_line(*zip(*of_name, strict=True)) for name, of_name in points.items()}
     return [{"name": name, "alpha": alpha, "beta": beta} for name, (alpha, beta) in fits.items()]
-
-
-def fit_medians(results):
-    """[alpha, beta] of the median times of results with several sizes."""
-    sizes = [result["bytes"] for result in results]
-    return fit_line(sizes, [statistics.median(result["seconds"]) for result in results])
 
 
 def fit_line(sizes, seconds):
@@ -230,11 +223,9 @@ def compare(args, operation):
     """Measure one operation with each number of ranks, print the tables and the fits; return (results, fits)."""
     results, fits = [], []
     for ranks in args.ranks:
-        progress(f"{operation}, {ranks} ranks")
         with tempfile.TemporaryDirectory() as folder:
             job = operation, args.sizes, args.rounds, args.seconds, str(Path(folder, "store"))
             of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
-        progress("")
         print(f"{operation}:")
         summarise(of_ranks, operation, ranks)
         TABLES["ranks-collectives"].print({"times": of_ranks})
@@ -244,45 +235,31 @@ def compare(args, operation):
     return results, fits
 
 
-def idle(args):
-    """Measure the speed of rank 0 while the other ranks wait; print the table and return the results."""
-    ranks = max(args.ranks)
-    speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
-    results = [
-        {"name": name, "ranks": ranks, "gflops": speed, "share_of_speed": paired_ratio(speed, speeds["asleep"])}
-        for name, speed in speeds.items()
-    ]
-    TABLES["ranks-idle"].print(results)
-    return results
-
-
 def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    parser.add_argument(
-        "--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"
-    )
-    parser.add_flags(ranks=[2, 4, 8], rounds=9, timeout=900)
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
-    )
-    parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
+    parser = benchmark_parser(BENCHMARK, __doc__, ranks=[2, 4, 8], rounds=9, timeout=900)
+    add, text = parser.add_argument, "collectives (default all_reduce)"
+    add("--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help=text)
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)")
+    add("--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)")
+    add("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
     args = parser.parse_args()
 
     if args.idle:
-        save(idle(args), args, name="collectives_idle")
+        ranks = max(args.ranks)
+        speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
+        results = [
+            {"name": name, "ranks": ranks, "gflops": speed, "share_of_speed": paired_ratio(speed, speeds["asleep"])}
+            for name, speed in speeds.items()
+        ]
+        TABLES["ranks-idle"].print(results)
+        save(results, args, name="collectives_idle")
         return
     found = {operation: compare(args, operation) for operation in args.operations}
     times, fits = zip(*found.values(), strict=True)
     path = save({"times": sum(times, []), "fits": sum(fits, [])}, args)
     for operation, (results, _) in found.items():
-        plot(results, path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
-
-
-def plot_suffix(operation):
-    return "" if operation == "all_reduce" else f"_{operation}"
+        end = "" if operation == "all_reduce" else f"_{operation}"
+        plot(results, path.with_name(f"{path.stem}{end}.png"), operation)
 
 
 if __name__ == "__main__":

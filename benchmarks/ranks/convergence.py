@@ -9,7 +9,7 @@ Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, 
 
 import statistics
 
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.training_runs import train as train_gpt2
@@ -25,10 +25,9 @@ RECIPE = "--preset tiny --threads 1 --schedule cosine --warmup 20 --clip 1 --val
 
 def train(name, args, seed):
     """The log of one run, a list with one dictionary for each step."""
-    progress(f"{name}, seed {seed}")
     flags = dict(data=BOOK, tokenizer=TOKENIZERS["book"], seed=seed, steps=args.steps, eval_every=args.eval_every)
     words = [*RECIPE.split(), *RUNS[name]]
-    return train_gpt2(name, "stage1_mpi", args.timeout, words, args.ranks, **flags)[0]
+    return train_gpt2(f"{name}, seed {seed}", "stage1_mpi", args.timeout, words, args.ranks, **flags)[0]
 
 
 def result(name, logs):
@@ -59,14 +58,11 @@ def curves_of(results):
 
 def main():
     parser = benchmark_parser("benchmarks.ranks.convergence", __doc__)
-    parser.MAY_BE_0 += ("seeds",)
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"
-    )
+    text = "seeds of the weights and orders (default 0 1)"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help=text)
     parser.add_flags(ranks=2, steps=400, eval_every=100, timeout=600)
     args = parser.parse_args()
     results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]
-    progress("")
     compare(results)
     TABLES["ranks-convergence"].print(results)
     path = save(results, args)

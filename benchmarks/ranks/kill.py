@@ -1,15 +1,18 @@
 """Does a job end soon when a rank is killed, and does a resumed run continue the same loss curve?
 
 Each trial starts a run that resumes from a checkpoint, and kills a random rank with SIGKILL at a random moment, which
-may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run.
+may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run. In stage 3
+the other ranks wait for an NCCL kernel that never ends; their GPU memory must be free soon after the end of the job.
 
     python -m benchmarks.ranks.kill                      # 20 runs on four ranks
     python -m benchmarks.ranks.kill --times 1 --ranks 2  # a quick trial
+    python -m benchmarks.ranks.kill --stage 3 --times 10 --steps 1500 --checkpoint-every 100  # on four GPUs
 """
 
 import functools
 import json
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -19,16 +22,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import benchmark_parser, nvidia_smi, save
 from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 from testing.jobs import Job
 
+STAGES = {  # {stage: (its package, flags, group of the results, seconds within which a job must end)}
+    1: ("stage1_mpi", ["--threads", 1], "ranks", 10),
+    3: ("stage3_mpi_cuda", [], "gpus", 30),
+}
+FREE_LIMIT = 10  # seconds that the driver may take to free the GPU memory of a process
+IGNORED_MIB = 64  # MiB by which the memory in use on a GPU may grow
+# What the launcher or the watchdog prints when a rank was killed.
+CAUSE = re.compile(r"signal 9|SIGKILL|Killed|^error: |KILLED BY SIGNAL", re.MULTILINE)
 TRIALS = """
     killed = rank {rank} | killed after, s = {moment:.2f} | job ended within, s = {seconds:.2f} | exit code = {code}
-    processes left = {left} | checkpoint
-"""  # columns of the table of trials
+    processes left = {left} | left on GPUs = {on_gpus or "nothing"} | cause reported = {cause or "NONE"}
+    checkpoint = {"unreadable" if step is None else "step %s" % step}
+    resumed curve = {"equal" if equal else "DIFFERS"}
+"""
 
 
 @contextmanager
@@ -40,9 +53,11 @@ def job_folder():
         yield Path(name)
 
 
-def train(ranks, *flags):
-    """Start a training run on `ranks` ranks; return its Job."""
-    return Job("-n", ranks, sys.executable, "-m", "stage1_mpi.train_gpt2", "--threads", 1, "--sample", 0, *flags)
+def train(args, out, *flags):
+    """Start a training run with checkpoints in the directory `out` and its log beside it; return its Job."""
+    package, of_stage, *_ = STAGES[args.stage]
+    words = "-n", args.ranks, sys.executable, "-m", f"{package}.train_gpt2", "--deterministic", "--sample", 0
+    return Job(*words, *of_stage, "--out", out, "--log", f"{out}.jsonl", *flags)
 
 
 def finished(job):
@@ -60,22 +75,20 @@ def curve(log):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], rows[-1].get("parameters_sha256")
 
 
-def killed_run(folder, start, rng, longest):
-    """Kill a rank of a run; return (its Done, the first fields of the result), or None if the run finished.
+def used_mib():
+    """[MiB in use on each GPU]."""
+    return [int(row[0]) for row in nvidia_smi("memory.used")]
 
-    folder: contains "begun", a checkpoint, whose copy "run" is continued by the Job start(). longest: the seconds of an
-    uninterrupted run; the rank is killed within this time.
-    """
-    out, moment = folder / "run", rng.uniform(0, longest)
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(folder / "begun", out, symlinks=True)
-    with start() as job:
-        time.sleep(moment)
-        rank = job.kill_rank(rng)
-        done = job.done()
-    if rank is None or done.code == 0:
-        return None
-    return done, dict(rank=rank, moment=moment, seconds=done.seconds, code=done.code, left=len(done.left))
+
+def left_on_gpus(before):
+    """A text about the memory that is in use in addition to `before`, from used_mib(), after up to FREE_LIMIT s."""
+    deadline = time.monotonic() + FREE_LIMIT
+    while True:
+        growth = [new - old for old, new in zip(before, used_mib(), strict=True)]
+        left = [f"{mib} MiB on GPU {gpu}" for gpu, mib in enumerate(growth) if mib > IGNORED_MIB]
+        if not left or time.monotonic() > deadline:
+            return ", ".join(left)
+        time.sleep(0.2)
 
 
 def checkpoint_of(directory):
@@ -87,71 +100,66 @@ def checkpoint_of(directory):
 
 
 def trial(args, folder, expected, rng, longest):
-    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if the run finished.
+    """Kill a rank of a run, then resume from its checkpoint; return the result, or None if the run finished before.
 
-    folder: see killed_run(); it also contains the log of "begun". expected: curve() of an uninterrupted run.
+    folder: contains "begun", a checkpoint, and its log. expected: curve() of an uninterrupted run. longest: its
+    seconds; the rank is killed within this time.
     """
-    out, log = folder / "run", folder / "run.jsonl"
-    shutil.copy(folder / "begun.jsonl", log)
-    resume = functools.partial(train, args.ranks, "--resume", out, "--out", out, "--log", log, "--steps", args.steps)
-    if (killed := killed_run(folder, resume, rng, longest)) is None:
+    out, moment, before = folder / "run", rng.uniform(0, longest), used_mib()
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(folder / "begun", out, symlinks=True)
+    shutil.copy(folder / "begun.jsonl", folder / "run.jsonl")
+    resume = functools.partial(train, args, out, "--resume", out, "--steps", args.steps)
+    with resume() as job:
+        time.sleep(moment)
+        rank = job.kill_rank(rng)
+        done = job.done()
+    if rank is None or done.code == 0:
         return None
-    result = killed[1] | checkpoint_of(out)
-    if result["step"] is None:
-        return result | {"equal": False}
-    finished(resume())
-    return result | {"equal": curve(log) == expected}
+    result = dict(rank=rank, moment=moment, seconds=done.seconds, code=done.code, left=len(done.left))
+    result |= {"on_gpus": left_on_gpus(before), "cause": (CAUSE.search(done.out + done.err) or [""])[0]}
+    result |= checkpoint_of(out)
+    if result["step"] is not None:
+        finished(resume())
+    return result | {"equal": result["step"] is not None and curve(folder / "run.jsonl") == expected}
 
 
-def ended_cleanly(result):
-    """Whether the job of a trial ended with an error code, within 10 seconds and with no process left."""
-    return result["code"] != 0 and not result["left"] and result["seconds"] < 10
-
-
-def report(args, results, is_clean, longest, columns, sentence):
-    """Print a row for each trial and a sentence, and save both.
-
-    is_clean(result): whether a job ended as it should. longest: the seconds of a whole run. columns: a description of
-    the columns that only one kind of jobs has. sentence: a template of the flags and of the summary.
-    """
-    checkpoints = ("unreadable" if result["step"] is None else f"step {result['step']}" for result in results)
-    rows = [result | {"checkpoint": text} for result, text in zip(results, checkpoints, strict=True)]
-    Table("", TRIALS + columns).print(rows)
-    seconds = [result["seconds"] for result in results]
-    summary = {
-        "clean_ends": sum(map(is_clean, results)),
-        "readable": sum(result["step"] is not None for result in results),
-        **({"equal": sum(result["equal"] for result in results)} if "equal" in results[0] else {}),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
-    }
-    print(sentence.format(**vars(args), **summary))
-    save({**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args)
+def is_clean(result, limit):
+    """Whether the job of a trial ended within `limit` s with an error code, reported the cause and left nothing."""
+    ended = result["code"] != 0 and result["seconds"] < limit
+    return bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
 
 
 def main():
     parser = benchmark_parser("benchmarks.ranks.kill", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
+    parser.add_argument("--stage", type=int, choices=STAGES, default=1, help="1: on CPUs; 3: on GPUs (default 1)")
     args = parser.parse_args()
-    results, rng = [], random.Random(args.seed)
+    results, rng, (_, _, group, limit) = [], random.Random(args.seed), STAGES[args.stage]
     with job_folder() as folder:
-        flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every)
-        begun, log = folder / "begun", folder / "begun.jsonl"
-        finished(train(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", begun, "--log", log))
-        whole = (*flags, "--steps", args.steps, "--out", folder / "whole", "--log", folder / "whole.jsonl")
-        longest = finished(train(args.ranks, *whole)).seconds
+        flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every, "--steps")
+        finished(train(args, folder / "begun", *flags, args.checkpoint_every))
+        longest = finished(train(args, folder / "whole", *flags, args.steps)).seconds
         expected = curve(folder / "whole.jsonl")
         while len(results) < args.times:
             progress(f"run {len(results) + 1}/{args.times}")
             if result := trial(args, folder, expected, rng, longest):
-                results.append(result)
+                results.append(result | {"clean": is_clean(result, limit)})
     progress("")
-    report(
-        args, results, ended_cleanly, longest, 'resumed curve = {"equal" if equal else "DIFFERS"}',
-        "{clean_ends} of {times} ended within 10 s with no process left (median {median_seconds:.2f} s, longest "
-        "{longest_seconds:.2f} s), {readable} left a readable checkpoint, {equal} resumed with the curve of the "
-        "uninterrupted run, bit for bit.",
-    )  # fmt: skip
+    Table("", TRIALS).print(results)
+    seconds = [result["seconds"] for result in results]
+    summary = {
+        "clean_ends": sum(result["clean"] for result in results),
+        "readable": sum(result["step"] is not None for result in results),
+        "equal": sum(result["equal"] for result in results),
+        "median_seconds": statistics.median(seconds),
+        "longest_seconds": max(seconds),
+    }
+    print(
+        f"{summary['clean_ends']} of {args.times} ended within {limit} s, reported the cause and left nothing; "
+        f"{summary['readable']} left a readable checkpoint, {summary['equal']} resumed with the same bits"
+    )
+    save({**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args, group=group)
 
 
 if __name__ == "__main__":

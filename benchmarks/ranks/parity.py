@@ -4,7 +4,7 @@ python -m benchmarks.ranks.parity                                       # all nu
 python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5  # a quick trial
 """
 
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import train
@@ -13,13 +13,12 @@ from gpt2core.parallel.data.strategies import STRATEGIES
 STEPS = {"tiny": 50, "paper": 6}
 BUCKET = {"tiny": {"bucket_mb": 0.1}, "paper": {}}  # one default bucket would contain all gradients of `tiny`
 COMPARED = "loss", "grad_norm", "parameters_sha256"  # fields of each step's log line; only the last line has the hash
-FEW = "flat", "bucket"  # without --all, the runs of `paper` on more or less than two ranks use only these strategies
+FEW = "flat", "bucket"  # the runs of `paper` on more or less than two ranks use only these strategies
 
 
-def cases(ranks, preset, everything):
-    """The values (--dp, --zero) of the runs on `ranks` ranks. everything: the flag --all."""
-    all_strategies = everything or preset == "tiny" or ranks == 2
-    return [(dp, zero) for dp in STRATEGIES if all_strategies or dp in FEW for zero in (0, 1)]
+def cases(ranks, preset):
+    """The values (--dp, --zero) of the runs on `ranks` ranks."""
+    return [(dp, zero) for dp in (STRATEGIES if preset == "tiny" or ranks == 2 else FEW) for zero in (0, 1)]
 
 
 def first_difference(log, expected):
@@ -41,13 +40,11 @@ def compare(args, preset):
     common = dict(timeout=args.timeout, preset=preset, steps=args.steps or STEPS[preset], threads=1)
     (serial, _), results = train(f"{preset}, stage 0", "stage0_serial", **common), []
     for ranks in args.ranks:
-        for dp, zero in cases(ranks, preset, args.all):
+        for dp, zero in cases(ranks, preset):
             name = f"{ranks} ranks, --dp {dp} --zero {zero}"
-            progress(f"{preset}: {name}")
             flags = dict(common, dp=dp, zero=zero, **BUCKET[preset])
             log, _ = train(f"{preset}, {name}", "stage1_mpi", ranks=ranks, **flags)
             results.append({"ranks": ranks, "dp": dp, "zero": zero, "difference": first_difference(log, serial)})
-    progress("")
     losses, digest = [line["loss"] for line in serial], serial[-1]["parameters_sha256"]
     row = {"title": f"`{preset}`, {len(serial)} steps", "ranks": args.ranks, "runs": len(results), "deviation": 0.0}
     row["equal"] = sum(run["difference"] is None for run in results)
@@ -60,7 +57,6 @@ def main():
     add("--presets", choices=STEPS, nargs="+", default=list(STEPS), help="models (default tiny paper)")
     parser.add_flags(ranks=[1, 2, 4, 8], timeout=300)
     add("--steps", type=int, help="steps of each run (default 50 of tiny, 6 of paper)")
-    add("--all", action="store_true", help="run every --dp of paper on every number of ranks, not only on two")
     args = parser.parse_args()
 
     results = {preset: compare(args, preset) for preset in args.presets}

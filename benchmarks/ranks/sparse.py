@@ -28,14 +28,9 @@ ALL_ROWS, ROWS = "the sum, all rows", "the sum, by rows"
 STEP, SPARSE_STEP = "a step", "a step, `--sparse-embedding`"
 
 
-def break_even(vocab_size, ranks):
-    """The R with which both sums send equally many bytes, without row numbers: (p-1) R = 2 (p-1)/p V."""
-    return 2 * vocab_size // ranks
-
-
 def distinct_tokens(vocab_size, ranks):
-    """The numbers R to measure: the break-even, less and more."""
-    equal = break_even(vocab_size, ranks)
+    """The numbers R to measure: the R with which both sums send equally many bytes, less and more."""
+    equal = 2 * vocab_size // ranks  # without row numbers: (p-1) R = 2 (p-1)/p V
     return sorted({max(1, equal // 32), equal // 4, equal // 2, equal, min(2 * equal, vocab_size)})
 
 
@@ -44,9 +39,6 @@ def zipf_batch(rng, vocab_size, batch_size, seq_len):
     frequency = 1 / (np.arange(vocab_size) + 3.0)
     tokens = rng.choice(vocab_size, (batch_size, seq_len + 1), p=frequency / frequency.sum())
     return tokens[:, :-1].copy(), tokens[:, 1:].copy()
-
-
-# -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 class Sum:
@@ -74,7 +66,7 @@ class Sum:
         self.bytes_sent = self.world.bytes_sent - sent
 
 
-def prepare(module, world, vocab_size, batch_size, with_steps):
+def prepare(module, world, vocab_size, batch_size):
     """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
     config = replace(PRESETS[PRESET], vocab_size=vocab_size)
     arena, rng = Arena([(TABLE, (vocab_size, config.n_embd))]), np.random.default_rng(SEED + world.rank)
@@ -83,10 +75,9 @@ def prepare(module, world, vocab_size, batch_size, with_steps):
     for count in distinct_tokens(vocab_size, world.size):
         calls[f"{ROWS}, {count}"] = Sum(world, arena, gradients, rng.permutation(vocab_size)[:count])
     timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
-    if with_steps:
-        variants = {STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
-        calls |= module.make_variants(config, batch_size, config.block_size, world, variants)
-        timed |= {name: timed_steps(world, calls[name], config, batch_size, draw=zipf_batch) for name in variants}
+    variants = {STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
+    calls |= module.make_variants(config, batch_size, config.block_size, world, variants)
+    timed |= {name: timed_steps(world, calls[name], config, batch_size, draw=zipf_batch) for name in variants}
 
     def run_round(name, steps):
         return dict(timed[name](steps), bytes_sent=world.all_gather_object(calls[name].bytes_sent))
@@ -94,14 +85,11 @@ def prepare(module, world, vocab_size, batch_size, with_steps):
     return run_round
 
 
-# -- in the parent process --------------------------------------------------------------------------------------------
-
-
 def measure(args, vocab_size):
     """Run all rounds of one vocabulary; return one result for each name, with the seconds of every call."""
-    sums = [ALL_ROWS, *(f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))]
-    names = sums + [STEP, SPARSE_STEP] * (not args.no_steps)
-    options = {"vocab_size": vocab_size, "batch_size": args.batch_size, "with_steps": not args.no_steps}
+    sums = (f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))
+    names = [ALL_ROWS, *sums, STEP, SPARSE_STEP]
+    options = {"vocab_size": vocab_size, "batch_size": args.batch_size}
     results = measure_job(args, args.ranks, options, names, ["bytes_sent"])
     return [result | {"vocab_size": vocab_size} for result in results]
 
@@ -117,22 +105,15 @@ def summarise(results):
             result["name"], result["distinct"] = name, int(count)
 
 
-def print_break_even(results):
-    vocab_size, ranks = results[0]["vocab_size"], results[0]["ranks"]
-    equal = break_even(vocab_size, ranks)
-    print(f"vocabulary {vocab_size}: equally many bytes with {equal} distinct tokens on each of {ranks} ranks")
-
-
 def main():
     parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
-    add = parser.add_argument
-    add("--vocabularies", type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)")
-    add("--no-steps", action="store_true", help="measure only the sums")
+    text = "tokens (default 172 50257)"
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[172, 50257], help=text)
     parser.add_flags(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
     args = parser.parse_args()
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
     tables = (measure(args, vocab_size) for vocab_size in args.vocabularies)
-    save_each(args, tables, summarise, TABLES["ranks-sparse"].print, print_break_even)
+    save_each(args, tables, summarise, TABLES["ranks-sparse"].print)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,10 @@ import time
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.table_format import Table
-from benchmarks.ranks.kill import curve, finished, job_folder
+from benchmarks.ranks.kill import STAGES, curve, finished, job_folder
 from gpt2core.app.checkpoints.directory import HIDDEN
 from testing.jobs import Job
 
-STAGES = {  # {stage: (its package, flags, group of the results)}
-    1: ("stage1_mpi", ["--threads", 1], "ranks"),
-    3: ("stage3_mpi_cuda", [], "gpus"),
-}
 BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
 LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
 STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
@@ -41,7 +37,7 @@ COLUMNS = """
 def start(args, name, folder, restarts):
     """Start the run with checkpoints in folder/name and its log beside them; return its Job."""
     launcher = [sys.executable, "-m", "stage1_mpi.launch"]
-    package, of_stage, _ = STAGES[args.stage]
+    package, of_stage, *_ = STAGES[args.stage]
     flags = ["--preset", args.preset, "--steps", args.steps, "--checkpoint-every", args.checkpoint_every]
     flags += ["--out", folder / name, "--log", folder / f"{name}.jsonl", "--deterministic", "--sample", 0, *of_stage]
     if args.async_checkpoints:
@@ -103,14 +99,11 @@ def one_kill(job, number, moment, out, seen, rng):
     rank, killed = kill(job, moment, out, old, seen, rng)
     wait_until(job, lambda: job.texts()[1].count(AGAIN) > starts)
     printed, incomplete = len(job.out()), bool(incomplete_in(out) - old)
-    before = steps_of(job.out())
+    last = (steps_of(job.out()) or [None])[-1]
     after = wait_until(job, lambda: steps_of(job.out()[printed:]))[0]
-    seconds = time.monotonic() - killed
-    last = before[-1] if before else None
-    repeated = 0 if last is None else max(0, last - after + 1)
+    seconds, repeated = time.monotonic() - killed, 0 if last is None else max(0, last - after + 1)
     row = dict(number=number, moment=moment, rank=rank, incomplete=incomplete, before=last, after=after)
-    row |= dict(repeated=repeated, seconds=seconds)
-    return row, printed
+    return row | dict(repeated=repeated, seconds=seconds), printed
 
 
 def survive(args, folder):
@@ -128,12 +121,6 @@ def survive(args, folder):
     return rows
 
 
-def undisturbed(args, folder):
-    """Run the same training without a kill; return its curve()."""
-    finished(start(args, "whole", folder, 0))
-    return curve(folder / "whole.jsonl")
-
-
 def summary_of(rows, found, wanted):
     """The summary of the rows; found, wanted: the curve() of the run with and without kills."""
     seconds = [row["seconds"] for row in rows]
@@ -148,7 +135,7 @@ def summary_of(rows, found, wanted):
     }
 
 
-def parser():
+def main():
     parser = benchmark_parser("benchmarks.ranks.survive", __doc__)
     parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
     text = "stage whose training is started; stage 3 needs a GPU for each rank, or TRITON_INTERPRET=1 (default 1)"
@@ -156,14 +143,11 @@ def parser():
     parser.add_argument(
         "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
     )
-    return parser
-
-
-def main():
-    args = parser().parse_args()
+    args = parser.parse_args()
     with job_folder() as folder:
         rows = survive(args, folder)
-        found, wanted = curve(folder / "killed.jsonl"), undisturbed(args, folder)
+        finished(start(args, "whole", folder, 0))  # the same training without a kill
+        found, wanted = curve(folder / "killed.jsonl"), curve(folder / "whole.jsonl")
     progress("")
     Table("", COLUMNS).print([row | {"last": str(row["before"])} for row in rows])
     summary = summary_of(rows, found, wanted)

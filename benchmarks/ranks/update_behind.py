@@ -21,12 +21,8 @@ from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.presets import PRESETS
 
-AFTER, NO_COPY, COPY, ALONE = (
-    "after the last bucket",
-    "behind each bucket, no copy",
-    "behind each bucket",
-    "update alone",
-)
+AFTER, ALONE = "after the last bucket", "update alone"
+NO_COPY, COPY = "behind each bucket, no copy", "behind each bucket"
 
 
 class UpdateBehind:
@@ -71,9 +67,6 @@ class UpdateBehind:
         optimizer.rule.update(*arguments, self.one, optimizer.decays[pages])
 
 
-# -- on the ranks -----------------------------------------------------------------------------------------------------
-
-
 def prepare(module, world, preset, batch_size, bucket_mb):
     """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
     config, options = PRESETS[preset], {"dp": "bucket", "bucket_mb": bucket_mb}
@@ -90,23 +83,14 @@ def prepare(module, world, preset, batch_size, bucket_mb):
         optimizer.update(alone.gradients, factor, optimizer.coefficients(1, 1e-3))
         optimizer.end_update()
 
+    calls[ALONE] = update_alone
     timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
-    timed[ALONE] = timed_steps(world, update_alone, config, batch_size)
 
     def run_round(name, steps):
         result = timed[name](steps)
         return dict(result, hash=parameter_hash(trainers[name]) if name in trainers else None)
 
     return run_round
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
-
-
-def measure(args, ranks):
-    """Run all rounds; return one result for each variant, with the seconds of every step."""
-    options = {"preset": args.preset, "batch_size": args.batch_size, "bucket_mb": args.bucket_mb}
-    return measure_job(args, ranks, options, (AFTER, NO_COPY, COPY, ALONE), ["hash"])
 
 
 def summarise(results):
@@ -129,7 +113,11 @@ def main():
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
-    tables = (measure(args, ranks) for ranks in args.ranks)
+    options, names = (
+        {name: vars(args)[name] for name in ("preset", "batch_size", "bucket_mb")},
+        (AFTER, NO_COPY, COPY, ALONE),
+    )
+    tables = (measure_job(args, ranks, options, names, ["hash"]) for ranks in args.ranks)
     save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
 
 

@@ -99,8 +99,7 @@ def layernorm_row(dtype, title, device):
 
 
 def main():
-    parser = benchmark_parser("benchmarks.torch.accumulation", __doc__)
-    parser.add_flags(device="cuda")
+    parser = benchmark_parser("benchmarks.torch.accumulation", __doc__, device="cuda")
     add_row_flags(parser)
     args = parser.parse_args()
     check_device(args)

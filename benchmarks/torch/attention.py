@@ -15,11 +15,20 @@ Run the command again until no row is missing. Times are milliseconds.
 import functools
 import time
 
+import torch
+import torch._functorch.config as functorch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.peers.torch_graphs import captured
+from benchmarks.torch.models import attention_scores
+from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2TritonCompiled
 
 # T time (queries and keys), D head size
 
@@ -38,16 +47,11 @@ BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
 
 def naive(q, k, v, causal):
     """softmax(q k' / sqrt(D)) v with the T x T matrices in memory."""
-    from benchmarks.torch.models import attention_scores
-
     return attention_scores(q, k, causal).softmax(-1) @ v
 
 
 def sdpa(backend, q, k, v, causal):
     """PyTorch's own attention by one backend: "FLASH_ATTENTION", "EFFICIENT_ATTENTION" or "CUDNN_ATTENTION"."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
     with sdpa_kernel(getattr(SDPBackend, backend)):
         four = (x[None] if x.ndim == 3 else x for x in (q, k, v))  # flash and cuDNN need (batch, heads, T, D)
         o = scaled_dot_product_attention(*four, is_causal=causal)
@@ -56,10 +60,6 @@ def sdpa(backend, q, k, v, causal):
 
 def implementation(name, dtype):
     """The function (q, k, v, causal) -> o of a row."""
-    import torch
-
-    from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2TritonCompiled
-
     sdpa_backend = "EFFICIENT_ATTENTION" if dtype == torch.float32 else "FLASH_ATTENTION"
     return {
         "naive": naive,
@@ -77,8 +77,6 @@ def implementation(name, dtype):
 
 def memory_row(T, D, repeats):
     """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
-    import torch
-
     q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
     leaves, times = [x.requires_grad_() for x in (q, k, v)], {"forward": [], "backward": []}
     for number in range(repeats + 3):  # the first three are warm-up
@@ -103,12 +101,6 @@ def memory_row(T, D, repeats):
 
 def grid_row(name, dtype_name, T, D, args):
     """Device time of forward, backward and both."""
-    import torch
-    import torch._functorch.config as functorch
-    import triton
-
-    from benchmarks.peers.torch_graphs import captured
-
     functorch.donated_buffer = False  # a compiled function is differentiated several times
     forget_compiled(name, dtype_name, D)
     dtype = getattr(torch, dtype_name)
@@ -150,8 +142,6 @@ def forget_compiled(*_):
     torch.compile limits the number of its compilations. At the second T it compiles code for all T, so different T are
     within the limit; different implementations, dtypes and D are not.
     """
-    import torch
-
     torch._dynamo.reset()
 
 
@@ -160,9 +150,6 @@ def forget_compiled(*_):
 
 def board_row(name):
     """The time of the assignment's test_timing_flash_forward_backward. Ours is compiled, except for "ours, eager"."""
-    import torch
-    import triton
-
     q, k, v = torch.randn(*BOARD_SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     attend = implementation(name.removesuffix(", eager"), torch.bfloat16)
     flash = torch.compile(attend) if name.startswith("ours") and "eager" not in name else attend

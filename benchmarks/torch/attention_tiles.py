@@ -15,10 +15,16 @@ Device time in milliseconds, causal, from CUDA graphs. Run the command again unt
 import functools
 import itertools
 
+import torch
+import triton
+from triton import OutOfResources
+
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.peers.torch_graphs import captured
 from stage2_cuda.attention.launches import AttentionTiles, TileConfig
+from torch_bridge import attention_ops
 
 # T time (queries and keys), D head size
 
@@ -26,6 +32,7 @@ KERNELS = "forward", "dq", "dkdv", "both"
 WITH_PARTS = "forward", "both"  # float32 has only these kernels
 MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
 SHARED = 227 << 10  # bytes
+WARM_UP, MEASURED, SHOWN = 10, 40, 5  # milliseconds before and of a measurement; lines of a ranking
 
 
 def tiles(kernel, D, itemsize):
@@ -33,24 +40,15 @@ def tiles(kernel, D, itemsize):
     sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
     for tile in itertools.starmap(TileConfig, sizes):
         m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
-        sums = (
-            m * n * (1 if kernel == "forward" else 2)
-            + D * {"forward": m, "dq": m, "dkdv": 2 * n, "both": 2 * n}[kernel]
-        )
+        outputs = {"forward": m, "dq": m, "dkdv": 2 * n, "both": 2 * n}[kernel]  # rows of D sums
+        sums = m * n * (1 if kernel == "forward" else 2) + D * outputs
         operands = itemsize * D * (2 * tile.num_stages * (m if kernel in ("dkdv", "both") else n) + 2 * m)
         if 16 <= sums / threads <= MAX_SUMS and operands <= SHARED and (kernel != "both" or m == n):
             yield tile
 
 
-def tile_row(kernel, tile, dtype_name, heads, T, D, args):
+def tile_row(kernel, tile, dtype_name, heads, T, D):
     """The time of one kernel with one tile, or with the tiles in use if tile is None."""
-    import torch
-    import triton
-    from triton import OutOfResources
-
-    from benchmarks.peers.torch_graphs import captured
-    from torch_bridge import attention_ops
-
     dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
     q, k, v, do = (torch.randn(heads, T, D, device="cuda", dtype=dtype) for _ in range(4))
     used = in_use(attention_ops.input_heads(q), attention_ops.input_heads(k), attention_ops.precision_of(q))
@@ -67,7 +65,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
                 call = functools.partial(attention_ops.triton_forward, q, k, v, True)
             call()
             graph, _ = captured(call, stream)
-            samples = triton.testing.do_bench(graph.replay, args.warmup, args.rep, return_mode="all")
+            samples = triton.testing.do_bench(graph.replay, WARM_UP, MEASURED, return_mode="all")
     except OutOfResources as error:
         return {"does_not_fit": str(error).splitlines()[0]}
     finally:
@@ -85,12 +83,12 @@ def cases(args):
             for T, parts in itertools.product(args.length, args.parts if tile and kernel in WITH_PARTS else [1]):
                 described = "{} x {}, {} warps, {} stages, {} parts".format(*tile[:4], parts) if tile else "in use"
                 divided_tile = tile and tile._replace(parts=parts)
-                row = functools.partial(tile_row, kernel, divided_tile, dtype, args.heads, T, D, args)
+                row = functools.partial(tile_row, kernel, divided_tile, dtype, args.heads, T, D)
                 found[f"{dtype} / {args.heads} heads / D {D} / T {T} / {kernel} / {described}"] = row
     return found
 
 
-def print_rankings(rows, count):
+def print_rankings(rows):
     """Print the fastest tiles of each kernel, D and T."""
     groups = {}
     for row in rows:
@@ -100,7 +98,7 @@ def print_rankings(rows, count):
     for case, timed in groups.items():
         print(f"\n{case}\n")
         fastest = sorted(timed)
-        shown = fastest[:count] + [each for each in fastest[count:] if each[1] == "in use"]
+        shown = fastest[:SHOWN] + [each for each in fastest[SHOWN:] if each[1] == "in use"]
         print_table([{"tile": tile, "ms": f"{time:.4f}", "x": f"{time / fastest[0][0]:.3f}"} for time, tile in shown])
 
 
@@ -113,12 +111,9 @@ def main():
     add("--length", type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)")
     add("--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)")
     add("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)")
-    add("--warmup", type=int, default=10, help="milliseconds before each measurement (default 10)")
-    add("--rep", type=int, default=40, help="milliseconds of each measurement (default 40)")
-    add("--show", type=int, default=5, help="lines of each ranking (default 5)")
     add_row_flags(parser)
     args = parser.parse_args()
-    print_rankings(run_rows(args, cases(args)), args.show)
+    print_rankings(run_rows(args, cases(args)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ The row "none" trains without synchronisation; the exposed time of another row i
 """
 
 import functools
-import math
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.drawing import panels
+from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
@@ -117,9 +116,6 @@ def way_row(groups, way, args):
     return values
 
 
-# -- the timeline ------------------------------------------------------------------------------------------------------
-
-
 def intervals(way, size, context, batch, warm_up):
     """[(lane, start, end)] in ms of one step of this rank, from PyTorch's profiler.
 
@@ -167,19 +163,13 @@ def overlaps(spans):
     return found
 
 
-def draw_timeline(spans, path, title):
+def draw_intervals(intervals, path):
     """Draw {way: intervals} one above the other, on one axis of milliseconds."""
-    hidden = {way: percent(found["share"] or 0.0, 0) for way, found in overlaps(spans).items()}
-    with panels(path, len(spans), figsize=(11, 1.9 * len(spans)), sharex=True) as (figure, axes):
-        for (way, found), panel in zip(spans.items(), axes[:, 0], strict=True):
-            for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
-                bars = [(start, end - start) for each, start, end in found if each == lane]
-                panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
-            panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
-            panel.set_title(f"{way}: {hidden[way]} of the communication runs during computation", fontsize=10)
-            panel.grid(axis="x", alpha=0.3)
-        axes[-1, 0].set(xlabel="ms", xlim=(0, None))
-        figure.suptitle(title, fontsize=11)
+    colours, spans = {COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}, {}
+    for way, overlap in overlaps(intervals).items():
+        title = f"{way}: {percent(overlap['share'] or 0.0, 0)} of the communication runs during computation"
+        spans[title] = {lane: [(a, b - a) for each, a, b in intervals[way] if each == lane] for lane in colours}
+    draw_timeline(path, colours, spans)
 
 
 def timeline(args, settings, groups):
@@ -190,7 +180,7 @@ def timeline(args, settings, groups):
         spans[way] = found[0]
     results = {"settings": settings, "overlap": overlaps(spans), "intervals": spans}
     path = save(results, args, f"{args.save_as}_timeline")
-    draw_timeline(spans, path.with_suffix(".png"), settings)
+    draw_intervals(spans, path.with_suffix(".png"))
 
 
 def main():
@@ -201,9 +191,6 @@ def main():
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
     add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
     args = parser.parse_args()
-    if any(not 0 < mb < math.inf for mb in args.buckets_mb):
-        parser.error(f"--buckets-mb {args.buckets_mb}: every size must be above 0")
-
     settings = settings_of(args, args.ranks)
     with Groups() as groups:
         if args.timeline:

@@ -13,11 +13,12 @@ import itertools
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 
 from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
 from benchmarks.harness.rows import mean_and_deviation, measured, run_rows
-from benchmarks.torch.models import PRECISIONS, SIZES, check_device, model_parser, release_memory
+from benchmarks.torch.models import check_device, chosen_models, model_parser, release_memory
 from benchmarks.torch.passes import (
     BLOCKS,
     COMPILED,
@@ -30,12 +31,8 @@ from benchmarks.torch.passes import (
     times_of,
 )
 
-CONTEXTS = 128, 256, 512, 1024
 AFTER_WARM_UP = 10  # measured steps
 TIMEOUT = 500  # seconds of one row
-
-
-# -- in the process of an implementation -------------------------------------------------------------------------------
 
 
 def prepare(module, implementation, device, batch):
@@ -57,55 +54,35 @@ def prepare(module, implementation, device, batch):
     return run_round
 
 
-# -- in the parent process ---------------------------------------------------------------------------------------------
-
-
-class Processes:
+class Processes(ExitStack):
     """A context manager that keeps the process of each implementation until the end."""
 
     def __init__(self, args):
+        super().__init__()
         self.args, self.running = args, {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.running.values():
-            process.__exit__()
 
     def start(self, implementation):
         options = dict(implementation=implementation, device=self.args.device, batch=self.args.batch)
-        threads = os.cpu_count() or 1
-        spec = ProcessSpec(implementation, make_passes.__module__, threads, options)
+        spec = ProcessSpec(implementation, make_passes.__module__, os.cpu_count() or 1, options)
         return BenchmarkProcess(spec, self.args.benchmark, TIMEOUT)
 
     def run(self, implementation, *settings):
         """The answer of the implementation's process to one request."""
         if implementation not in self.running:
-            self.running[implementation] = self.start(implementation).__enter__()
-        return self.without_peak(self.running[implementation].run_round(**request(*settings)))
-
-    def run_alone(self, implementation, *settings):
-        """The answer of a new process."""
-        with self.start(implementation) as process:
-            return self.without_peak(process.run_round(**request(*settings)))
-
-    @staticmethod
-    def without_peak(answer):
-        return {key: value for key, value in answer.items() if key != "peak_bytes"}
+            self.running[implementation] = self.enter_context(self.start(implementation))
+        return answer(self.running[implementation], *settings)
 
 
-def request(*settings):
-    return dict(zip(("size", "context", "precision", "warm_up", "repeats"), settings, strict=True))
-
-
-def kinds_row(processes, implementation, size, context, precision, args):
-    return processes.run(implementation, size, context, precision, args.warm_up, args.repeats)
+def answer(process, *settings):
+    names = "size", "context", "precision", "warm_up", "repeats"
+    found = process.run_round(**dict(zip(names, settings, strict=True)))
+    return {key: value for key, value in found.items() if key != "peak_bytes"}
 
 
 def warm_up_row(processes, implementation, size, context, precision):
     """{"warm-up N": time of the AFTER_WARM_UP steps after the first N of a new process}."""
-    found = processes.run_alone(implementation, size, context, precision, None, max(WARM_UPS) + AFTER_WARM_UP)
+    with processes.start(implementation) as process:
+        found = answer(process, size, context, precision, None, max(WARM_UPS) + AFTER_WARM_UP)
     if "oom" in found:
         return found
     samples = found["milliseconds"]
@@ -115,24 +92,17 @@ def warm_up_row(processes, implementation, size, context, precision):
 
 def selected(args):
     """[(size, context, precision, implementation)] to measure, the most informative first."""
-    if any((args.sizes, args.contexts, args.precisions, args.implementations)) or args.all:
-        lists = (
-            args.precisions or PRECISIONS[::-1],
-            args.contexts or CONTEXTS,
-            args.sizes or [size for size in SIZES if size != "toy"],
-            args.implementations or list(IMPLEMENTATIONS),
-        )
-        return [(size, context, precision, name) for precision, context, size, name in itertools.product(*lists)]
-    found = [
-        (size, 512, precision, name)
-        for precision in ("bf16", "fp32")
-        for size in ("small", "medium", "large", "xl", "2.7B")
-        for name in (EAGER, OURS)
-    ]
-    found += [(size, 512, "bf16", BLOCKS) for size in ("small", "medium", "large", "xl", "2.7B")]
+    if chosen := chosen_models(args):
+        names = args.implementations or IMPLEMENTATIONS
+        return [(*model, name) for model in chosen for name in names]
+    sizes, two = ("small", "medium", "large", "xl", "2.7B"), (EAGER, OURS)
+    found = list(itertools.product(sizes, (512,), ("bf16",), two)) + list(
+        itertools.product(sizes, (512,), ("fp32",), two)
+    )
+    found += [(size, 512, "bf16", BLOCKS) for size in sizes]
     found += [("small", 512, "bf16", COMPILED), ("small", 512, "bf16", NAIVE), ("medium", 512, "bf16", COMPILED)]
-    contexts = itertools.product(("small", "xl"), (1024, 128, 256), (EAGER, OURS))
-    return found + [(size, context, "bf16", name) for size, context, name in contexts]
+    found += itertools.product(("small", "xl"), (1024, 128, 256), ("bf16",), two)
+    return [each for each in found if each[-1] in (args.implementations or IMPLEMENTATIONS)]
 
 
 def cases(processes, args):
@@ -141,7 +111,7 @@ def cases(processes, args):
     for size, context, precision, name in selected(args):
         if args.device == "cpu" and name == OURS and precision != "fp32":
             continue  # stage 0 has no bf16
-        row = functools.partial(kinds_row, processes, name, size, context, precision, args)
+        row = functools.partial(processes.run, name, size, context, precision, args.warm_up, args.repeats)
         found[f"{size} / context {context} / {precision} / {name}"] = row
     size, context = (args.sizes or ["small"])[0], (args.contexts or [512])[0]
     precision = (args.precisions or ["fp32"])[0]
@@ -159,9 +129,7 @@ def without_compiler(args):
 
 
 def main():
-    text = "fp32 is without TF32 (default: see above)"
-    everything = "all sizes, contexts, precisions and implementations; about an hour"
-    parser = model_parser("benchmarks.torch.end_to_end", __doc__, text, everything, models="see above")
+    parser = model_parser("benchmarks.torch.end_to_end", __doc__, "fp32 is without TF32 (default: see above)")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
     text = f"{described} (default: above)"
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=text)

@@ -17,13 +17,19 @@ import functools
 import itertools
 import statistics
 
+import torch
+from triton import OutOfResources
+
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.harness.table_format import Table
+from benchmarks.peers import torch_graphs
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
+from torch_bridge.matmul import matmul_add_relu
+from torch_bridge.triton_launch import compiled_variant, launch
 
 # a (M, K), b (K, N), c and d (M, N), here M = N = K = size, fp16
 
@@ -31,6 +37,7 @@ GRID = (64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4, 5), ("start
 SHARED, REGISTERS, WARPS = 227 << 10, 1 << 16, 64  # of one multiprocessor: bytes for tiles, registers, warps
 MAX_SUMS = 128  # float32 sums of one thread; more would leave too few of its 255 registers
 CALLS = 20  # calls in a CUDA graph
+SHOWN = 12  # lines of the ranking
 EAGER, COMPILED, CUBLASLT, OURS = "torch eager", "torch.compile", "cublasLt, fused ReLU", "ours"
 RANKING = """
     tile = {name.split(" / ")[1]} | ms = {median_ms:.4f} | TFLOP/s = {2e-9 * size**3 / median_ms:.0f}
@@ -65,24 +72,16 @@ def resident(registers, shared, warps):
 @functools.cache
 def operands(size):
     """a, b, c and d on the GPU; b is small, so that repeated d = ReLU(a b + d) do not overflow."""
-    import torch
-
     torch.manual_seed(0)
     a, b, c = (torch.randn(size, size, device="cuda").half() for _ in range(3))
     return a, b * 2**-10, c, torch.empty_like(c)
 
 
-@functools.cache
-def side_stream():
-    import torch
-
-    return torch.cuda.Stream()
+side_stream = functools.cache(torch.cuda.Stream)
 
 
 def captured(call):
     """A CUDA graph of CALLS calls."""
-    from benchmarks.peers import torch_graphs
-
     for _ in range(2):
         call()
     return torch_graphs.captured(call, side_stream(), CALLS)[0]
@@ -90,10 +89,6 @@ def captured(call):
 
 def milliseconds(graph):
     """Device time of one call, from one replay of a graph; an untimed replay before it raises the GPU's clock."""
-    import torch
-
-    from benchmarks.peers import torch_graphs
-
     with torch.cuda.stream(side_stream()):
         graph.replay()
         return torch_graphs.milliseconds(graph.replay) / CALLS
@@ -108,11 +103,6 @@ def launch_of(size, tile):
 
 def tile_row(size, tile, rounds):
     """The time of a tile and its resources; {"does_not_fit": reason} if the GPU cannot run it."""
-    import torch
-    from triton import OutOfResources
-
-    from torch_bridge.triton_launch import compiled_variant, launch
-
     found = launch_of(size, tile)
     try:
         launch(*found, "cuda")
@@ -137,8 +127,6 @@ def tile_row(size, tile, rounds):
 
 def peers(size):
     """{name: function of no arguments} of what the fused product is compared with."""
-    import torch
-
     a, b, c, d = operands(size)
 
     def formula(a, b, c):
@@ -169,8 +157,6 @@ def compare(size, tile, rounds):
 
     us, peer, ratio: our median in microseconds, the fastest peer with its, and the ratio.
     """
-    from torch_bridge.matmul import matmul_add_relu
-
     a, b, c, _ = operands(size)
     calls = {OURS: lambda: matmul_add_relu(a, b, c, tile), **peers(size)}
     timers = {name: functools.partial(milliseconds, captured(call)) for name, call in calls.items()}
@@ -184,11 +170,11 @@ def compare(size, tile, rounds):
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-def print_ranking(size, rows, count):
+def print_ranking(size, rows):
     """Print the fastest tiles of one size; returns the row of the fastest."""
     ranked = sorted((row for row in rows if "median_ms" in row), key=lambda row: row["median_ms"])
     title = f"{size} x {size} x {size}: {len(ranked)} tiles, {len(rows) - len(ranked)} that do not fit"
-    Table("", RANKING).print([row | {"size": size} for row in ranked[:count]], title)
+    Table("", RANKING).print([row | {"size": size} for row in ranked[:SHOWN]], title)
     return ranked[0]
 
 
@@ -214,7 +200,6 @@ def main():
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
-    add("--show", type=int, default=12, help="lines of the ranking (default 12)")
     add_row_flags(parser)
     args = parser.parse_args()
     cases = {
@@ -225,7 +210,7 @@ def main():
     for size in args.size:
         of_size = [row for row in rows if row["name"].startswith(f"{size} / ")]
         if not args.dry_run and any("median_ms" in row for row in of_size):
-            best = print_ranking(size, of_size, args.show)
+            best = print_ranking(size, of_size)
             tile = by_text[best["name"].split(" / ")[1]]
             again = argparse.Namespace(**{**vars(args), "only": [], "fresh": True})
             comparison = {f"{size} / comparison": functools.partial(compare, size, tile, args.rounds)}

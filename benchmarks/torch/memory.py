@@ -15,7 +15,6 @@ allocations with their source. The snapshot is written to out/results/torch/*.pi
 
 import argparse
 import functools
-import itertools
 
 import torch
 
@@ -35,6 +34,7 @@ from benchmarks.torch.models import (
     PRECISIONS,
     SIZES,
     check_device,
+    chosen_models,
     config_of,
     model_parser,
     release_memory,
@@ -174,20 +174,19 @@ def draw(rows, path):
 
 def selected(args):
     """([(implementation, size, context, precision)], [the same and kind] of the timelines), the main ones first."""
-    if args.sizes or args.contexts or args.precisions or args.implementations or args.all:
-        sizes = args.sizes or [size for size in SIZES if size != "toy"]
-        lists = args.precisions or PRECISIONS, args.contexts or (128, 256, 512, 1024), sizes
+    if chosen := chosen_models(args):
         names = [name for name in args.implementations or IMPLEMENTATIONS if args.device == "cuda" or name != OURS]
-        peaks = [(name, size, T, precision) for name, precision, T, size in itertools.product(names, *lists)]
-        last = sizes[-1], lists[1][-1], lists[0][0]
-        return peaks, [(name, *last, kind) for name in names for kind in KINDS]
+        peaks = [(name, *model) for name in names for model in chosen]
+        return peaks, [(name, *chosen[-1], kind) for name in names for kind in KINDS]
     contexts, others = (128, 256, 512), ("xl", "small", "medium", "large")
     peaks = [(NAIVE, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
     peaks += [(OURS, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
     peaks += [(NAIVE, size, 512, precision) for size in others for precision in PRECISIONS]
     peaks += [(EAGER, "2.7B", T, precision) for precision in PRECISIONS for T in (512, 2048)]
     peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in PRECISIONS]
-    return peaks, [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
+    names = args.implementations or IMPLEMENTATIONS
+    timelines = [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
+    return ([each for each in rows if each[0] in names] for rows in (peaks, timelines))
 
 
 def cases(args):
@@ -208,16 +207,13 @@ def cases(args):
 
 def main():
     precisions = "bf16 is autocast over fp32 parameters (default: both)"
-    everything = "all sizes, contexts, precisions and implementations"
-    parser = model_parser("benchmarks.torch.memory", __doc__, precisions, everything)
+    parser = model_parser("benchmarks.torch.memory", __doc__, precisions)
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
     args = parser.parse_args()
     check_device(args)
-    if min(args.blocks) < 1:
-        parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))

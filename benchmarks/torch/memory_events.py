@@ -16,28 +16,22 @@ import torch
 from benchmarks.harness.assignment_tables import FORWARD
 from testing.jobs import ROOT
 
+RANGES = "forward", "backward", "optimizer"
 HELPERS = {"empty", "floats", "like", "product", "zeros"}  # functions whose caller says more
 UNKNOWN = "PyTorch, without a Python stack"  # backward runs in a thread of C++
 
 
-def parts_of(passes, kind):
-    """(name, function of the result of the previous one) of each range of a pass of TorchPasses."""
+def run_parts(passes, kind, mark):
+    """Run the ranges of a pass of TorchPasses, and mark(name) before each."""
+    mark("forward")
     if kind == FORWARD:
-        return [("forward", lambda _: passes.forward())]
-
-    def forward(_):
-        passes.optimizer.zero_grad(set_to_none=True)
-        return passes.loss()
-
-    return [("forward", forward), ("backward", passes.backward), ("optimizer", lambda _: passes.update())]
-
-
-def run_parts(parts, mark):
-    """Call the functions one after another, and mark(name) before each."""
-    result = None
-    for name, function in parts:
-        mark(name)
-        result = function(result)
+        return passes.forward()
+    passes.optimizer.zero_grad(set_to_none=True)
+    loss = passes.loss()
+    mark("backward")
+    passes.backward(loss)
+    mark("optimizer")
+    passes.update()
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
@@ -59,7 +53,7 @@ def allocated_by_torch(passes, kind, path):
 
     memory._record_memory_history(max_entries=1_000_000, stacks="python")
     try:
-        run_parts(parts_of(passes, kind), mark)
+        run_parts(passes, kind, mark)
         torch.cuda.synchronize()
         entries = trace()
         memory._dump_snapshot(str(path))
@@ -105,14 +99,13 @@ def allocated_on_cpu(passes, kind):
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
-        run_parts(parts_of(passes, kind), mark)
+        run_parts(passes, kind, mark)
     with tempfile.TemporaryDirectory() as folder:
         recorded.export_chrome_trace(str(Path(folder, "trace.json")))
         trace = json.loads(Path(folder, "trace.json").read_text(errors="replace"))["traceEvents"]
     starts = {entry["name"]: entry["ts"] for entry in trace if entry.get("cat") == "user_annotation"}
     found = sorted((entry["ts"], entry["args"]["Bytes"]) for entry in trace if entry.get("name") == "[memory]")
-    names = [name for name, _ in parts_of(passes, kind)]
-    marks = {name: sum(time < starts[name] for time, _ in found) for name in names}
+    marks = {name: sum(time < starts[name] for time, _ in found) for name in RANGES if name in starts}
     return [(size, UNKNOWN) for _, size in found], marks, before
 
 
@@ -147,8 +140,6 @@ def allocated_by_ours(passes, kind):
     """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
     import cupy
 
-    from benchmarks.harness.ours import eager_function
-
     events, marks = [], {}
 
     class Hook(cupy.cuda.MemoryHook):
@@ -166,7 +157,7 @@ def allocated_by_ours(passes, kind):
         yield
 
     runtime, pool = passes.backend.runtime, cupy.get_default_memory_pool()
-    function = eager_function(passes, kind)
+    function = passes.eager_function(kind)
     if kind == FORWARD:
         marks["forward"] = 0
     runtime.range = mark  # instead of the method of the class

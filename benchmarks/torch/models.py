@@ -5,6 +5,7 @@ The vocabulary has 10,000 tokens; d_ff is 4 d_model. GPT-2 has the assignment's 
 
 import contextlib
 import gc
+import itertools
 import sys
 import time
 
@@ -22,7 +23,7 @@ from gpt2core.errors import ConfigError
 
 VOCABULARY = 10_000
 PRECISIONS = "fp32", "bf16"
-SELECTION = "a selection that takes about a minute on an H200"  # what a command measures without --sizes
+CONTEXTS = 128, 256, 512, 1024
 SIZES = {  # name: (d_model, layers, heads)
     "small": (768, 12, 12),
     "medium": (1024, 24, 16),
@@ -110,25 +111,29 @@ def loss_of(model, inputs, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def model_parser(benchmark, docstring, precisions, everything, models=SELECTION):
-    """The parser of a command that measures models; the other arguments are parts of help texts.
-
-    models: what is measured without --sizes and --contexts. precisions, everything: of --precisions and --all.
-    """
+def model_parser(benchmark, docstring, precisions):
+    """The parser of a command that measures models, for chosen_models(); precisions: the help text of --precisions."""
     examples = f"""
     python -m {benchmark}  # a selection, on a GPU
     python -m {benchmark} --device cpu --sizes toy --contexts 32  # a quick trial on the CPU
     python -m {benchmark} --dry-run  # the names of the rows
     """
-    parser = benchmark_parser(benchmark, docstring + examples)
-    add = parser.add_argument
-    add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {models})")
-    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {models})")
+    parser = benchmark_parser(benchmark, docstring + examples, batch=4, device="cuda")
+    add, without = parser.add_argument, "(default without these three flags: a selection, a few minutes on an H200)"
+    add("--sizes", nargs="+", choices=SIZES, help=f"models {without}")
+    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}")
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
-    add("--all", action="store_true", help=everything)
-    parser.add_flags(batch=4, device="cuda")
     add_row_flags(parser)
     return parser
+
+
+def chosen_models(args, precisions=PRECISIONS):
+    """[(size, context, precision)] of the flags --sizes, --contexts and --precisions; [] without these flags."""
+    if not (args.sizes or args.contexts or args.precisions):
+        return []
+    sizes = args.sizes or [size for size in SIZES if size != "toy"]
+    lists = itertools.product(args.precisions or precisions, args.contexts or CONTEXTS, sizes)
+    return [(size, context, precision) for precision, context, size in lists]
 
 
 def check_device(args):

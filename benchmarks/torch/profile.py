@@ -29,6 +29,7 @@ from benchmarks.harness.rows import mean_and_deviation, run_rows
 from benchmarks.torch.models import (
     SIZES,
     check_device,
+    chosen_models,
     model_parser,
     naive_attention,
     named_range,
@@ -42,9 +43,6 @@ from stage2_cuda.runtime import cupti
 
 CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
 KEPT = 5  # kernels of each pass in the results file
-
-
-# -- one pass ----------------------------------------------------------------------------------------------------------
 
 
 def activities_of(function, device):
@@ -117,10 +115,10 @@ def run_passes(passes, warm_up, repeats):
     return found
 
 
-def profile_row(implementation, size, context, precision, args):
+def profile_row(size, context, precision, args):
     """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
     release_memory()
-    passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+    passes = TorchPasses(args.attention, size, context, precision, args.device, args.batch)
     wall = run_passes(passes, args.warm_up, args.repeats)
     result = {}
     for name, (prepare, function) in pass_functions(passes).items():
@@ -163,35 +161,27 @@ def attention_of_layer(passes, size, context, precision, batch):
     return {part: {"ms": ms, "operations": operations[part]} for part, ms in spent.items()}
 
 
-# -- which rows ------------------------------------------------------------------------------------------------------
-
-
 def selected(args):
-    """[(implementation, size, context, precision)], the most informative first."""
-    if args.all or args.sizes or args.contexts or args.precisions:
-        precisions, sizes = args.precisions or ["bf16"], args.sizes or [size for size in SIZES if size != "toy"]
-        contexts = args.contexts or (128, 256, 512, 1024)
-        return [(args.attention, size, context, p) for p in precisions for context in contexts for size in sizes]
+    """[(size, context, precision)], the most informative first."""
     first = [(size, 512, "bf16") for size in ("small", "xl", "2.7B", "medium", "large")]
     others = [(size, context, "bf16") for size in ("small", "xl") for context in (1024, 128, 256)]
-    return [(args.attention, *each) for each in [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]]
+    return chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
 def main():
     precisions = "fp32 is without TF32 (default bf16, two rows of fp32)"
-    everything = "all sizes and contexts, in bf16 or in --precisions"
-    parser = model_parser("benchmarks.torch.profile", __doc__, precisions, everything)
+    parser = model_parser("benchmarks.torch.profile", __doc__, precisions)
     add = parser.add_argument
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
     parser.add_flags(warm_up=2, repeats=5)
     args = parser.parse_args()
     check_device(args)
-    settings = {"{1} / context {2} / {3} / {0}".format(*each): each for each in selected(args)}
+    settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():
             if all(text in name for text in args.only):
-                run_passes(TorchPasses(*each, args.device, args.batch), args.warm_up, args.repeats)
+                run_passes(TorchPasses(args.attention, *each, args.device, args.batch), args.warm_up, args.repeats)
         return
     if args.device == "cuda" and not args.dry_run:
         cupti.open_cupti()

@@ -1,4 +1,4 @@
-"""The GPU benchmarks without a GPU: tables, verdicts, the profile, the trace, and variants of one job."""
+"""The GPU benchmarks without a GPU: tables, the profile, the trace, and variants of one job."""
 
 import dataclasses
 import functools
@@ -15,7 +15,6 @@ from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
 from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
-from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
 from benchmarks.gpus import pipeline
 from benchmarks.gpus import scaling as gpu_scaling
@@ -26,6 +25,7 @@ from benchmarks.harness import ours, processes
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.ranks import kill
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
@@ -49,7 +49,7 @@ def cells(name, results):
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 
 
-MODULES = gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_sharding, gpu_strategies, gpu_timeline
+MODULES = gpu_parity, gpu_scaling, gpu_sharding
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -76,8 +76,8 @@ def test_the_work_of_each_launch_is_counted():
     B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
     backend = CudaBackend("fp16")
     trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_batches=1)
-    update = ours.update_function(trainer, *Windows(np.arange(100) % vocab, T).batch(0, B))
-    launches = launches_of(update, backend)
+    arguments = ours.update_arguments(trainer, *Windows(np.arange(100) % vocab, T).batch(0, B))
+    launches = launches_of(functools.partial(trainer.compile_update(capture=False), *arguments), backend)
     work = {launch.title: launch for launch in launches}
     D = 16  # 8, padded to the minimum of tl.dot
     assert work["attention: forward"].flops == 2 * B * H * T * T * D
@@ -177,10 +177,10 @@ def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direc
 @pytest.mark.long
 def test_removing_an_optimisation_changes_only_the_time():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
-    want = ours.gradients(variants.trainer(None, 1)).copy()
+    want = variants.trainer(None, 1).accumulator.gradients.copy()
     assert np.linalg.norm(want) > 0
     for change in set(gpu_choices.CHANGES.values()) - {gpu_choices.untimed_algorithms}:  # needs cublasLt
-        got = ours.gradients(variants.trainer(change, 1))
+        got = variants.trainer(change, 1).accumulator.gradients
         assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the tolerance of fp16 kernels
 
 
@@ -211,13 +211,10 @@ def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds():
     )
     assert ddp["efficiency"]["median"] == pytest.approx(0.88) and ddp["times_as_fast"]["median"] == 1
     assert four["tokens_per_second"] == pytest.approx(4 * 64 * 1024 / 0.15)
-    (sentence,) = gpu_scaling.verdicts(results, 64)
-    assert "efficiency 96.0 % (target 96.0 %" in sentence
-    assert "1.250 times as fast as DDP (target 1: reached)" in sentence
     assert len(cells("gpus-scaling", {"scaling": [{"title": "title", "rows": results}]})) == 4
 
 
-def test_an_efficiency_above_the_ideal_is_disturbed_and_reaches_no_target():
+def test_an_efficiency_above_the_ideal_is_disturbed():
     own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
     results = measured(own, "ours", dict(zip(own, ([0.2] * 3, [0.1] * 3), strict=True)))
     results += measured(peers, "DDP", dict(zip(peers, ([0.11] * 3, [0.125] * 3), strict=True)))
@@ -226,9 +223,6 @@ def test_an_efficiency_above_the_ideal_is_disturbed_and_reaches_no_target():
     found = [row["title"].split("; ", 1)[1] for row in rows]
     wanted = ["disturbed (100.0 %; ideal: 1)", "disturbed (200.0 %; ideal: 1)", "100.0 %", "88.0 %"]
     assert all(text.startswith(want) for text, want in zip(found, wanted, strict=True))
-    (sentence,) = gpu_scaling.verdicts(results, 64)
-    assert "efficiency disturbed: the ratio 2 of the times is above the ideal 1" in sentence
-    assert "(target 96.0 %" not in sentence
 
 
 def test_strong_scaling_efficiency_is_relative_to_the_ideal_speed_up():
@@ -249,7 +243,7 @@ def test_the_cost_of_communication_is_relative_to_ranks_without_it():
     assert len(baselines) == 2 and {each["communication_share"] for each in baselines} == {0}
     others = [result["communication_share"] for result in results if result not in baselines]
     np.testing.assert_allclose(others, 0.2)
-    assert len(rows) == len(chosen) and all("reached" in text for text in gpu_strategies.verdicts(results, 4))
+    assert len(rows) == len(chosen)
 
 
 def test_the_sweep_of_bucket_sizes_is_compared_with_the_same_baseline():
@@ -327,26 +321,23 @@ def test_sharded_programs_are_compared_in_speed_memory_and_losses():
     results = sharding_results(driver_bytes=21 << 30, first_losses=[9.0, 8.01])
     names = [result["name"] for result in results]
     assert names == ["ours, 2 GPUs --dp flat --zero 3", "ours, 2 GPUs --dp bucket --zero 0", "fully_shard, 2 GPUs"]
-    three, zero = gpu_sharding.verdicts(results)
-    assert "1.100 times as fast as fully_shard (target 1: reached)" in three
-    assert "1.050 times its GPU memory (target: at most 1.10: reached), 1.000 times its pools" in three
-    assert "differ by up to 1.2e-03 (bound 3.9e-03: reached)" in three and gpu_sharding.agree(results)
-    assert "target" not in zero  # it does not divide what fully_shard divides
+    three, zero, _ = results
+    assert three["times_as_fast"]["median"] == pytest.approx(1.1)
+    assert (three["memory_ratio"], three["held_ratio"]) == (1.05, 1.0)
+    assert three["loss_difference"] == pytest.approx(0.00125) and gpu_sharding.agree(results)
     rows = cells("gpus-sharding", results)
     assert len(rows) == 3 and rows[0]["GPU memory, GiB"] == "21.00"
 
 
 @pytest.mark.parametrize("losses", [[9.0, 8.04], [9.0, float("nan")]])
 def test_programs_with_other_losses_do_not_train_the_same_model(losses):
-    results = sharding_results(first_losses=losses)
-    assert not gpu_sharding.agree(results)
-    assert "MISSED" in next(gpu_sharding.verdicts(results))
+    assert not gpu_sharding.agree(sharding_results(first_losses=losses))
 
 
 def test_sharded_programs_without_pytorch_or_without_a_gpu_are_not_compared():
     results = sharding_results(driver_bytes=0)[:2]
     gpu_sharding.summarise(results)
-    assert list(gpu_sharding.verdicts(results)) == [] and gpu_sharding.agree(results)
+    assert gpu_sharding.agree(results) and results[0]["times_as_fast"] is None
     assert results[0]["memory_ratio"] is None and len(cells("gpus-sharding", results)) == 2
 
 
@@ -504,14 +495,13 @@ def test_the_fit_recovers_alpha_and_beta():
         results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
     gpu_collectives.summarise(results, 4, dict.fromkeys(names, 1e-7))
     gradients = gpu_collectives.gradient_bytes("gpt2")
-    (nccl, _) = fits = [{"ranks": 4, **each} for each in gpu_collectives.fit(results, gradients)]
+    (nccl, _) = fits = gpu_collectives.fit_buckets(results, 4, gradients)
     rows = cells("gpus-collectives", {"all_reduce": results, "fits": fits})
     assert rows[1]["alpha, us; beta, ps per byte"] == "20.0; 4.00" and rows[1]["relative error at 10 MB"] == "1.0e-07"
     assert len(rows) == len(names) and {result["times_as_fast_as_torch"]["median"] for result in results} == {1}
     np.testing.assert_allclose([nccl["alpha"], nccl["beta"]], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
     assert gradients == pytest.approx(4 * 124.4e6, rel=0.01)
-    assert len(list(gpu_collectives.verdicts(results, 4))) == 2
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
@@ -562,8 +552,8 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     ],
 )
 def test_an_end_is_clean_if_it_is_soon_and_reported_and_leaves_nothing(change, clean):
-    row = dict(rank=1, moment=3.0, seconds=2.0, code=137, left=0, on_gpus="", cause="signal 9", steps_seen=7, step=20)
-    assert gpu_kill.is_clean(row | change) is clean
+    row = dict(rank=1, moment=3.0, seconds=2.0, code=137, left=0, on_gpus="", cause="signal 9", step=20)
+    assert kill.is_clean(row | change, 30) is clean
 
 
 @pytest.mark.parametrize(
@@ -575,4 +565,4 @@ def test_an_end_is_clean_if_it_is_soon_and_reported_and_leaves_nothing(change, c
     ],
 )
 def test_the_cause_is_found_in_the_output_of_launchers_and_ranks(text):
-    assert gpu_kill.CAUSE.search(text)
+    assert kill.CAUSE.search(text)

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import products as gpu_products
 from benchmarks.harness import ours
-from benchmarks.harness.processes import timed_round
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.rounds import GraphTimer
 from stage2_cuda.runtime.triton_launch import interpreted
 
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="on a GPU the benchmark itself compares the two")
@@ -31,16 +31,14 @@ def on_numpy(monkeypatch):
 
 
 def few(transposed):
-    return [
-        (numbers[:300], shape) for numbers, shape in gpu_products.random_inputs(20, 24, 40, transposed)
-    ]  # few numbers, which are repeated to the shape
+    return gpu_products.random_inputs(20, 24, 40, transposed)
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ours_are_the_three_products(on_numpy, transposed):
     inputs = few(transposed)
-    x, w, dy = (np.resize(*each) for each in inputs)
+    x, w, dy = inputs
     linear = gpu_products.Linear(inputs, transposed, "fp32")
     for call in linear.calls.values():
         call()
@@ -60,7 +58,7 @@ def test_pytorch_computes_the_same_products(monkeypatch, transposed):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     before = torch.get_float32_matmul_precision()
     inputs = few(transposed)
-    x, w, dy = (np.resize(*each) for each in inputs)
+    x, w, dy = inputs
     try:
         linear = torch_products.Linear(inputs, transposed, "fp32", device="cpu")
     finally:
@@ -87,17 +85,22 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
     assert "give different results" in capsys.readouterr().out
 
 
-def test_flags_have_defaults():
-    args = gpu_products.parser().parse_args([])
-    assert args.save_as == "products" and args.preset == ["gpt2", "paper"] and not args.save
-
-
 def test_a_round_replays_one_graph_of_each_kind():
-    counts, spent = {"forward": 4, "weight": 5}, {"forward": 8.0, "weight": 20.0}
-    graphs = SimpleNamespace(
-        calls=counts,
-        capture=lambda kind, _: counts[kind],
-        replay_milliseconds=spent.get,
-        norms=lambda: [7.0],
-    )
-    assert timed_round(graphs, 20) == {"forward": 2.0, "weight": 4.0, "norms": [7.0]}
+    class Graphs(GraphTimer):
+        captures = 0
+
+        def milliseconds(self, call):
+            return call()
+
+        def captured(self, kind, count):
+            self.captures += 1
+            return lambda: count * self.calls[kind]() / 2  # a call in a graph takes half as long as a single one
+
+        def norms(self):
+            return [7.0]
+
+    graphs = Graphs()
+    graphs.calls = {"forward": lambda: 4.0, "weight": lambda: 8.0}
+    for _ in range(2):
+        assert graphs.run_round(20) == {"forward": 2.0, "weight": 4.0, "norms": [7.0]}
+    assert graphs.captures == 2 and [count for _, count in graphs.graphs.values()] == [5, 2]

@@ -54,7 +54,7 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
     assert report.summarised({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
 
 
-def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target():
+def test_ranks_that_are_faster_than_ideal_are_disturbed():
     def result(name, count, threads, seconds):
         common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "options": {"threads": threads}}
         return {"name": name, "ranks": count, "seconds": [[seconds]] * 3, **common}
@@ -66,14 +66,11 @@ def test_ranks_that_are_faster_than_ideal_are_disturbed_and_reach_no_target():
     for serial, marked in ((3.96, True), (1.9, False)):
         results = measured(serial)
         ranks.summarise(results)
-        first, _ = ranks.verdicts(results)
         saved = report.summarised(results)
         table = result_tables.TABLES["ranks-step"].cells([{"results": saved}])
         cells = [row["times as fast as one process"] for row in table]
         # all ratios to the disturbed run are marked; PyTorch's kernels have no known ideal
         assert [cell.startswith("disturbed (") for cell in cells] == [marked, marked, False, marked]
-        assert ("disturbed: the ratio 3.96 of the times is above the ideal 2" in first) == marked
-        assert ("reached" in first) == (not marked)
 
 
 @pytest.mark.parametrize("times, above", [(2.0, False), (2.1, False), (2.11, True), (math.inf, True), (math.nan, True)])

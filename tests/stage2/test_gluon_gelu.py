@@ -29,6 +29,11 @@ slot, tile_place, turn_parity = (
 gpu = pytest.mark.gpu
 HOPPER = gluon_kind(*gpu_model()) is not None
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
+# (M, K, N): fewer tiles than programs, odd numbers of tiles per program, one step, and sizes that no tile divides
+SHAPES = [(128, 64, 128), (384, 192, 384), (133 * 128, 64, 128), (265 * 128, 192, 256), (1000, 200, 136)]
+# Relative norm. A 16-bit result is rounded by at most 2^-9 (bf16). The column sums are float32; the derivative has an
+# error of a few units in the last place of float32.
+TOLERANCES = {"h": 4e-3, "y": 4e-3, "dh": 4e-3, "partials": 1e-4}
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # the largest relative error of rounding to this type
 VARIANTS = [(False, tile) for tile in FORWARD_TILES] + [(True, tile) for tile in BACKWARD_TILES]
 
@@ -182,29 +187,31 @@ def test_the_simulation_finds_a_missing_turn(monkeypatch):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def numpy_product(y, h, a, b, bias, tile):
-    h64 = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
-    h[:], y[:] = h64, oracle.gelu(h64)
+def results_of(product):
+    """{name: array} of the results of a new call, whose arrays contain NaN before it."""
+    names = (
+        {"dh": product.out, "partials": product.partials} if product.backward else {"h": product.h, "y": product.out}
+    )
+    for array in names.values():
+        array[...] = np.nan
+    product.run()
+    return names
 
 
-def numpy_backward_product(dh, partials, a, b, h, tile):
-    dh64 = a.astype(np.float64) @ b.T.astype(np.float64) * oracle.gelu_slope(h.astype(np.float64))
-    tiles = [dh64[start : start + tile.rows] for start in range(0, len(dh), tile.rows)]
-    dh[:], partials[:] = dh64, np.concatenate([gelu_product.sums_by_warp(part, tile.rows) for part in tiles])
+def float64(array):
+    return (array if isinstance(array, np.ndarray) else array.get()).astype(np.float64)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shape", [(1000, 200, 136), (300, 64, 128)])
-def test_the_benchmark_compares_with_float64(monkeypatch, backward, shape):
-    """With NumPy in place of the kernel the errors are those of rounding; with a wrong row they are large."""
-    monkeypatch.setattr(gluon_gelu, "gelu_product", numpy_product)
-    monkeypatch.setattr(gluon_gelu, "gelu_backward_product", numpy_backward_product)
-    product = gelu_product.Product(np, dtype_of("bfloat16"), backward, FORWARD_TILE._replace(rows=64), shape)
-    assert gelu_product.failures({"shape": product.errors()}) == []
-    run = product.run
-    monkeypatch.setattr(product, "run", lambda: (run(), product.out[-1].fill(0), product.out[0].fill(7)))
-    name = "dh" if backward else "y"
-    assert product.errors()[name] > 10 * gelu_product.TOLERANCES[name]
+def expected(product):
+    """{name: float64 array} of the results; partials: each warp of a tile adds 16 rows of each 64."""
+    a, b = float64(product.a), float64(product.b)
+    if not product.backward:
+        h = a @ b + float64(product.bias)
+        return {"h": h, "y": oracle.gelu(h)}
+    dh, rows = (a @ b.T) * oracle.gelu_slope(float64(product.h)), product.tile.rows
+    whole = np.zeros((-(-len(dh) // rows) * rows, dh.shape[1]))
+    whole[: len(dh)] = dh
+    return {"dh": dh, "partials": whole.reshape(-1, rows // 64, gluon_gelu.WARPS.value, 16, dh.shape[1]).sum((1, 3))}
 
 
 @gpu
@@ -212,10 +219,13 @@ def test_the_benchmark_compares_with_float64(monkeypatch, backward, shape):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backward, tile", VARIANTS)
 def test_products_and_column_sums_equal_float64_and_have_equal_bits(dtype, backward, tile):
-    for shape in gelu_product.SMALL_SHAPES:
+    for shape in SHAPES:
         product = gelu_product.Product(array_module(), dtype_of(dtype), backward, tile, shape)
-        errors = product.errors()  # also compares the bits of two calls
-        assert gelu_product.failures({str(shape): errors}) == []
+        first = {name: array.copy() for name, array in results_of(product).items()}
+        for name, array in results_of(product).items():
+            assert (array.view(np.uint8) == first[name].view(np.uint8)).all()
+        for name, want in expected(product).items():
+            near(first[name], want.reshape(first[name].shape), TOLERANCES[name])
 
 
 @gpu
@@ -226,9 +236,9 @@ def test_the_bits_of_a_row_depend_neither_on_m_nor_on_the_run(backward):
     product = gelu_product.Product(
         xp, dtype_of("bfloat16"), backward, BACKWARD_TILE if backward else FORWARD_TILE, (128 * 133, 768, 512)
     )
-    first = {name: array.copy() for name, array in product.results().items()}
+    first = {name: array.copy() for name, array in results_of(product).items()}
     for _ in range(5):
-        for name, array in product.results().items():
+        for name, array in results_of(product).items():
             assert (array.view(np.uint8) == first[name].view(np.uint8)).all()
     product.a, product.h, product.out = product.a[:rows], product.h[:rows].copy(), product.out[:rows]
     if backward:
@@ -236,7 +246,7 @@ def test_the_bits_of_a_row_depend_neither_on_m_nor_on_the_run(backward):
         product.run()
         few = {"dh": product.out, "partials": product.partials}
     else:
-        few = product.results()
+        few = results_of(product)
     for name, array in few.items():
         assert (array.view(np.uint8) == first[name][: len(array)].view(np.uint8)).all()
 

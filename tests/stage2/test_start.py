@@ -1,6 +1,5 @@
 """The commands start fast: they import no package that they do not need, PyTorch above all."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,9 +9,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.start import BREAKDOWN, breakdown
-from benchmarks.harness import start_trace
-from benchmarks.harness.table_format import Table
 from tests.support.interpreter import interpreter_works
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,27 +56,3 @@ def test_training_and_generation_import_no_package_that_they_do_not_need(tmp_pat
 def test_the_commands_do_not_import_pytorch_on_a_gpu(tmp_path):
     assert "torch" not in imported("stage2_cuda", "train_gpt2", f"--preset nano --steps 3 --out {tmp_path}")
     assert "torch" not in imported("stage2_cuda", "inference", "--prompt the --max-new-tokens 5")
-
-
-def test_the_breakdown_of_a_start_adds_the_calls_of_each_function():
-    events = [
-        ["start of Python", "main", 0.1, 0.0], ["load", "other", 2.0, 0.25], ["load", "other", 1.0, 0.5],
-        ["load", "main", 3.0, 0.1], ["short", "main", 0.5, 0.001], ["end of the program", "main", 9.0, 0.0],
-    ]  # fmt: skip
-    rows = breakdown(events)
-    assert [row["what"] for row in rows] == ["start of Python", "load", "load", "end of the program"]
-    assert rows[1] == dict(what="load", thread="other", start=1.0, seconds=0.75, longest=0.5, calls=2)
-    assert Table("", BREAKDOWN).cells([{"results": rows}])[1]["begins, s"] == "1.00"
-
-
-def test_a_trace_records_imports_and_functions(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "from contextlib import suppress\nfrom gpt2core.app.inference import inference_command\n"
-        "def main():\n    with suppress(Exception):\n        inference_command.load_checkpoint('missing')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", start_trace.START: "0"}
-    words = [sys.executable, "-m", "benchmarks.harness.start_trace", str(tmp_path / "trace.json"), "program"]
-    subprocess.run(words, env=environment, check=True)
-    labels = [label for label, *_ in json.loads((tmp_path / "trace.json").read_text())]
-    assert labels[0] == "start of Python" and labels[-1] == "end of the program"
-    assert {"import numpy", "load_checkpoint"} <= set(labels)
