@@ -457,7 +457,7 @@ def test_the_logits_equal_float64(cupy, rng, C, name, V):
 @gpu
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("config", [GPT2Config(300, 128, 3, 4, 256), GPT2Config(20000, 1024, 2, 12, 768, tied=False)])
-@pytest.mark.parametrize("B", [1, 3, 17])
+@pytest.mark.parametrize("B", [1, 3, cluster_step.MAX_ROWS])
 def test_a_model_gives_the_logits_of_the_training_kernels_and_the_same_bits_every_time(cupy, rng, config, precision, B):
     """A custom rule receives the logits, and is called by the host; a greedy rule runs in the graph."""
     model, seen = load_model(config, dict(initial_parameters(config, 0)), CudaBackend(precision)), []
