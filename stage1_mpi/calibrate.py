@@ -1,6 +1,6 @@
-"""Measure the constants of the planner on two ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
+"""Measure the constants of the planner on 2 or 4 ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
 
-Both ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
+All ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
 the shortest of a few, because other programs can only make it longer. Of a computation, it is that in which the thread
 computes, without that of other programs on its core. Three small models are measured, none of them a preset: in each,
 something else takes most of the time.
@@ -16,6 +16,7 @@ import numpy as np
 
 from gpt2core.app.planning.dry_run import layout_of
 from gpt2core.app.planning.flops import unit_work
+from gpt2core.app.planning.step_time import rounds
 from gpt2core.app.planning.traffic import traffic
 from gpt2core.architecture import GPT2Config, parameter_count, unit_names
 from gpt2core.arena import PAGE
@@ -40,7 +41,7 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import QUERIES, NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-SHORT = GPT2Config(172, 16, 9, 2, 48, tied=False)  # calls of kernels take most of the time
+SHORT = GPT2Config(172, 16, 9, 4, 48, tied=False)  # calls of kernels take most of the time
 NARROW = GPT2Config(172, 64, 3, 6, 96, tied=False)  # other kernels than products do
 WIDE = GPT2Config(172, 64, 3, 4, 256, tied=False)  # products do
 FEW, MANY = 2, 8  # sequences of a pass
@@ -60,7 +61,7 @@ def main():
 
 
 def measure(world):
-    """{name of a field of Machine: [its numbers]}; the group `world` has two ranks."""
+    """{name of a field of Machine: [its numbers]}; the number of ranks of the group `world` is a power of two."""
     rates = unit_rates(world)  # at first: then the memory of later arrays is reused, as in training
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
@@ -70,7 +71,7 @@ def measure(world):
 
 
 def shortest(world, functions, seconds):
-    """[the shortest sample of seconds(function)] of each function, an array, on the slower rank.
+    """[the shortest sample of seconds(function)] of each function, an array, on the slowest rank.
 
     A sample is the mean of so many calls that they take SAMPLE seconds, as a short step does. The functions alternate,
     because the speed of a machine changes.
@@ -194,11 +195,10 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
 
 def links(world):
     """The Links of Machine of blocking calls, as [alpha, beta]; alpha is that of one round."""
-    p, rounds = world.size, (world.size - 1).bit_length()
-    part, out = (p - 1) / p, np.empty(max(SIZES), np.float32)
+    p, part, out = world.size, (world.size - 1) / world.size, np.empty(max(SIZES), np.float32)
     calls = {
-        "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), 2 * rounds, 2 * part),
-        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds, part),
+        "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), rounds("all_reduce", p), 2 * part),
+        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds("all_gather", p), part),
         "message": (lambda x: ping_pong(world, x), 2, 2),
     }
     arrays = [np.zeros(size, np.float32) for size in SIZES]
@@ -218,10 +218,12 @@ def inside_layers(world):
     without, complete = shortest(world, passes, wall_seconds).reshape(2, 2).T
     # four of a block, one of the embedding, one of the head, two of the cross-entropy
     calls = np.array([4 * config.n_layer + 4 for config, _ in shapes])
-    sent = [2 * (world.size - 1) / world.size * count * config.block_size * config.n_embd * FP32
-            for config, count in shapes]  # fmt: skip
+    sent = [
+        textbook_bytes("all_reduce", count * config.block_size * config.n_embd * FP32, world.size)
+        for config, count in shapes
+    ]
     start, beta = line(sent, ((complete - without) / calls).tolist())
-    return [start / (2 * (world.size - 1).bit_length()), beta]
+    return [start / rounds("all_reduce", world.size), beta]
 
 
 def thread_seconds(function):
@@ -239,12 +241,12 @@ def wall_seconds(function):
 
 
 def ping_pong(world, x):
-    """Send x from rank 0 to rank 1 and back, in a world of two ranks."""
+    """Send x from each even rank to the next rank and back; all pairs at the same time, as in a pipeline."""
     for sender in (0, 1):
-        if world.rank == sender:
-            world.send(x, 1 - sender)
+        if world.rank % 2 == sender:
+            world.send(x, world.rank ^ 1)
         else:
-            world.recv(x, 1 - world.rank)
+            world.recv(x, world.rank ^ 1)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -282,8 +284,9 @@ def overheads(world, bandwidth):
 def in_background(world, bandwidth, collective, update):
     """`background` of Machine: by how much a step is longer with ZeRO-3 than with ZeRO-0, for each collective.
 
-    collective: the Link of the all-reduce of ZeRO-0. update: that of Machine; with ZeRO-3 each rank updates a half.
+    collective: the Link of the all-reduce of ZeRO-0. update: that of Machine; with ZeRO-3 each rank updates its part.
     """
+    p = world.size
     models = SHORT, WIDE
     trainers = [make_trainer(config, world, zero) for config in models for zero in (0, 3)]
     seconds = shortest(world, list(map(make_step, trainers)), wall_seconds).reshape(2, 2)
@@ -291,12 +294,13 @@ def in_background(world, bandwidth, collective, update):
     for config, trainer, longer in zip(models, trainers[1::2], seconds[:, 1] - seconds[:, 0], strict=True):
         calls = [call for call in traffic(layout_of(trainer), Grid()) if call.eager]
         count, size = sum(call.times for call in calls), FP32 * parameter_count(config)
-        longer += (UPDATE * size / bandwidth + update * len(unit_names(config))) / 2
-        longer += 2 * collective[0] + size * collective[1]
-        each = [call.times * textbook_bytes(call.name, call.elements * FP32, world.size) for call in calls]
+        longer += (UPDATE * size / bandwidth + update * len(unit_names(config))) * (p - 1) / p
+        longer += rounds("all_reduce", p) * collective[0] + textbook_bytes("all_reduce", size, p) * collective[1]
+        each = [call.times * textbook_bytes(call.name, call.elements * FP32, p) for call in calls]
         sent.append(sum(each) / count)
         times.append(longer.item() / count)
-    return line(sent, times)
+    start, beta = line(sent, times)
+    return [start / rounds("all_gather", p), beta]  # a reduce-scatter has as many rounds
 
 
 def make_trainer(config, group, zero):

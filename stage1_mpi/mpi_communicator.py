@@ -22,6 +22,7 @@ import numpy as np
 
 from gpt2core.communicator import Communicator, CommunicatorError, Handle, Solo, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
+from gpt2core.threads import cores_of_process
 from stage1_mpi import collectives
 from stage1_mpi.import_mpi import FLUSH_TIME, import_mpi
 from stage1_mpi.watchdog import watch_world
@@ -63,7 +64,7 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
+        cores = cores_of_process()
         ranks_on_these_cores = host.allgather(cores).count(cores)
         # The smallest number on any host; 0 if a host has more ranks than cores.
         self._cores_per_rank = comm.allreduce(len(cores) // ranks_on_these_cores, self._mpi.MIN)

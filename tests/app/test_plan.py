@@ -46,7 +46,7 @@ def run(capsys, monkeypatch, tmp_path):
 
     def run(*flags, calibrated=True):
         if calibrated:
-            save_calibration(NUMBERS, path)
+            save_calibration(NUMBERS, path, 2)
         with pytest.raises(SystemExit) as exit:
             command.main([str(each) for each in flags])
         return exit.value.code, *capsys.readouterr()
@@ -105,19 +105,29 @@ def test_what_fits_nowhere_names_both_values_and_what_to_do(run):
 def test_ranks_need_a_calibration(run, monkeypatch):
     code, out, err = run("--ranks", 2, calibrated=False)
     assert (code, out) == (2, "") and "measure them with --calibrate" in err
-    monkeypatch.setattr(command, "CALIBRATE", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    monkeypatch.setattr(command, "LAUNCH", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    monkeypatch.setattr(command, "cores_of_process", lambda: range(2))
     code, out, err = run("--ranks", 2, "--preset", "tiny", "--calibrate", calibrated=False)
-    assert (code, err) == (0, "") and out.startswith("calibrated in ") and "recommended: " in out
-    monkeypatch.setattr(command, "CALIBRATE", ["-c", "raise SystemExit('error: no MPI')"])
-    assert run("--calibrate")[2] == "error: --calibrate: two ranks cannot run here: no MPI\n"
+    assert (code, err) == (0, "") and out.startswith("calibrated with 2 ranks in ") and "recommended: " in out
+    monkeypatch.setattr(command, "LAUNCH", ["-c", "raise SystemExit('error: no MPI')"])
+    assert run("--calibrate")[2] == "error: --calibrate: 2 ranks cannot run here: no MPI\n"
 
 
-def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch):
+def test_each_number_of_ranks_has_constants_of_its_own(run, monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setattr(command, "cores_of_process", lambda: range(4))
+    monkeypatch.setattr(command, "constants", lambda count: NUMBERS | {"step": [count]})
+    assert run("--calibrate", calibrated=False)[1].startswith("calibrated with 2 and 4 ranks in ")
+    assert [host_machine(path, ranks).step for ranks in (1, 2, 3, 4, 8)] == [2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("ranks", machines.CALIBRATED)
+def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch, ranks):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE", 1e-9)
-    found, _ = run_ranks(2, calibrate.measure)
+    found, *_ = run_ranks(ranks, calibrate.measure)
     assert set(found) == set(machines.MEASURED) == set(NUMBERS)
-    machine = machines.machine_of(found, 2)
+    machine = machines.machine_of(found, ranks)
     assert min(machine.block_forward.flops, machine.ends_backward.bandwidth, machine.bandwidth) > 0
 
 
@@ -125,9 +135,9 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "calibrated_for", lambda: "x")
     path = tmp_path / "c.json"
     assert host_machine(path, 2) is None
-    save_calibration(NUMBERS, path)
+    save_calibration(NUMBERS, path, 2)
     assert host_machine(path, 2).message == Link(1e-5, 2e-10)
-    save_calibration({"message": [1.0]}, path)
+    save_calibration({"message": [1.0]}, path, 2)
     assert host_machine(path, 2) is None
 
 

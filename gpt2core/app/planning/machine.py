@@ -8,6 +8,7 @@ import numpy as np
 
 from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
+CALIBRATED = 2, 4  # numbers of ranks, powers of two: ranks share caches, bandwidth and the clock of the processor
 MEASURED = (  # on the CPU
     "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
     "background", "embedding", "bandwidth", "micro_batch", "update", "step", "queries",
@@ -108,19 +109,25 @@ def calibration_file(directory=None):
     return directory and cache_file(directory, calibrated_for())
 
 
-def save_calibration(numbers, path):
-    """Write the numbers {name: list of floats, or float} that stage1_mpi/calibrate.py measured."""
-    write_choices(path, calibrated_for(), {name: repr(value) for name, value in numbers.items()})
+def save_calibration(numbers, path, ranks):
+    """Write the numbers {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks."""
+    write_choices(path, calibrated_for(), {f"{ranks} ranks: {name}": repr(value) for name, value in numbers.items()})
 
 
 def host_machine(path, ranks):
-    """The Machine of the CPU ranks of this host, from the calibration; None if there is none."""
+    """The Machine of so many CPU ranks of this host, from the calibration; None if there is none.
+
+    Its constants were measured on as many ranks, or on the nearest smaller number.
+    """
     saved = read_choices(path, calibrated_for()) if path else {}
-    try:
-        numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in saved.items()}
-        return machine_of(numbers, ranks)
-    except (KeyError, TypeError, ValueError):
-        return None
+    for count in sorted(CALIBRATED, key=lambda count: (count > ranks, abs(count - ranks))):
+        try:
+            texts = {name: saved[f"{count} ranks: {name}"] for name in MEASURED}
+            numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in texts.items()}
+            return machine_of(numbers, ranks)
+        except (KeyError, TypeError, ValueError):
+            continue
+    return None
 
 
 def machine_of(numbers, ranks):
