@@ -16,7 +16,8 @@ import numpy as np
 
 from gpt2core.app.planning.dry_run import layout_of
 from gpt2core.app.planning.flops import unit_work
-from gpt2core.app.planning.step_time import rounds
+from gpt2core.app.planning.machine import machine_of
+from gpt2core.app.planning.step_time import rounds, step_seconds
 from gpt2core.app.planning.traffic import traffic
 from gpt2core.architecture import GPT2Config, parameter_count, unit_names
 from gpt2core.arena import PAGE
@@ -33,7 +34,7 @@ from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.micro_batches.accumulator import Workload
 from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.micro_batches.threaded import Worker
-from gpt2core.parallel.part import backward_pass, forward_pass
+from gpt2core.parallel.part import backward_pass, forward_pass, recomputed_units
 from gpt2core.parallel.tensor.shards import shard
 from gpt2core.parallel.tensor.sliced_ops import Slice
 from gpt2core.threads import limit_blas
@@ -46,8 +47,10 @@ NARROW = GPT2Config(172, 64, 3, 6, 96, tied=False)  # other kernels than product
 WIDE = GPT2Config(172, 64, 3, 4, 256, tied=False)  # products do
 FEW, MANY = 2, 8  # sequences of a pass
 MERGED = 4  # micro-batches of a merged pass, with one sequence each
+MORE = 4  # micro-batches of each rank of a pipeline, compared with 1
 LENGTHS = (16, 64)  # tokens of short and long sequences
 REPEATS, SAMPLE = 20, 0.02  # samples; seconds
+WAIT = 1e-3  # seconds for which a rank waits for a message: then it sleeps between two polls, as in a pipeline
 SIZES = (1 << 10, 1 << 18)  # numbers of a small and a large array
 LARGER_THAN_CACHE = 1 << 23  # numbers
 
@@ -66,8 +69,9 @@ def measure(world):
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
     background = in_background(world, bandwidth, messages["collective"], *steps["update"])
-    found = {**rates, **messages, **steps, "background": background}
-    return found | {"bandwidth": [bandwidth], "queries": [QUERIES]}
+    found = {**rates, **messages, **steps, "background": background, "action": [0.0]}
+    found |= {"bandwidth": [bandwidth], "queries": [QUERIES]}
+    return found | {"action": [action(world, machine_of(found, world.size))]}
 
 
 def shortest(world, functions, seconds):
@@ -96,15 +100,16 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together; and `micro_batch` and `embedding` of Machine.
+    """The Rates of a block, and of embedding and head together; and `micro_batch`, `embedding`, `again` of Machine.
 
     Five times determine five constants of a block: those of passes of three models, and of one score of attention.
     Embedding and head have the same rate of products.
     """
     shapes = (SHORT, 1), (NARROW, MANY), (WIDE, FEW), (WIDE, MANY)
     passes = [make_pass(replace(config, n_layer=n), count) for config, count in shapes for n in (1, config.n_layer)]
-    others = make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True), make_pass(SHORT, 1, of_embedding=True)
-    *times, plain, merged, embedding = shortest(world, [*passes, *others], lambda run: run())
+    others = [make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True)]
+    others += [make_pass(SHORT, 1, of_embedding=True), make_pass(SHORT, 1, recompute="block")]
+    *times, plain, merged, embedding, block = shortest(world, [*passes, *others], lambda run: run())
     times = np.reshape(times, (len(shapes), 2, 2))  # shape, layers, direction
     blocks = (times[:, 1] - times[:, 0]) / [[config.n_layer - 1] for config, _ in shapes]
     ends, attention, rates = times[:, 0] - blocks, attention_times(world), {}
@@ -123,7 +128,9 @@ def unit_rates(world):
     micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
     micro_batch -= rates["block_backward"][-1] * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
     part = min(1.0, (embedding.sum() / ends[0].sum()).item())
-    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part]}
+    count = len(recomputed_units(unit_names(SHORT), "block"))
+    again = ((block.sum() - times[0, 1].sum()) / count - blocks[0, 0]).item()
+    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part], "again": [max(0.0, again)]}
 
 
 def solve(rows, seconds):
@@ -157,7 +164,7 @@ def attention_times(world):
     return shortest(world, [make(length) for length in LENGTHS], lambda run: run()) / MANY
 
 
-def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
+def make_pass(config, sequences, group=None, merged=False, of_embedding=False, recompute="none"):
     """A function -> (forward seconds, backward seconds) of a pass of this model, or only of its embedding.
 
     group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch.
@@ -170,12 +177,13 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
         view[...] = own[name]
     shape, count = (sequences, config.block_size), sequences if merged else 1
     layout, dloss = ArenaLayout(arena, backend), backend.ones((), np.float64)
-    work = Workload(config, layout, *flats, backend, count, shape, dloss, "block" if of_embedding else "none", count)
+    recompute = "block" if of_embedding else recompute  # then the embedding is a part of its own
+    work = Workload(config, layout, *flats, backend, count, shape, dloss, recompute, count)
     worker = Worker(ArenaGradients(work, nothing), group, nothing)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (count, 1, shape[1]) if merged else shape)
     ids = backend.prepare_tokens(ids, config.vocab_size)
     arguments = work.training_arguments(0, ids, 1 / ids.size)
-    parts = worker.parts[:1]  # with "block", the embedding is a part of its own
+    parts = worker.parts[:1] if of_embedding else worker.parts
     dy = backend.zeros((*shape, config.n_embd), backend.dtype) if of_embedding else dloss
 
     def run():
@@ -203,9 +211,10 @@ def links(world):
     }
     arrays = [np.zeros(size, np.float32) for size in SIZES]
     functions = [lambda call=call, x=x: call(x) for call, *_ in calls.values() for x in arrays]
-    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2).tolist()
+    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2)
+    seconds[-1] -= 2 * WAIT  # of ping_pong()
     found = {"inside": inside_layers(world)}
-    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds, strict=True):
+    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds.tolist(), strict=True):
         start, beta = line([sent * x.nbytes for x in arrays], times)
         found[name] = [start / alphas, beta]
     return found
@@ -241,9 +250,12 @@ def wall_seconds(function):
 
 
 def ping_pong(world, x):
-    """Send x from each even rank to the next rank and back; all pairs at the same time, as in a pipeline."""
+    """Send x from each even rank to the next rank and back, each time after WAIT; all pairs at the same time."""
     for sender in (0, 1):
         if world.rank % 2 == sender:
+            end = time.perf_counter() + WAIT
+            while time.perf_counter() < end:
+                pass
             world.send(x, world.rank ^ 1)
         else:
             world.recv(x, world.rank ^ 1)
@@ -274,7 +286,7 @@ def overheads(world, bandwidth):
     """`update` and `step` of Machine: what a step of one rank takes besides its pass and the update of its numbers."""
     models = [replace(SHORT, n_layer=layers) for layers in (1, SHORT.n_layer)]
     passes = [make_pass(config, 1) for config in models]
-    steps = [make_step(make_trainer(config, Solo(), 0)) for config in models]
+    steps = [make_step(make_trainer(config, Solo(), ParallelConfig(), 1)) for config in models]
     seconds = shortest(world, [*passes, *steps], thread_seconds).reshape(2, 2)
     numbers = np.array([UPDATE * FP32 * parameter_count(config) / bandwidth for config in models])
     step, update = line([len(unit_names(config)) for config in models], (seconds[1] - seconds[0] - numbers).tolist())
@@ -288,7 +300,7 @@ def in_background(world, bandwidth, collective, update):
     """
     p = world.size
     models = SHORT, WIDE
-    trainers = [make_trainer(config, world, zero) for config in models for zero in (0, 3)]
+    trainers = [make_trainer(config, world, ParallelConfig(zero=zero), p) for config in models for zero in (0, 3)]
     seconds = shortest(world, list(map(make_step, trainers)), wall_seconds).reshape(2, 2)
     sent, times = [], []
     for config, trainer, longer in zip(models, trainers[1::2], seconds[:, 1] - seconds[:, 0], strict=True):
@@ -303,10 +315,23 @@ def in_background(world, bandwidth, collective, update):
     return [start / rounds("all_gather", p), beta]  # a reduce-scatter has as many rounds
 
 
-def make_trainer(config, group, zero):
-    """The trainer of a model with one sequence for each rank of the group."""
-    sizes = dict(batch_size=group.size, seq_len=config.block_size, micro_batches=group.size)
-    return FastTrainer(config, [NumpyBackend()], world=group, parallel=ParallelConfig(zero=zero), **sizes)
+def action(world, machine):
+    """`action` of Machine: by how much longer a micro-batch takes in a pipeline than `machine`, without it, predicts.
+
+    In the schedule gpipe the ranks do not wait for each other in the middle of a step.
+    """
+    parallel = ParallelConfig(pp=world.size, pp_schedule="gpipe")
+    trainers = [make_trainer(SHORT, world, parallel, count * world.size) for count in (1, MORE)]
+    seconds = shortest(world, list(map(make_step, trainers)), wall_seconds)
+    predicted = [sum(step_seconds(layout_of(trainer), machine).values()) for trainer in trainers]
+    longer = (seconds[1] - seconds[0]).item() - (predicted[1] - predicted[0])
+    return max(0.0, longer / (2 * (MORE - 1) * world.size))  # F and B
+
+
+def make_trainer(config, group, parallel, micro_batches):
+    """The trainer of a model with one sequence in each micro-batch."""
+    sizes = dict(batch_size=micro_batches, seq_len=config.block_size, micro_batches=micro_batches)
+    return FastTrainer(config, [NumpyBackend()], world=group, parallel=parallel, **sizes)
 
 
 def make_step(trainer):

@@ -52,8 +52,10 @@ class MpiCommunicator(Communicator):
     (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere.
 
     The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without it.
-    A pending message progresses while its sender or receiver waits for any operation. The constructor raises
-    ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different MPI implementations.
+    A pending message progresses while its sender or receiver waits for any operation, and in Handle.progress(). Open
+    MPI may need both for each part of a message: if the kernel does not let a process read the memory of another one.
+    The constructor raises ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different
+    MPI implementations.
     """
 
     native_algorithm = NATIVE
@@ -357,6 +359,10 @@ class _Message(Handle):
 
     def __init__(self, messages, requests, result=None):
         self._messages, self._requests, self._result = messages, requests, result
+
+    def progress(self):
+        if self._requests and self._requests[0].Test():
+            del self._requests[0]
 
     def wait(self):
         try:

@@ -26,7 +26,8 @@ NUMBERS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
-    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "update": [1e-4], "step": [1e-3], "queries": [64],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "action": [2e-5], "update": [1e-4],
+    "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -34,7 +35,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 6, [0.0, infinite, 0.0, 0.0, 0.0, infinite]
+    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 5, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
@@ -228,6 +229,18 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_simulator():
     config = GPT2Config(vocab_size=1, block_size=16, n_layer=2, n_head=1, n_embd=64, tied=False)
     terms = step_seconds(layout(config=config, pp=2), simple())
     assert terms["bubble and messages of the pipeline"] / terms["computation"] == pytest.approx(1 / 4, rel=0.02)
+
+
+def test_each_forward_and_each_backward_action_takes_time():
+    terms = step_seconds(layout(pp=2), simple(block_forward=FAST, block_backward=FAST, ends_forward=FAST,
+                                              ends_backward=FAST, action=1.0))  # fmt: skip
+    assert terms["computation"] == 8  # 4 micro-batches
+    assert terms["bubble and messages of the pipeline"] == 2
+
+
+def test_each_block_that_is_computed_again_takes_time():
+    one, two = (step_seconds(layout(recompute=how), simple(again=1e9))["computation"] for how in ("none", "block"))
+    assert two - one == pytest.approx(4 * 3 * 1e9, rel=1e-3)  # all blocks but the last one, in 4 passes
 
 
 def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():

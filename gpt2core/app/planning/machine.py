@@ -11,7 +11,7 @@ from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_
 CALIBRATED = 2, 4  # numbers of ranks, powers of two: ranks share caches, bandwidth and the clock of the processor
 MEASURED = (  # on the CPU
     "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
-    "background", "embedding", "bandwidth", "micro_batch", "update", "step", "queries",
+    "background", "embedding", "bandwidth", "micro_batch", "again", "action", "update", "step", "queries",
 )  # fmt: skip
 
 
@@ -46,15 +46,16 @@ class Link(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
-
-    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather, message:
-    the Links of other all-reduces, of the other collectives, and of a message on one host. background: of a collective
-    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. embedding:
-    the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per second of the memory,
-    for the update and for sums of gradients. micro_batch: seconds of a unit for each merged micro-batch after the first
-    one, besides those of its parameters. update: seconds of the update of a unit, besides those of its numbers: each
-    parameter is a few calls of kernels. step: seconds of a step for everything else. queries: see unit_work().
-    overlaps: whether messages run while a rank computes. processors: the multiprocessors of a GPU; None: a CPU.
+    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather,
+    message: the Links of other all-reduces, of the other collectives, and of a message on one host. background: of
+    a collective that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks
+    ranks. embedding: the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per
+    second of the memory, for the update and for sums of gradients. micro_batch: seconds of a unit for each merged
+    micro-batch after the first one, besides those of its parameters. again: seconds of a block that backward
+    computes again, besides its forward pass. action: seconds of an F or B action of a pipeline, besides its pass.
+    update: seconds of the update of a unit, besides those of its numbers: each parameter is a few calls of kernels.
+    step: seconds of a step for everything else. queries: see unit_work(). overlaps: whether messages run while a
+    rank computes. processors: the multiprocessors of a GPU; None: a CPU.
     """
 
     name: str
@@ -71,6 +72,8 @@ class Machine:
     embedding: float
     bandwidth: float
     micro_batch: float
+    again: float
+    action: float
     update: float
     step: float
     queries: float
@@ -94,7 +97,7 @@ def h100(precision):
     block, ends = Rate(0.0, flops, memory), Rate(0.0, flops)
     return Machine(
         f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, 0.0, 0.0,
-        100e-6, math.inf, 8, True, PROCESSORS,
+        0.0, 0.0, 100e-6, math.inf, 8, True, PROCESSORS,
     )  # fmt: skip
 
 
