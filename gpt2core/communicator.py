@@ -19,13 +19,20 @@ class CommunicatorError(RuntimeError):
 
 
 class Handle:
-    """A pending operation. wait() completes it and returns the result; a second wait() returns the same result."""
+    """A pending operation. wait() completes it and returns the result; a second wait() returns the same result.
+
+    progress() transfers what can be transferred now, and does not wait. A rank that computes calls it from time to time
+    for a message: an MPI library may transfer data only inside its own functions.
+    """
 
     def __init__(self, result=None):
         self._result = result
 
     def wait(self):
         return self._result
+
+    def progress(self):
+        pass
 
 
 class Communicator:

@@ -2,10 +2,16 @@
 
 import contextlib
 import contextvars
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import threadpoolctl
+
+
+def cores_of_process():
+    """The numbers of the cores that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def limit_blas(threads):

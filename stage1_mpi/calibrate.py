@@ -1,6 +1,6 @@
-"""Measure the constants of the planner on two ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
+"""Measure the constants of the planner on 2 or 4 ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
 
-Both ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
+All ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
 the shortest of a few, because other programs can only make it longer. Of a computation, it is that in which the thread
 computes, without that of other programs on its core. Three small models are measured, none of them a preset: in each,
 something else takes most of the time.
@@ -16,6 +16,8 @@ import numpy as np
 
 from gpt2core.app.planning.dry_run import layout_of
 from gpt2core.app.planning.flops import unit_work
+from gpt2core.app.planning.machine import machine_of
+from gpt2core.app.planning.step_time import rounds, step_seconds
 from gpt2core.app.planning.traffic import traffic
 from gpt2core.architecture import GPT2Config, parameter_count, unit_names
 from gpt2core.arena import PAGE
@@ -32,7 +34,7 @@ from gpt2core.parallel.mesh import Grid
 from gpt2core.parallel.micro_batches.accumulator import Workload
 from gpt2core.parallel.micro_batches.gradient_sums import ArenaGradients
 from gpt2core.parallel.micro_batches.threaded import Worker
-from gpt2core.parallel.part import backward_pass, forward_pass
+from gpt2core.parallel.part import backward_pass, forward_pass, recomputed_units
 from gpt2core.parallel.tensor.shards import shard
 from gpt2core.parallel.tensor.sliced_ops import Slice
 from gpt2core.threads import limit_blas
@@ -40,13 +42,15 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import QUERIES, NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-SHORT = GPT2Config(172, 16, 9, 2, 48, tied=False)  # calls of kernels take most of the time
+SHORT = GPT2Config(172, 16, 9, 4, 48, tied=False)  # calls of kernels take most of the time
 NARROW = GPT2Config(172, 64, 3, 6, 96, tied=False)  # other kernels than products do
 WIDE = GPT2Config(172, 64, 3, 4, 256, tied=False)  # products do
 FEW, MANY = 2, 8  # sequences of a pass
 MERGED = 4  # micro-batches of a merged pass, with one sequence each
+MORE = 4  # micro-batches of each rank of a pipeline, compared with 1
 LENGTHS = (16, 64)  # tokens of short and long sequences
 REPEATS, SAMPLE = 20, 0.02  # samples; seconds
+WAIT = 1e-3  # seconds for which a rank waits for a message: then it sleeps between two polls, as in a pipeline
 SIZES = (1 << 10, 1 << 18)  # numbers of a small and a large array
 LARGER_THAN_CACHE = 1 << 23  # numbers
 
@@ -60,17 +64,18 @@ def main():
 
 
 def measure(world):
-    """{name of a field of Machine: [its numbers]}; the group `world` has two ranks."""
+    """{name of a field of Machine: [its numbers]}; the number of ranks of the group `world` is a power of two."""
     rates = unit_rates(world)  # at first: then the memory of later arrays is reused, as in training
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
     background = in_background(world, bandwidth, messages["collective"], *steps["update"])
-    found = {**rates, **messages, **steps, "background": background}
-    return found | {"bandwidth": [bandwidth], "queries": [QUERIES]}
+    found = {**rates, **messages, **steps, "background": background, "action": [0.0]}
+    found |= {"bandwidth": [bandwidth], "queries": [QUERIES]}
+    return found | {"action": [action(world, machine_of(found, world.size))]}
 
 
 def shortest(world, functions, seconds):
-    """[the shortest sample of seconds(function)] of each function, an array, on the slower rank.
+    """[the shortest sample of seconds(function)] of each function, an array, on the slowest rank.
 
     A sample is the mean of so many calls that they take SAMPLE seconds, as a short step does. The functions alternate,
     because the speed of a machine changes.
@@ -95,15 +100,16 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together; and `micro_batch` and `embedding` of Machine.
+    """The Rates of a block, and of embedding and head together; and `micro_batch`, `embedding`, `again` of Machine.
 
     Five times determine five constants of a block: those of passes of three models, and of one score of attention.
     Embedding and head have the same rate of products.
     """
     shapes = (SHORT, 1), (NARROW, MANY), (WIDE, FEW), (WIDE, MANY)
     passes = [make_pass(replace(config, n_layer=n), count) for config, count in shapes for n in (1, config.n_layer)]
-    others = make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True), make_pass(SHORT, 1, of_embedding=True)
-    *times, plain, merged, embedding = shortest(world, [*passes, *others], lambda run: run())
+    others = [make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True)]
+    others += [make_pass(SHORT, 1, of_embedding=True), make_pass(SHORT, 1, recompute="block")]
+    *times, plain, merged, embedding, block = shortest(world, [*passes, *others], lambda run: run())
     times = np.reshape(times, (len(shapes), 2, 2))  # shape, layers, direction
     blocks = (times[:, 1] - times[:, 0]) / [[config.n_layer - 1] for config, _ in shapes]
     ends, attention, rates = times[:, 0] - blocks, attention_times(world), {}
@@ -122,7 +128,9 @@ def unit_rates(world):
     micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
     micro_batch -= rates["block_backward"][-1] * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
     part = min(1.0, (embedding.sum() / ends[0].sum()).item())
-    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part]}
+    count = len(recomputed_units(unit_names(SHORT), "block"))
+    again = ((block.sum() - times[0, 1].sum()) / count - blocks[0, 0]).item()
+    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part], "again": [max(0.0, again)]}
 
 
 def solve(rows, seconds):
@@ -156,7 +164,7 @@ def attention_times(world):
     return shortest(world, [make(length) for length in LENGTHS], lambda run: run()) / MANY
 
 
-def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
+def make_pass(config, sequences, group=None, merged=False, of_embedding=False, recompute="none"):
     """A function -> (forward seconds, backward seconds) of a pass of this model, or only of its embedding.
 
     group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch.
@@ -169,12 +177,13 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
         view[...] = own[name]
     shape, count = (sequences, config.block_size), sequences if merged else 1
     layout, dloss = ArenaLayout(arena, backend), backend.ones((), np.float64)
-    work = Workload(config, layout, *flats, backend, count, shape, dloss, "block" if of_embedding else "none", count)
+    recompute = "block" if of_embedding else recompute  # then the embedding is a part of its own
+    work = Workload(config, layout, *flats, backend, count, shape, dloss, recompute, count)
     worker = Worker(ArenaGradients(work, nothing), group, nothing)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (count, 1, shape[1]) if merged else shape)
     ids = backend.prepare_tokens(ids, config.vocab_size)
     arguments = work.training_arguments(0, ids, 1 / ids.size)
-    parts = worker.parts[:1]  # with "block", the embedding is a part of its own
+    parts = worker.parts[:1] if of_embedding else worker.parts
     dy = backend.zeros((*shape, config.n_embd), backend.dtype) if of_embedding else dloss
 
     def run():
@@ -194,18 +203,18 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False):
 
 def links(world):
     """The Links of Machine of blocking calls, as [alpha, beta]; alpha is that of one round."""
-    p, rounds = world.size, (world.size - 1).bit_length()
-    part, out = (p - 1) / p, np.empty(max(SIZES), np.float32)
+    p, part, out = world.size, (world.size - 1) / world.size, np.empty(max(SIZES), np.float32)
     calls = {
-        "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), 2 * rounds, 2 * part),
-        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds, part),
+        "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), rounds("all_reduce", p), 2 * part),
+        "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds("all_gather", p), part),
         "message": (lambda x: ping_pong(world, x), 2, 2),
     }
     arrays = [np.zeros(size, np.float32) for size in SIZES]
     functions = [lambda call=call, x=x: call(x) for call, *_ in calls.values() for x in arrays]
-    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2).tolist()
+    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2)
+    seconds[-1] -= 2 * WAIT  # of ping_pong()
     found = {"inside": inside_layers(world)}
-    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds, strict=True):
+    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds.tolist(), strict=True):
         start, beta = line([sent * x.nbytes for x in arrays], times)
         found[name] = [start / alphas, beta]
     return found
@@ -218,10 +227,12 @@ def inside_layers(world):
     without, complete = shortest(world, passes, wall_seconds).reshape(2, 2).T
     # four of a block, one of the embedding, one of the head, two of the cross-entropy
     calls = np.array([4 * config.n_layer + 4 for config, _ in shapes])
-    sent = [2 * (world.size - 1) / world.size * count * config.block_size * config.n_embd * FP32
-            for config, count in shapes]  # fmt: skip
+    sent = [
+        textbook_bytes("all_reduce", count * config.block_size * config.n_embd * FP32, world.size)
+        for config, count in shapes
+    ]
     start, beta = line(sent, ((complete - without) / calls).tolist())
-    return [start / (2 * (world.size - 1).bit_length()), beta]
+    return [start / rounds("all_reduce", world.size), beta]
 
 
 def thread_seconds(function):
@@ -239,12 +250,15 @@ def wall_seconds(function):
 
 
 def ping_pong(world, x):
-    """Send x from rank 0 to rank 1 and back, in a world of two ranks."""
+    """Send x from each even rank to the next rank and back, each time after WAIT; all pairs at the same time."""
     for sender in (0, 1):
-        if world.rank == sender:
-            world.send(x, 1 - sender)
+        if world.rank % 2 == sender:
+            end = time.perf_counter() + WAIT
+            while time.perf_counter() < end:
+                pass
+            world.send(x, world.rank ^ 1)
         else:
-            world.recv(x, 1 - world.rank)
+            world.recv(x, world.rank ^ 1)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -272,7 +286,7 @@ def overheads(world, bandwidth):
     """`update` and `step` of Machine: what a step of one rank takes besides its pass and the update of its numbers."""
     models = [replace(SHORT, n_layer=layers) for layers in (1, SHORT.n_layer)]
     passes = [make_pass(config, 1) for config in models]
-    steps = [make_step(make_trainer(config, Solo(), 0)) for config in models]
+    steps = [make_step(make_trainer(config, Solo(), ParallelConfig(), 1)) for config in models]
     seconds = shortest(world, [*passes, *steps], thread_seconds).reshape(2, 2)
     numbers = np.array([UPDATE * FP32 * parameter_count(config) / bandwidth for config in models])
     step, update = line([len(unit_names(config)) for config in models], (seconds[1] - seconds[0] - numbers).tolist())
@@ -282,27 +296,42 @@ def overheads(world, bandwidth):
 def in_background(world, bandwidth, collective, update):
     """`background` of Machine: by how much a step is longer with ZeRO-3 than with ZeRO-0, for each collective.
 
-    collective: the Link of the all-reduce of ZeRO-0. update: that of Machine; with ZeRO-3 each rank updates a half.
+    collective: the Link of the all-reduce of ZeRO-0. update: that of Machine; with ZeRO-3 each rank updates its part.
     """
+    p = world.size
     models = SHORT, WIDE
-    trainers = [make_trainer(config, world, zero) for config in models for zero in (0, 3)]
+    trainers = [make_trainer(config, world, ParallelConfig(zero=zero), p) for config in models for zero in (0, 3)]
     seconds = shortest(world, list(map(make_step, trainers)), wall_seconds).reshape(2, 2)
     sent, times = [], []
     for config, trainer, longer in zip(models, trainers[1::2], seconds[:, 1] - seconds[:, 0], strict=True):
         calls = [call for call in traffic(layout_of(trainer), Grid()) if call.eager]
         count, size = sum(call.times for call in calls), FP32 * parameter_count(config)
-        longer += (UPDATE * size / bandwidth + update * len(unit_names(config))) / 2
-        longer += 2 * collective[0] + size * collective[1]
-        each = [call.times * textbook_bytes(call.name, call.elements * FP32, world.size) for call in calls]
+        longer += (UPDATE * size / bandwidth + update * len(unit_names(config))) * (p - 1) / p
+        longer += rounds("all_reduce", p) * collective[0] + textbook_bytes("all_reduce", size, p) * collective[1]
+        each = [call.times * textbook_bytes(call.name, call.elements * FP32, p) for call in calls]
         sent.append(sum(each) / count)
         times.append(longer.item() / count)
-    return line(sent, times)
+    start, beta = line(sent, times)
+    return [start / rounds("all_gather", p), beta]  # a reduce-scatter has as many rounds
 
 
-def make_trainer(config, group, zero):
-    """The trainer of a model with one sequence for each rank of the group."""
-    sizes = dict(batch_size=group.size, seq_len=config.block_size, micro_batches=group.size)
-    return FastTrainer(config, [NumpyBackend()], world=group, parallel=ParallelConfig(zero=zero), **sizes)
+def action(world, machine):
+    """`action` of Machine: by how much longer a micro-batch takes in a pipeline than `machine`, without it, predicts.
+
+    In the schedule gpipe the ranks do not wait for each other in the middle of a step.
+    """
+    parallel = ParallelConfig(pp=world.size, pp_schedule="gpipe")
+    trainers = [make_trainer(SHORT, world, parallel, count * world.size) for count in (1, MORE)]
+    seconds = shortest(world, list(map(make_step, trainers)), wall_seconds)
+    predicted = [sum(step_seconds(layout_of(trainer), machine).values()) for trainer in trainers]
+    longer = (seconds[1] - seconds[0]).item() - (predicted[1] - predicted[0])
+    return max(0.0, longer / (2 * (MORE - 1) * world.size))  # F and B
+
+
+def make_trainer(config, group, parallel, micro_batches):
+    """The trainer of a model with one sequence in each micro-batch."""
+    sizes = dict(batch_size=micro_batches, seq_len=config.block_size, micro_batches=micro_batches)
+    return FastTrainer(config, [NumpyBackend()], world=group, parallel=parallel, **sizes)
 
 
 def make_step(trainer):

@@ -22,6 +22,7 @@ import numpy as np
 
 from gpt2core.communicator import Communicator, CommunicatorError, Handle, Solo, check_op, check_out, rows_per_part
 from gpt2core.errors import ConfigError
+from gpt2core.threads import cores_of_process
 from stage1_mpi import collectives
 from stage1_mpi.import_mpi import FLUSH_TIME, import_mpi
 from stage1_mpi.watchdog import watch_world
@@ -51,8 +52,10 @@ class MpiCommunicator(Communicator):
     (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere.
 
     The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without it.
-    A pending message progresses while its sender or receiver waits for any operation. The constructor raises
-    ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different MPI implementations.
+    A pending message progresses while its sender or receiver waits for any operation, and in Handle.progress(). Open
+    MPI may need both for each part of a message: if the kernel does not let a process read the memory of another one.
+    The constructor raises ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different
+    MPI implementations.
     """
 
     native_algorithm = NATIVE
@@ -63,7 +66,7 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
+        cores = cores_of_process()
         ranks_on_these_cores = host.allgather(cores).count(cores)
         # The smallest number on any host; 0 if a host has more ranks than cores.
         self._cores_per_rank = comm.allreduce(len(cores) // ranks_on_these_cores, self._mpi.MIN)
@@ -356,6 +359,10 @@ class _Message(Handle):
 
     def __init__(self, messages, requests, result=None):
         self._messages, self._requests, self._result = messages, requests, result
+
+    def progress(self):
+        if self._requests and self._requests[0].Test():
+            del self._requests[0]
 
     def wait(self):
         try:

@@ -11,6 +11,7 @@ from gpt2core.app.stage import Stage
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
+from gpt2core.threads import cores_of_process
 
 STAGES = "auto", 0, 1, 2, 3
 
@@ -78,5 +79,5 @@ def mpi_world():
 
 def own_cores():
     """The number of cores that this process may use: those of its host, divided by the processes of its launcher."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(cores_of_process())
     return max(1, cores // read_launcher_env().size)

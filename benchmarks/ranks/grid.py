@@ -17,13 +17,15 @@ from dataclasses import replace
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.ranks.grid_ranks import train_all
+from benchmarks.ranks.grid_ranks import MICRO_BATCHES, train_all
 from gpt2core.app.plan import calibrate
 from gpt2core.app.planning.machine import calibration_file, host_machine
 from gpt2core.app.planning.memory import host_terms
 from gpt2core.app.planning.step_time import pipeline_timeline, step_seconds
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import RECOMPUTE, ParallelConfig
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
+from gpt2core.parallel.tensor.shards import check_tensor_parallel
 from gpt2core.presets import PRESETS
 from testing.jobs import run_mpi
 
@@ -31,17 +33,23 @@ PUBLISHED = "Charon 3.7 % (training), vTrain 8.4 % on 8 GPUs and 14.7 % on up to
 FIELDS = ("memory", "calls", "bytes", "bubble", "cpu_ms", "ms")
 
 
-def layouts(ranks):
-    """The ParallelConfigs of every grid of so many ranks."""
-    found = []
+def layouts(ranks, model):
+    """([the ParallelConfigs of every grid of so many ranks], [texts of those for which the model is too small])."""
+    found, refused = [], []
     for tp, pp in itertools.product((1, 2, 4), repeat=2):
         if ranks % (tp * pp) == 0:
             replicas = ranks // (tp * pp)
             zeros = (0,) if replicas == 1 else (0, 1, 2, 3) if tp * pp == 1 else (0, 1)
             schedules = SCHEDULES if pp > 1 else ("1f1b",)
             for recompute, zero, schedule in itertools.product(RECOMPUTE, zeros, schedules):
-                found.append(ParallelConfig(tp=tp, pp=pp, zero=zero, recompute=recompute, pp_schedule=schedule))
-    return found
+                parallel = ParallelConfig(tp=tp, pp=pp, zero=zero, recompute=recompute, pp_schedule=schedule)
+                try:
+                    check_tensor_parallel(model, tp)
+                    parallel.check_run(model, 1, MICRO_BATCHES // replicas, replicas)
+                    found.append(parallel)
+                except ConfigError as error:
+                    refused.append(f"omitted: {name_of(ranks, parallel)}: {error}")
+    return found, refused
 
 
 def name_of(ranks, parallel):
@@ -108,7 +116,8 @@ def main():
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; measured / predicted:")
     print(f"{'':45} {'memory, MB':>15}  {'calls':>11}  {'bytes':>21}  {'bubble':>13}  {'CPU, ms':>15}  {'ms':>17}")
     for ranks in args.ranks:
-        configs = layouts(ranks)
+        configs, refused = layouts(ranks, model)
+        print("\n".join(refused), end="\n" * bool(refused))
         of_ranks = run_mpi(ranks, train_all, configs, model, args.batch_size, args.steps, timeout=args.timeout)
         machine = host_machine(calibration_file(), ranks)
         for parallel, each in zip(configs, zip(*of_ranks, strict=True), strict=True):

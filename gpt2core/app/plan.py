@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt2core.app.command import run_command
 from gpt2core.app.host_memory import available_memory
 from gpt2core.app.planning.layouts import Devices, estimates
-from gpt2core.app.planning.machine import calibration_file, h100, host_machine, save_calibration
+from gpt2core.app.planning.machine import CALIBRATED, calibration_file, h100, host_machine, save_calibration
 from gpt2core.app.settings.definitions import PRECISIONS, recipe
 from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.app.settings.setting_fields import LARGEST, flag
@@ -18,9 +18,10 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
+from gpt2core.threads import cores_of_process
 
 ROOT = Path(__file__).resolve().parents[2]
-CALIBRATE = ["-m", "stage1_mpi.launch", "-n", "2", "--", "-m", "stage1_mpi.calibrate"]
+LAUNCH, CALIBRATE = ["-m", "stage1_mpi.launch", "-n"], ["--", "-m", "stage1_mpi.calibrate"]
 GPU_BATCH = 512  # sequences: with 1,024 tokens each the half million tokens per step of GPT-2's size
 GPU_MEMORY = 80.0  # 10^9 bytes of an H100
 LIMIT = 65536  # ranks; a larger number is a typing error
@@ -47,7 +48,7 @@ def parser():
     add("--batch-size", type=int, metavar="B", help="sequences per step over all ranks (default: see docs/USAGE.md)")
     add("--seq-len", type=int, metavar="T", help="tokens per sequence (default: the model's block size)")
     add("--precision", help="precision on GPUs: " + ", ".join(PRECISIONS) + " (default bf16)")
-    add("--calibrate", action="store_true", help="measure two ranks of this machine and save the constants")
+    add("--calibrate", action="store_true", help="measure 2 and 4 ranks of this machine and save the constants")
     return result
 
 
@@ -126,21 +127,31 @@ def default_batch(preset, devices):
 
 
 def calibrate():
-    """Measure the constants of this machine on two ranks and save them; prints where."""
+    """Measure the constants of this machine and save them; prints where.
+
+    Each number of ranks in CALIBRATED is measured, if each rank has a core; two ranks in any case.
+    """
     if (path := calibration_file()) is None:
         raise ConfigError("--calibrate: there is no home directory in which the constants can be saved")
     start = time.perf_counter()
+    counts = [count for count in CALIBRATED if count == min(CALIBRATED) or count <= len(cores_of_process())]
+    for count in counts:
+        save_calibration(constants(count), path, count)
+    numbers = " and ".join(map(str, counts))
+    print(f"calibrated with {numbers} ranks in {time.perf_counter() - start:.0f} s: {path}", flush=True)
+
+
+def constants(count):
+    """{name: numbers} that stage1_mpi/calibrate.py measures on so many ranks; raises ConfigError if it fails."""
+    command, ranks = [sys.executable, *LAUNCH, str(count), *CALIBRATE], f"{count} ranks"
     try:
-        done = subprocess.run(
-            [sys.executable, *CALIBRATE], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--calibrate: two ranks did not end within {TIMEOUT} s: check `make doctor`") from None
+        raise ConfigError(f"--calibrate: {ranks} did not end within {TIMEOUT} s: check `make doctor`") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"--calibrate: two ranks cannot run here: {reason.removeprefix('error: ')}")
-    save_calibration(json.loads(done.stdout.strip().splitlines()[-1]), path)
-    print(f"calibrated in {time.perf_counter() - start:.0f} s: {path}")
+        raise ConfigError(f"--calibrate: {ranks} cannot run here: {reason.removeprefix('error: ')}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def too_large(args, devices, least):

@@ -3,7 +3,6 @@
 A difference between ranks would give wrong results, or ranks that wait for each other forever.
 """
 
-import os
 import platform
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from gpt2core.app.settings.definitions import Settings
 from gpt2core.app.settings.setting_fields import flag, names_of
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import gather_or_raise, shared_error
+from gpt2core.threads import cores_of_process
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def start_report(args):
         program |= {"version": gpt2core.__version__, "code": code_fingerprint(), "NumPy": np.__version__}
         inputs = [getattr(args, name) for name in names_of(args, compared=True)]
         files = file_fingerprints(path for path in inputs if path)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return StartReport(args, program, files, (platform.node(), sorted(cores)))
+    return StartReport(args, program, files, (platform.node(), cores_of_process()))
 
 
 def compare_programs(programs):

@@ -204,3 +204,6 @@ class TimedHandle(Handle):
             self.ended(waited, self.end or now())
             self.ended = None
         return result
+
+    def progress(self):
+        self.handle.progress()

@@ -26,7 +26,8 @@ NUMBERS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
-    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "update": [1e-4], "step": [1e-3], "queries": [64],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "action": [2e-5], "update": [1e-4],
+    "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -34,7 +35,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 6, [0.0, infinite, 0.0, 0.0, 0.0, infinite]
+    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 5, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
@@ -46,7 +47,7 @@ def run(capsys, monkeypatch, tmp_path):
 
     def run(*flags, calibrated=True):
         if calibrated:
-            save_calibration(NUMBERS, path)
+            save_calibration(NUMBERS, path, 2)
         with pytest.raises(SystemExit) as exit:
             command.main([str(each) for each in flags])
         return exit.value.code, *capsys.readouterr()
@@ -105,19 +106,29 @@ def test_what_fits_nowhere_names_both_values_and_what_to_do(run):
 def test_ranks_need_a_calibration(run, monkeypatch):
     code, out, err = run("--ranks", 2, calibrated=False)
     assert (code, out) == (2, "") and "measure them with --calibrate" in err
-    monkeypatch.setattr(command, "CALIBRATE", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    monkeypatch.setattr(command, "LAUNCH", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    monkeypatch.setattr(command, "cores_of_process", lambda: range(2))
     code, out, err = run("--ranks", 2, "--preset", "tiny", "--calibrate", calibrated=False)
-    assert (code, err) == (0, "") and out.startswith("calibrated in ") and "recommended: " in out
-    monkeypatch.setattr(command, "CALIBRATE", ["-c", "raise SystemExit('error: no MPI')"])
-    assert run("--calibrate")[2] == "error: --calibrate: two ranks cannot run here: no MPI\n"
+    assert (code, err) == (0, "") and out.startswith("calibrated with 2 ranks in ") and "recommended: " in out
+    monkeypatch.setattr(command, "LAUNCH", ["-c", "raise SystemExit('error: no MPI')"])
+    assert run("--calibrate")[2] == "error: --calibrate: 2 ranks cannot run here: no MPI\n"
 
 
-def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch):
+def test_each_number_of_ranks_has_constants_of_its_own(run, monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setattr(command, "cores_of_process", lambda: range(4))
+    monkeypatch.setattr(command, "constants", lambda count: NUMBERS | {"step": [count]})
+    assert run("--calibrate", calibrated=False)[1].startswith("calibrated with 2 and 4 ranks in ")
+    assert [host_machine(path, ranks).step for ranks in (1, 2, 3, 4, 8)] == [2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("ranks", machines.CALIBRATED)
+def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch, ranks):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE", 1e-9)
-    found, _ = run_ranks(2, calibrate.measure)
+    found, *_ = run_ranks(ranks, calibrate.measure)
     assert set(found) == set(machines.MEASURED) == set(NUMBERS)
-    machine = machines.machine_of(found, 2)
+    machine = machines.machine_of(found, ranks)
     assert min(machine.block_forward.flops, machine.ends_backward.bandwidth, machine.bandwidth) > 0
 
 
@@ -125,9 +136,9 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "calibrated_for", lambda: "x")
     path = tmp_path / "c.json"
     assert host_machine(path, 2) is None
-    save_calibration(NUMBERS, path)
+    save_calibration(NUMBERS, path, 2)
     assert host_machine(path, 2).message == Link(1e-5, 2e-10)
-    save_calibration({"message": [1.0]}, path)
+    save_calibration({"message": [1.0]}, path, 2)
     assert host_machine(path, 2) is None
 
 
@@ -218,6 +229,18 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_simulator():
     config = GPT2Config(vocab_size=1, block_size=16, n_layer=2, n_head=1, n_embd=64, tied=False)
     terms = step_seconds(layout(config=config, pp=2), simple())
     assert terms["bubble and messages of the pipeline"] / terms["computation"] == pytest.approx(1 / 4, rel=0.02)
+
+
+def test_each_forward_and_each_backward_action_takes_time():
+    terms = step_seconds(layout(pp=2), simple(block_forward=FAST, block_backward=FAST, ends_forward=FAST,
+                                              ends_backward=FAST, action=1.0))  # fmt: skip
+    assert terms["computation"] == 8  # 4 micro-batches
+    assert terms["bubble and messages of the pipeline"] == 2
+
+
+def test_each_block_that_is_computed_again_takes_time():
+    one, two = (step_seconds(layout(recompute=how), simple(again=1e9))["computation"] for how in ("none", "block"))
+    assert two - one == pytest.approx(4 * 3 * 1e9, rel=1e-3)  # all blocks but the last one, in 4 passes
 
 
 def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():

@@ -1,5 +1,7 @@
 """The benchmark that compares the planner with measurements: its layouts, and the errors that it prints."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.ranks.grid import compare, errors, layouts, line, name_of
@@ -9,12 +11,21 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
 from tests.support.mpi import run_mpi
 
+TINY = replace(PRESETS["tiny"], n_layer=8)
+
 
 def test_every_grid_of_2_and_4_ranks_is_in_the_list():
     for ranks, sizes in ((2, {(1, 1), (1, 2), (2, 1)}), (4, {(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)})):
-        found = layouts(ranks)
-        assert {(each.tp, each.pp) for each in found} == sizes and len(found) == len(set(found))
+        found, refused = layouts(ranks, TINY)
+        assert {(each.tp, each.pp) for each in found} == sizes and len(found) == len(set(found)) and not refused
     assert name_of(4, ParallelConfig(pp=2, zero=1)) == "dp 2 tp 1 pp 2 zero 1 none 1f1b"
+
+
+def test_layouts_for_which_the_model_is_too_small_are_omitted():
+    every, (found, refused) = layouts(4, TINY)[0], layouts(4, replace(TINY, n_layer=4))
+    omitted = [each for each in every if (each.pp, each.pp_schedule) == (4, "interleaved")]
+    assert len(omitted) == len(refused) == 2 and set(found) == set(every) - set(omitted)
+    assert "`n_layer=4` is less than 8, the number of chunks on `pp=4` ranks" in refused[0]
 
 
 def test_the_errors_are_relative_except_that_of_the_bubble():

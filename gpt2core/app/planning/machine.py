@@ -8,9 +8,10 @@ import numpy as np
 
 from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
+CALIBRATED = 2, 4  # numbers of ranks, powers of two: ranks share caches, bandwidth and the clock of the processor
 MEASURED = (  # on the CPU
     "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
-    "background", "embedding", "bandwidth", "micro_batch", "update", "step", "queries",
+    "background", "embedding", "bandwidth", "micro_batch", "again", "action", "update", "step", "queries",
 )  # fmt: skip
 
 
@@ -45,15 +46,16 @@ class Link(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
-
-    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather, message:
-    the Links of other all-reduces, of the other collectives, and of a message on one host. background: of a collective
-    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. embedding:
-    the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per second of the memory,
-    for the update and for sums of gradients. micro_batch: seconds of a unit for each merged micro-batch after the first
-    one, besides those of its parameters. update: seconds of the update of a unit, besides those of its numbers: each
-    parameter is a few calls of kernels. step: seconds of a step for everything else. queries: see unit_work().
-    overlaps: whether messages run while a rank computes. processors: the multiprocessors of a GPU; None: a CPU.
+    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather,
+    message: the Links of other all-reduces, of the other collectives, and of a message on one host. background: of
+    a collective that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks
+    ranks. embedding: the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per
+    second of the memory, for the update and for sums of gradients. micro_batch: seconds of a unit for each merged
+    micro-batch after the first one, besides those of its parameters. again: seconds of a block that backward
+    computes again, besides its forward pass. action: seconds of an F or B action of a pipeline, besides its pass.
+    update: seconds of the update of a unit, besides those of its numbers: each parameter is a few calls of kernels.
+    step: seconds of a step for everything else. queries: see unit_work(). overlaps: whether messages run while a
+    rank computes. processors: the multiprocessors of a GPU; None: a CPU.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Machine:
     embedding: float
     bandwidth: float
     micro_batch: float
+    again: float
+    action: float
     update: float
     step: float
     queries: float
@@ -93,7 +97,7 @@ def h100(precision):
     block, ends = Rate(0.0, flops, memory), Rate(0.0, flops)
     return Machine(
         f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, 0.0, 0.0,
-        100e-6, math.inf, 8, True, PROCESSORS,
+        0.0, 0.0, 100e-6, math.inf, 8, True, PROCESSORS,
     )  # fmt: skip
 
 
@@ -108,19 +112,25 @@ def calibration_file(directory=None):
     return directory and cache_file(directory, calibrated_for())
 
 
-def save_calibration(numbers, path):
-    """Write the numbers {name: list of floats, or float} that stage1_mpi/calibrate.py measured."""
-    write_choices(path, calibrated_for(), {name: repr(value) for name, value in numbers.items()})
+def save_calibration(numbers, path, ranks):
+    """Write the numbers {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks."""
+    write_choices(path, calibrated_for(), {f"{ranks} ranks: {name}": repr(value) for name, value in numbers.items()})
 
 
 def host_machine(path, ranks):
-    """The Machine of the CPU ranks of this host, from the calibration; None if there is none."""
+    """The Machine of so many CPU ranks of this host, from the calibration; None if there is none.
+
+    Its constants were measured on as many ranks, or on the nearest smaller number.
+    """
     saved = read_choices(path, calibrated_for()) if path else {}
-    try:
-        numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in saved.items()}
-        return machine_of(numbers, ranks)
-    except (KeyError, TypeError, ValueError):
-        return None
+    for count in sorted(CALIBRATED, key=lambda count: (count > ranks, abs(count - ranks))):
+        try:
+            texts = {name: saved[f"{count} ranks: {name}"] for name in MEASURED}
+            numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in texts.items()}
+            return machine_of(numbers, ranks)
+        except (KeyError, TypeError, ValueError):
+            continue
+    return None
 
 
 def machine_of(numbers, ranks):

@@ -69,7 +69,7 @@ def chunk_seconds(layout, machine, units, sequences):
     """The Times of a chunk for a pass of so many sequences, with the blocks that are computed again."""
     times = {unit: unit_seconds(layout, machine, unit, sequences) for unit in units}
     forward, backward, weights = map(sum, zip(*times.values(), strict=True))
-    again = sum(times[unit].forward for unit in recomputed(layout, units))
+    again = sum(times[unit].forward + machine.again for unit in recomputed(layout, units))
     return Times(forward, backward + again, weights)
 
 
@@ -123,7 +123,8 @@ def pipeline_timeline(layout, machine):
 
     def seconds(kind, chunk):
         forward, backward, weights = chunks[chunk]
-        return {"F": forward, "B": backward - weights, "W": weights, "E": 0.0}[kind]
+        own = {"F": forward + machine.action, "B": backward - weights + machine.action, "W": weights, "E": 0.0}
+        return own[kind]
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message

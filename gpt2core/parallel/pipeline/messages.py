@@ -56,6 +56,11 @@ class Messages:
         """Wait until the message of this action, if it was sent, was received; then its array is not kept any more."""
         self.sent.pop((kind, m, c), Handle()).wait()
 
+    def progress(self):
+        """Called while the rank computes: transfer what can be transferred of the pending messages."""
+        for handle in [*self.sent.values(), *self.arriving.values()]:
+            handle.progress()
+
     def peer(self, kind, c):
         """(the group that sends messages of this kind, the rank in it that has chunk c)."""
         group = self.groups[kind]

@@ -41,10 +41,14 @@ class PipelineWorker:
         """The parts of a chunk. The embedding is one of its own, because a tied model sends the gradient before it."""
         units = make_units(names, self.work, self.tensors, self.tensor_group)
         first = units[:1] if names[0] == "embedding" else []
-        need = self.parameters.need
-        hooks = dict(before=need, before_backward=need, completed=self.unit_completed)
+        hooks = dict(before=self.need, before_backward=self.parameters.need, completed=self.unit_completed)
         options = self.backend, self.work.recompute, self.divides_units
         return [part for group in (first, units[len(first) :]) if group for part in parts_of(group, *options, **hooks)]
+
+    def need(self, unit):
+        """Called before the forward pass of a unit."""
+        self.executor.messages.progress()
+        self.parameters.need(unit)
 
     def reads(self, actions):
         """The units whose parameters these actions read, in order: the argument of UnitParameters.reading()."""
@@ -84,5 +88,6 @@ class PipelineWorker:
 
     def unit_completed(self, unit):
         """Complete the sum of a unit's gradients over the micro-batches so far."""
+        self.executor.messages.progress()
         if unit in self.work.arena.units:
             self.unit_gradients.completed(unit)
