@@ -9,12 +9,15 @@ baselines, because the deterministic mode uses other kernels for matrix products
     python -m benchmarks.gpus.strategies --ranks 2 --buckets-mb 1 10 100      # bucket sizes
 """
 
-from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, measure, parser_of, variant_name
+from benchmarks.gpus import scaling
+from benchmarks.gpus.scaling import gpus, our_job, parser_of, seq_len_of, variant_name
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.rounds import measure_variants
 from gpt2core.parallel.data.strategies import STRATEGIES
-from gpt2core.presets import PRESETS
+
+prepare = scaling.prepare  # called on every rank by harness/processes.py
 
 
 def variants(ranks, batch_size, bucket_mb):
@@ -66,20 +69,17 @@ def summarise(results):
 
 
 def main():
-    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300, 4)
-    add_batch_size(parser)
-    add_rounds(parser)
+    parser = parser_of("benchmarks.gpus.strategies", __doc__, 4)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
     args = parser.parse_args()
-    seq_len = args.seq_len or PRESETS[args.preset].block_size
     batch = args.ranks * args.batch_size
     if args.buckets_mb:
         chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
     else:
         chosen = variants(args.ranks, batch, args.bucket_mb)
-    results = measure(args, list(jobs(args, args.preset, chosen, {})), args.steps_per_round)
+    results = measure_variants(args, [our_job(args, args.preset, chosen)])
     summarise(results)
-    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
+    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len_of(args, args.preset)} per GPU")
     TABLES["gpus-strategies"].print(results)
     save(results, args)
 

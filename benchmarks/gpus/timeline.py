@@ -13,7 +13,7 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpu.profile import union_length
-from benchmarks.gpus.scaling import add_batch_size, parser_of
+from benchmarks.gpus.scaling import parser_of
 from benchmarks.harness.drawing import draw_timeline
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
@@ -114,8 +114,7 @@ def plot(steps, path):
 
 
 def main():
-    parser = parser_of("benchmarks.gpus.timeline", __doc__, 200, 4)
-    add_batch_size(parser)
+    parser = parser_of("benchmarks.gpus.timeline", __doc__, 4, 200, rounds=False)
     panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
     args = parser.parse_args()

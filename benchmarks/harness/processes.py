@@ -90,7 +90,10 @@ class BenchmarkProcess:
         self.errors.close()
 
     def run_round(self, **request):
-        """Send one request; return the result of run_round() with the field peak_bytes. Raises BenchmarkFailed."""
+        """Send one request; return the result of run_round() with the field peak_bytes. Raises BenchmarkFailed.
+
+        Without a request, wait until all ranks have called prepare().
+        """
         with suppress(BrokenPipeError):  # the process has ended; _answer() raises BenchmarkFailed with the reason
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -117,19 +120,6 @@ class BenchmarkProcess:
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
-
-
-class JobVariant:
-    """One of several variants that one BenchmarkProcess can run, for run_rounds().
-
-    It has the same method run_round() as a process. This method adds the variant's name to the request.
-    """
-
-    def __init__(self, process, name):
-        self.process, self.spec = process, ProcessSpec(name, "", 1)
-
-    def run_round(self, **request):
-        return self.process.run_round(name=self.spec.name, **request)
 
 
 def failure(message, errors):
@@ -164,21 +154,27 @@ def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None)
 
 
 def run_rounds(processes, rounds, warm_up, request):
-    """Measure all processes in interleaved rounds.
+    """Send each process the request `warm_up` once, then in interleaved rounds the request `request`.
 
-    Each process first gets the request `warm_up` once, then the request `request` once in each round. Returns
-    {name of the process: {"warm_up": result, "rounds": [result of each round]}}.
+    Returns {name of the process: {"warm_up": result, "rounds": [result of each round]}}.
     """
+    runs = {process.spec.name: process.run_round for process in processes}
+    return run_functions(runs, rounds, warm_up, request)
+
+
+def run_functions(functions, rounds, warm_up, request):
+    """run_rounds() of functions {name: function(**request)}."""
     results = {}
-    for process in processes:
-        progress(f"warming up {process.spec.name}")
-        results[process.spec.name] = {"warm_up": process.run_round(**warm_up), "rounds": []}
+    for name, function in functions.items():
+        progress(f"warming up {name}")
+        results[name] = {"warm_up": function(**warm_up), "rounds": []}
     for index in range(rounds):
-        start = index % len(processes)  # each round starts with another process
-        for process in processes[start:] + processes[:start]:
-            progress(f"round {index + 1}/{rounds}: {process.spec.name}")
+        names = list(functions)
+        start = index % len(names)  # each round starts with another program
+        for name in names[start:] + names[:start]:
+            progress(f"round {index + 1}/{rounds}: {name}")
             time.sleep(0.1)  # after a parallel region, OpenMP threads still use the cores for some milliseconds
-            results[process.spec.name]["rounds"].append(process.run_round(**request))
+            results[name]["rounds"].append(functions[name](**request))
     progress("")
     return results
 
@@ -225,7 +221,8 @@ def serve(job):
     try:
         run_round = benchmark.prepare(module, **options)
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
-            report(run_round(**json.loads(line)))
+            request = json.loads(line)
+            report(run_round(**request) if request else world.barrier() or {})
     except Exception as error:
         # If all ranks fail, rank 0 prints its error and aborts the other ranks before they print theirs.
         time.sleep(0.4 * min(world.rank, 8))

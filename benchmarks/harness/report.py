@@ -64,6 +64,13 @@ def add_step_fields(results):
     return {result["name"]: round_medians(result["seconds"]) for result in results}
 
 
+def add_ratios(results, field, base_of):
+    """Do add_step_fields(), and add `field`, the time of a result / the time of the result base_of(its name)."""
+    medians = add_step_fields(results)
+    for result in results:
+        result[field] = paired_ratio(medians[result["name"]], medians[base_of(result["name"])])
+
+
 def add_peer(own, results, ratios, field="seconds"):
     """Add "peer", the fastest program of PyTorch in `results`, and "ratio", its time / ours, to our result `own`.
 

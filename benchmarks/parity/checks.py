@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks.parity import oracle
+from benchmarks.parity.oracle import ORACLES
 from gpt2core.communicator import Communicator, Handle
-from gpt2core.tracing.hooks import KERNELS
 from gpt2core.tree_sum import tree_sum
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # relative norms, of one kernel
-ORACLES = {name: vars(oracle)[name] for name in KERNELS if name in vars(oracle)}
 # kernels of two matrix products, one after the other, which double the rounding error
 TWO_PRODUCTS = "mlp", "attention", "unembed_cross_entropy"
 

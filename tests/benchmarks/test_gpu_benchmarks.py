@@ -15,7 +15,6 @@ from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
 from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
-from benchmarks.gpus import parity as gpu_parity
 from benchmarks.gpus import pipeline
 from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import sharding as gpu_sharding
@@ -25,7 +24,8 @@ from benchmarks.harness import ours, processes
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.ranks import kill
+from benchmarks.harness.rounds import measure_variants
+from benchmarks.ranks import kill, parity
 from gpt2core.architecture import GPT2Config, parameter_shapes
 from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
@@ -33,6 +33,7 @@ from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
+from gpt2core.parallel.data.bucket_size import best_bucket
 from gpt2core.parallel.whole_parameters import fill
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
@@ -49,7 +50,7 @@ def cells(name, results):
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 
 
-MODULES = gpu_parity, gpu_scaling, gpu_sharding
+MODULES = gpu_scaling, gpu_sharding
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -296,7 +297,8 @@ def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     options = dict(sizes, variants=variants)
     args = gpu_scaling.parser().parse_args(["--rounds", "1", "--timeout", "120"])
     spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2)
-    one, two = gpu_scaling.measure(args, [spec], steps=1)
+    args.steps_per_round = 1
+    one, two = measure_variants(args, [spec])
     assert one["last_loss"] != two["last_loss"]  # a rank of DDP returns the loss of its own rows
     assert (one["side"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
 
@@ -380,7 +382,8 @@ def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     _, peers = gpu_sharding.variants(2, 2, [3], recompute, 25.0)
     (spec,) = gpu_sharding.specs_of(args, {}, peers)
     spec = dataclasses.replace(spec, options=spec.options | {"device": "cpu"})
-    (found,) = gpu_scaling.measure(args, [spec], 1, gpu_sharding.BENCHMARK, gpu_sharding.FIELDS)
+    args.steps_per_round = 1
+    (found,) = measure_variants(args, [spec])
 
     functions = {}
 
@@ -400,8 +403,8 @@ def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     assert found["side"] == "fully_shard" and found["driver_bytes"] == 0
     # float32: only the order of the sums differs; the steps of AdamW enlarge the difference of tiny gradients
     np.testing.assert_allclose(found["first_losses"], want["first_losses"], rtol=1e-5)
-    assert found["last_loss"] == pytest.approx(want["loss"], rel=1e-4)
-    assert want["loss"] < want["first_losses"][0] - 0.05  # the losses show the updates
+    assert found["last_loss"] == pytest.approx(want["last_loss"], rel=1e-4)
+    assert want["last_loss"] < want["first_losses"][0] - 0.05  # the losses show the updates
 
 
 # -- pipeline ----------------------------------------------------------------------------------------------------------
@@ -440,20 +443,21 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     want = [{"step": step, "loss": 5.0, "grad_norm": 1.0, "seconds": 0.5} for step in range(8)]
     want[-1]["parameters_sha256"] = "abc"
     near = [dict(row, loss=5.0005) for row in want]
-    names = ["stage 2", *(" ".join([str(ranks), *flags]) for ranks, flags in gpu_parity.cases([1, 2, 4]))]
+    args = parity.parsed(["--stage", "3"])
+    found = parity.cases(args, "paper")
+    names = ["one process", *(" ".join([str(ranks), *flags]) for ranks, flags, _ in found)]
     assert [name[0] for name in names[1:]] == list("1224444") and sum("mpi" in name for name in names) == 1
 
     def judge(rows_of):
-        results = [gpu_parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
-        args = gpu_parity.parser().parse_args([])
-        rows = TABLES["parity"].cells([{"results": {"summary": list(gpu_parity.summary(args, results))}}])
-        assert [row[""].removeprefix("`paper`, 50 steps, fp32") for row in rows] == ["", ", without `--deterministic`"]
+        results = [parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
+        rows = TABLES["parity"].cells([{"results": {"summary": list(parity.summary("title", results))}}])
+        assert [row[""].removeprefix("title") for row in rows] == ["", ", without `--deterministic`"]
         assert [row["ranks"] for row in rows] == ["1", "1"]
-        assert len(gpu_parity.RUNS.cells([{"results": results}])) == len(names)
-        return gpu_parity.verdict(results)
+        assert len(parity.RUNS.cells([{"results": results}])) == len(names)
+        return parity.verdict(results)
 
     def fast(rows):
-        return lambda name: want if "deterministic" in name or name == "stage 2" else rows
+        return lambda name: want if "deterministic" in name or name == "one process" else rows
 
     good, sentence = judge(fast(near))
     assert good and sentence.startswith("6 of 6 deterministic runs") and "1.0e-04" in sentence
@@ -462,8 +466,17 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     assert not good and sentence.startswith("5 of 6 deterministic runs")
 
 
+def test_stage_1_runs_every_strategy_with_and_without_zero():
+    args = parity.parsed([])
+    assert (args.presets, args.precision, args.ranks) == (["tiny", "paper"], ["fp32"], [1, 2, 4, 8])
+    tiny, paper = parity.cases(args, "tiny"), parity.cases(args, "paper")
+    assert (len(tiny), len(paper)) == (32, 20) and all("--bucket-mb" in flags for _, flags, _ in tiny)
+    for found in (tiny, paper):
+        assert all(parity.DETERMINISTIC in flags for _, flags, _ in found) and len(set(found)) == len(found)
+
+
 def test_the_runs_over_sockets_are_compared_with_the_usual_connections(monkeypatch):
-    args = gpu_parity.parser().parse_args(["--ranks", "2", "--sockets"])
+    args = parity.parsed(["--stage", "3", "--ranks", "2", "--sockets"])
     log = [{"loss": 5.0, "grad_norm": 1.0, "seconds": 0.5, "parameters_sha256": "abc"}]
     output, environments = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0", []
 
@@ -471,18 +484,20 @@ def test_the_runs_over_sockets_are_compared_with_the_usual_connections(monkeypat
         environments.append(environment)
         return log, output
 
-    monkeypatch.setattr(gpu_parity, "train", train)
-    results = gpu_parity.compare(args, "fp32")
-    names = ["2 GPUs --dp bucket --deterministic", "2 GPUs --dp bucket"]
+    monkeypatch.setattr(parity, "train", train)
+    results = parity.compare(args, "paper", "fp32")
+    names = ["2 ranks --dp bucket --deterministic", "2 ranks --dp bucket"]
     assert [result["name"] for result in results[1:]] == [
         name + end for name in names for end in ("", ", NCCL over sockets")
     ]
-    assert environments == [None, None, gpu_parity.SOCKETS, None, gpu_parity.SOCKETS]
-    met, sentence = gpu_parity.verdict(results)
+    assert environments == [None, None, parity.SOCKETS, None, parity.SOCKETS]
+    titles = [row["title"] for row in parity.summary("title", results)]
+    assert titles == [f"title, NCCL over sockets{end}" for end in ("", ", without `--deterministic`")]
+    met, sentence = parity.verdict(results)
     assert met and sentence.startswith("2 of 2 deterministic runs")
     output = "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
     with pytest.raises(BenchmarkFailed, match="over sockets: NCCL does not report that it uses sockets; .*\n.*P2P"):
-        gpu_parity.compare(args, "fp32")
+        parity.compare(args, "paper", "fp32")
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -494,14 +509,13 @@ def test_the_fit_recovers_alpha_and_beta():
     for size in gpu_collectives.SIZES:
         results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
     gpu_collectives.summarise(results, 4, dict.fromkeys(names, 1e-7))
-    gradients = gpu_collectives.gradient_bytes("gpt2")
-    (nccl, _) = fits = gpu_collectives.fit_buckets(results, 4, gradients)
+    (nccl, _) = fits = gpu_collectives.fit_buckets(results, 4)
     rows = cells("gpus-collectives", {"all_reduce": results, "fits": fits})
     assert rows[1]["alpha, us; beta, ps per byte"] == "20.0; 4.00" and rows[1]["relative error at 10 MB"] == "1.0e-07"
     assert len(rows) == len(names) and {result["times_as_fast_as_torch"]["median"] for result in results} == {1}
     np.testing.assert_allclose([nccl["alpha"], nccl["beta"]], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
-    assert gradients == pytest.approx(4 * 124.4e6, rel=0.01)
+    assert nccl["bucket_mb"] == pytest.approx(best_bucket(alpha, beta, 4 * 124.4e6) / 1e6, rel=0.01)
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
