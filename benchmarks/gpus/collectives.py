@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
@@ -219,11 +218,12 @@ def fit_buckets(results, ranks):
     return fits
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__, ranks=[2, 4], rounds=9, timeout=150)
-    text = "bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)"
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=text)
-    args = parser.parse_args()
+@benchmark(
+    "gpus-collectives",
+    dict(ranks=[2, 4], rounds=9, timeout=150),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)"),
+)
+def main(args):
     results, fits = [], []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -231,11 +231,5 @@ def main():
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
         errors, of_ranks = job
         summarise(of_ranks, ranks, errors)
-        of_fits = fit_buckets(of_ranks, ranks)
-        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "fits": of_fits})
-        results, fits = results + of_ranks, fits + of_fits
-    save({"all_reduce": results, "fits": fits}, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+        results, fits = results + of_ranks, fits + fit_buckets(of_ranks, ranks)
+    return {"all_reduce": results, "fits": fits}

@@ -17,8 +17,8 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.ranks.collectives import launch
 from gpt2core.data import Windows
@@ -158,15 +158,14 @@ def summary(args, results):
         }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
-    add = parser.add_argument
-    add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    parser.add_flags(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0)
-    add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
-    add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
-    add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
-    args = parser.parse_args()
+@benchmark(
+    common=dict(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0),
+    stage=dict(type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)"),
+    n_layer=dict(type=int, help="layers (default: those of the preset)"),
+    precision=dict(nargs="+", choices=("fp32", "bf16"), help="default fp32 bf16, in stage 1 fp32"),
+    layouts=dict(type=int, default=6, help="layouts for each model and number of ranks (default 6)"),
+)
+def main(args):
     precisions = args.precision or (("fp32",) if args.stage == 1 else ("fp32", "bf16"))
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)
@@ -187,7 +186,3 @@ def main():
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
     save({"summary": list(summary(args, results)), "groups": results}, args)
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    run_main(main)

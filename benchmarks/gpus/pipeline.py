@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import PACKAGES, median_step, train
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.presets import PRESETS
@@ -73,19 +74,13 @@ def verdict(results):
     )
 
 
-def parser():
-    parser = benchmark_parser("benchmarks.gpus.pipeline", __doc__)
-    add = parser.add_argument
-    add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
-    add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)")
-    text = "more flags of train_gpt2.py, in quotes (default: --precision bf16 --deterministic in stage 3)"
-    add("--flags", default=None, metavar="FLAGS", help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+@benchmark(
+    common=dict(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200),
+    stage=dict(type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)"),
+    schedules=dict(choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)"),
+    flags=dict(metavar="FLAGS", help="more flags of train_gpt2.py, in quotes (in stage 3 bf16 and --deterministic)"),
+)
+def main(args):
     if args.flags is None:
         args.flags = "--precision bf16 --deterministic" if args.stage == 3 else ""
     results = [measure(args, schedule) for schedule in args.schedules]
@@ -94,7 +89,3 @@ def main(argv=None):
     print(sentence, flush=True)
     save(results, args)
     return 0 if met else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

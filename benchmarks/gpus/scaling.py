@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_variants
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.speedups import efficiencies
 from benchmarks.harness.table_format import percent
 from gpt2core.data import Windows
@@ -167,35 +168,27 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, docstring, ranks, timeout=300, rounds=True, **flags):
-    """A parser with the common flags of the benchmarks on several GPUs. rounds: whether there are interleaved rounds.
+def flags_of(ranks, timeout=300, rounds=True, **flags):
+    """The flags of a benchmark on several GPUs. rounds: whether there are interleaved rounds; flags: other defaults.
 
-    Every round begins with LEAD_IN untimed steps. flags: more flags, or other defaults of the common ones.
+    Every round begins with LEAD_IN untimed steps.
     """
-    of_rounds = dict(rounds=5, steps_per_round=10, threads=4, warm_up=1) if rounds else {}
     common = dict(preset="gpt2", precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout, ranks=ranks)
-    parser = benchmark_parser(benchmark, docstring, **common | of_rounds | flags)
+    common |= {"batch_size": dict(type=int, default=16, help="sequences per GPU (default 16)")}
     if rounds:
-        parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
-    several = isinstance(ranks, list)  # of numbers of ranks
-    size, text = ([64, 16], ", one table each (default 64 16)") if several else (16, " (default 16)")
-    each = {"nargs": "*"} if several else {}
-    parser.add_argument("--batch-size", type=int, default=size, help=f"sequences per GPU{text}", **each)
-    return parser
+        common |= dict(rounds=5, steps_per_round=10, threads=4, warm_up=1)
+        common |= {"seq_len": dict(type=int, help="tokens per sequence (default: the model's block size)")}
+    return common | flags
 
 
-def parser():
-    parser = parser_of("benchmarks.gpus.scaling", __doc__, [1, 2, 4], no_ddp=False, no_compile=False)
-    add = parser.add_argument
-    add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
-    add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
-    text = "our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)"
-    add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+@benchmark(
+    common=flags_of([1, 2, 4], no_ddp=False, no_compile=False),
+    batch_size=dict(type=int, nargs="*", default=[64, 16], help="sequences per GPU, a table each (default 64 16)"),
+    strong=dict(type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs"),
+    paper=dict(action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs"),
+    ways=dict(choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help="our variants (default: all)"),
+)
+def main(args):
     gpu_counts, seq_len = sorted(set(args.ranks)), seq_len_of(args, args.preset)
     most = max(gpu_counts)
     if args.strong and args.strong % most:
@@ -212,14 +205,10 @@ def main(argv=None):
         specs = [job := our_job(args, args.preset, ours)]
         if not args.no_ddp:
             options = job.options | {"variants": peers, "compiled": not args.no_compile}
-            specs.append(replace(job, name="DDP", module="benchmarks.peers.torch_ddp_cuda", options=options, mpi=False))
+            specs.append(replace(job, name="DDP", module="benchmarks.peers.torch_ddp_cuda", options=options))
         of_table = measure_variants(args, specs)
         summarise(of_table)
         results["scaling"].append({"title": title, "rows": of_table})
         print(f"\n{args.preset}, {args.precision}")
         TABLES["gpus-scaling"].print({"scaling": results["scaling"][-1:]})
         save(results, args)  # after each table, so that an interrupted run keeps its finished tables
-
-
-if __name__ == "__main__":
-    run_main(main)

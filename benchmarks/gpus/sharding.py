@@ -22,17 +22,17 @@ import numpy as np
 from benchmarks.gpus.scaling import (
     CORPUS,
     add_speed,
+    flags_of,
     gpus,
     our_job,
-    parser_of,
     round_function,
     seq_len_of,
     variant_name,
 )
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import nvidia_smi, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_variants
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
 from gpt2core.memory.gpu import MARGIN, training_memory
@@ -135,7 +135,7 @@ def specs_of(args, ours, peers):
         job = our_job(args, args.preset, {name: options})
         options = job.options | {"compiled": not args.no_compile, "device": device}
         module = "benchmarks.peers.torch_fsdp_cuda"
-        specs.append(replace(job, name="fully_shard", module=module, options=options, mpi=False))
+        specs.append(replace(job, name="fully_shard", module=module, options=options))
     return specs
 
 
@@ -164,18 +164,12 @@ def agree(results):
     )
 
 
-def parser():
-    flags = dict(preset="gpt2-xl", no_torch=False, no_compile=False)
-    parser = parser_of("benchmarks.gpus.sharding", __doc__, 2, **flags)
-    text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
-    parser.add_argument("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)
-    text = "one table each; block: with --recompute block, and with checkpointed blocks in PyTorch (default none block)"
-    parser.add_argument("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+@benchmark(
+    common=flags_of(2, preset="gpt2-xl", no_torch=False, no_compile=False),
+    zero=dict(type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help="our programs that fit (default 3 2 0)"),
+    recompute=dict(choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help="one table each (default none block)"),
+)
+def main(args):
     memory = nvidia_smi("memory.total")
 
     def measure(recompute):
@@ -191,7 +185,3 @@ def main(argv=None):
         return 0
     print(f"the first losses of a program differ from PyTorch's by more than {MAX_DIFFERENCE:.1e}")
     return 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -10,11 +10,10 @@ baselines, because the deterministic mode uses other kernels for matrix products
 """
 
 from benchmarks.gpus import scaling
-from benchmarks.gpus.scaling import gpus, our_job, parser_of, seq_len_of, variant_name
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.gpus.scaling import flags_of, gpus, our_job, seq_len_of, variant_name
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import measure_variants
+from benchmarks.harness.script import benchmark
 from gpt2core.parallel.data.strategies import STRATEGIES
 
 prepare = scaling.prepare  # called on every rank by harness/processes.py
@@ -68,10 +67,12 @@ def summarise(results):
         result["min"] = min(result["seconds"])
 
 
-def main():
-    parser = parser_of("benchmarks.gpus.strategies", __doc__, 4)
-    parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
-    args = parser.parse_args()
+@benchmark(
+    "gpus-strategies",
+    flags_of(4),
+    buckets_mb=dict(type=float, nargs="+", help="compare only these --bucket-mb with no buckets"),
+)
+def main(args):
     batch = args.ranks * args.batch_size
     if args.buckets_mb:
         chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
@@ -80,9 +81,4 @@ def main():
     results = measure_variants(args, [our_job(args, args.preset, chosen)])
     summarise(results)
     print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len_of(args, args.preset)} per GPU")
-    TABLES["gpus-strategies"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -13,12 +13,12 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpu.profile import union_length
-from benchmarks.gpus.scaling import parser_of
+from benchmarks.gpus.scaling import flags_of
 from benchmarks.harness.drawing import draw_timeline
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import launch
 from gpt2core.data import Windows
 from gpt2core.parallel.data.strategies import STRATEGIES
@@ -113,11 +113,11 @@ def plot(steps, path):
     draw_timeline(path, dict(zip(LANES, COLOURS, strict=True)), spans)
 
 
-def main():
-    parser = parser_of("benchmarks.gpus.timeline", __doc__, 4, 200, rounds=False)
-    panels = "strategies, one panel each (default naive bucket)"
-    parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
-    args = parser.parse_args()
+@benchmark(
+    common=flags_of(4, 200, rounds=False),
+    dp=dict(choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help="one panel each (default naive bucket)"),
+)
+def main(args):
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
@@ -130,7 +130,3 @@ def main():
     write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))
     print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {path.stem}.png.")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -265,9 +265,15 @@ class BenchmarkParser(Parser):
     MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage", "stages"  # names of flags
 
     def add_flags(self, **defaults):
-        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
+        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none.
+
+        A dictionary: the arguments of add_argument() for a flag that is not in FLAGS.
+        """
         for name, default in defaults.items():
-            flag, text = f"--{name.replace('_', '-')}", FLAGS[name]
+            flag, text = f"--{name.replace('_', '-')}", FLAGS.get(name)
+            if isinstance(default, dict):
+                self.add_argument(flag, **default)
+                continue
             if default is False:
                 self.add_argument(flag, action="store_true", help=text)
                 continue

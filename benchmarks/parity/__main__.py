@@ -14,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, nvidia_smi
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.script import benchmark
 from benchmarks.parity.rungs import RUNGS, Outcome
 from gpt2core.errors import ConfigError
 
@@ -61,19 +62,6 @@ def print_row(row):
     print(f"{colour}{text}{RESET}" if colour else text, flush=True)
 
 
-def parser():
-    parser = benchmark_parser("benchmarks.parity", __doc__, saves=False)
-    add = parser.add_argument
-    add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
-    names = [rung.name for rung in RUNGS]
-    add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
-    text = "steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)"
-    add("--steps", type=int, metavar="N", help=text)
-    add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
-    add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
-    return parser
-
-
 def check_json(path):
     """Raise ConfigError if the rows cannot be written to `path`, or if it is another file."""
     try:
@@ -86,11 +74,27 @@ def check_json(path):
         raise ConfigError(f"--json {path}: is not a file of this program: choose another file")
 
 
-def main():
-    options, rows = parser().parse_args(), []
+NAMES = [rung.name for rung in RUNGS]
+
+
+@benchmark(
+    saves=False,
+    measures_time=False,
+    full=dict(action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)"),
+    only=dict(nargs="+", choices=NAMES, metavar="RUNG", default=NAMES, help=f"only these rungs: {', '.join(NAMES)}"),
+    steps=dict(
+        type=int,
+        metavar="N",
+        help="steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)",
+    ),
+    timeout=dict(type=int, default=900, help="seconds that one run of a script may take (default 900)"),
+    json=dict(type=Path, metavar="FILE", help="also write the rows to this file (default: no file)"),
+)
+def main(options):
+    rows = []
     if options.json:
         check_json(options.json)
-    for row in rows_of([rung for rung in RUNGS if not options.only or rung.name in options.only], options):
+    for row in rows_of([rung for rung in RUNGS if rung.name in options.only], options):
         print_row(row)
         rows.append(row)
     for row in rows:
@@ -102,7 +106,3 @@ def main():
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    run_main(main, measures_time=False)

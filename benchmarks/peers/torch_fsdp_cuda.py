@@ -23,7 +23,7 @@ POLICIES = {"bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtyp
 
 
 def make_world(ranks):
-    """The ProcessGroup of a benchmark process. The CUDA context of each rank exists when this function returns."""
+    """The communicator of a benchmark process. The CUDA context of each rank exists when this function returns."""
     world = torch_ddp.make_world(ranks)
     if torch.cuda.is_available():
         torch.cuda.set_device(world.rank)

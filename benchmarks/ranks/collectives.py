@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import CHOICES, NATIVE
 from testing.jobs import run_mpi
@@ -231,15 +232,14 @@ def compare(args, operation):
     return results, fits
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ranks=[2, 4, 8], rounds=9, timeout=900)
-    add, text = parser.add_argument, "collectives (default all_reduce)"
-    add("--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help=text)
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)")
-    add("--seconds", type=float, default=20, help="seconds per size; at least 3 rounds are measured (default 20)")
-    add("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
-    args = parser.parse_args()
-
+@benchmark(
+    common=dict(ranks=[2, 4, 8], rounds=9, timeout=900),
+    operations=dict(choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"),
+    seconds=dict(type=float, default=20, help="seconds per size; at least 3 rounds are measured (default 20)"),
+    idle=dict(action="store_true", help="measure only rank 0's speed while other ranks wait"),
+)
+def main(args):
     if args.idle:
         ranks = max(args.ranks)
         speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
@@ -256,7 +256,3 @@ def main():
     for operation, (results, _) in found.items():
         end = "" if operation == "all_reduce" else f"_{operation}"
         plot(results, path.with_name(f"{path.stem}{end}.png"), operation)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -11,8 +11,11 @@ also sends through the network stack of the host, as between hosts without a fas
     python -m benchmarks.ranks.parity --stage 3 --ranks 2 --sockets --save-as parity_sockets  # connections of NCCL
 """
 
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, save
+import itertools
+
+from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.report import save
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import PACKAGES, median_step, train
 from gpt2core.parallel.data.strategies import STRATEGIES
@@ -39,6 +42,13 @@ RUNS = Table("", """
     last loss = {losses[-1] if abs(losses[-1]) < float("inf") else "not finite":cell .6f}
     difference | parameters_sha256 = {parameters_sha256:.12}""")  # fmt: skip
 OVER_SOCKETS = ", NCCL over sockets"  # the end of the name of such a run
+
+
+def set_defaults(args):
+    """Set the flags that are not given to the DEFAULTS of the stage; returns args."""
+    for name, default in DEFAULTS[args.stage].items():
+        setattr(args, name, getattr(args, name) or default)
+    return args
 
 
 def cases(args, preset):
@@ -136,39 +146,26 @@ def verdict(results):
     )
 
 
-def parsed(argv):
-    """The flags, with the DEFAULTS of the stage."""
-    parser = benchmark_parser("benchmarks.ranks.parity", __doc__, timeout=300)
-    add = parser.add_argument
-    add("--stage", type=int, choices=DEFAULTS, default=1, help="1: on CPUs; 3: on GPUs (default 1)")
-    add("--presets", choices=PRESETS, nargs="+", help="models (default tiny paper; in stage 3 paper)")
-    add("--precision", choices=TOLERANCE, nargs="+", help="precisions (default fp32; in stage 3 fp32 bf16)")
-    add("--ranks", type=int, nargs="+", help="numbers of ranks (default 1 2 4 8; in stage 3 1 2 4)")
-    add("--steps", type=int, help="steps of each run (default 50; of `paper` in stage 1 6)")
-    text = "stage 3: only compare NCCL's usual connections with sockets, on the largest number of GPUs (default: no)"
-    add("--sockets", action="store_true", help=text)
-    args = parser.parse_args(argv)
-    for name, default in DEFAULTS[args.stage].items():
-        setattr(args, name, getattr(args, name) or default)
-    return args
-
-
-def main(argv=None):
-    args = parsed(argv)
+@benchmark(
+    timeout=300,
+    stage=dict(type=int, choices=DEFAULTS, default=1, help="1: on CPUs; 3: on GPUs (default 1)"),
+    presets=dict(choices=PRESETS, nargs="+", help="models (default tiny paper; in stage 3 paper)"),
+    precision=dict(choices=TOLERANCE, nargs="+", help="precisions (default fp32; in stage 3 fp32 bf16)"),
+    ranks=dict(type=int, nargs="+", help="numbers of ranks (default 1 2 4 8; in stage 3 1 2 4)"),
+    steps=dict(type=int, help="steps of each run (default 50; of `paper` in stage 1 6)"),
+    sockets=dict(action="store_true", help="stage 3, the largest number of GPUs: NCCL without and with sockets"),
+)
+def main(args):
+    set_defaults(args)
     results, rows, all_met = [], [], True
-    for preset in args.presets:
-        for precision in args.precision:
-            found = compare(args, preset, precision)
-            title = f"`{preset}`, {len(found[0]['losses'])} steps" + f", {precision}" * (args.stage == 3)
-            print(f"\n{title}")
-            RUNS.print(found)
-            rows += summary(title, found)
-            met, sentence = verdict(found)
-            print(sentence, flush=True)
-            all_met, results = all_met and met, results + [result | {"preset": preset} for result in found]
+    for preset, precision in itertools.product(args.presets, args.precision):
+        found = compare(args, preset, precision)
+        title = f"`{preset}`, {len(found[0]['losses'])} steps" + f", {precision}" * (args.stage == 3)
+        print(f"\n{title}")
+        RUNS.print(found)
+        rows += summary(title, found)
+        met, sentence = verdict(found)
+        print(sentence, flush=True)
+        all_met, results = all_met and met, results + [result | {"preset": preset} for result in found]
     save({"summary": rows, "runs": results}, args, group="gpus" if args.stage == 3 else None)
     return 0 if all_met else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

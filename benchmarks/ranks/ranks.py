@@ -5,10 +5,10 @@ python -m benchmarks.ranks.ranks --with-threads --dp flat bucket    # more rows
 python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick trial
 """
 
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.speedups import rank_speedups
 from gpt2core.parallel.config import STRATEGIES
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
@@ -42,7 +42,7 @@ def process_specs(args):
         name = f"stage 1: {args.ranks} ranks, --dp {dp}"
         yield ProcessSpec(name, "benchmarks.harness.ours", 1, ours | {"dp": dp}, ranks=args.ranks, mpi=True)
     if not args.no_ddp:
-        yield ProcessSpec(DDP, "benchmarks.peers.torch_ddp", 1, sizes, ranks=args.ranks)
+        yield ProcessSpec(DDP, "benchmarks.peers.torch_ddp", 1, sizes, ranks=args.ranks, mpi=True)
 
 
 def measure(args, specs):
@@ -80,20 +80,14 @@ def summarise(results):
         result["one_process"] = checked[result["name"]].cell(text) if result["name"] in checked else text
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.ranks", __doc__)
-    parser.add_flags(preset="paper", ranks=2, batch_size=16)
-    add = parser.add_argument
-    parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
-    add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
-    add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    args = parser.parse_args()
+@benchmark(
+    "ranks-step",
+    dict(preset="paper", ranks=2, batch_size=16, rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False),
+    dp=dict(choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)"),
+    with_threads=dict(action="store_true", help="add a row: stage 0 with as many threads as ranks"),
+)
+def main(args):
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)  # raises ConfigError
     results = measure(args, list(process_specs(args)))
     summarise(results)
-    TABLES["ranks-step"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_ratios, benchmark_parser, save_each
+from benchmarks.harness.report import add_ratios, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_jobs, timed_steps
+from benchmarks.harness.script import benchmark
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
 from gpt2core.presets import PRESETS
@@ -96,17 +96,10 @@ def summarise(results):
         result["name"] = ROWS if "distinct" in result else result["name"]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
-    text = "tokens (default 172 50257)"
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[172, 50257], help=text)
-    parser.add_flags(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
-    args = parser.parse_args()
-    tables = measure_jobs(
-        args, [(args.ranks, variants_of(V, args.ranks), {"vocab_size": V}) for V in args.vocabularies]
-    )
-    save_each(args, tables, summarise, TABLES["ranks-sparse"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    common=dict(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900),
+    vocabularies=dict(type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)"),
+)
+def main(args):
+    cases = [(args.ranks, variants_of(V, args.ranks), {"vocab_size": V}) for V in args.vocabularies]
+    save_each(args, measure_jobs(args, cases), summarise, TABLES["ranks-sparse"].print)

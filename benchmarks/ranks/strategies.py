@@ -5,10 +5,10 @@ python -m benchmarks.ranks.strategies --ranks 2 --preset tiny --rounds 1  # a qu
 python -m benchmarks.ranks.strategies --ranks 2 --only zero               # only some variants
 """
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_ratios, benchmark_parser, save_each
+from benchmarks.harness.report import add_ratios, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_jobs, timed_steps
+from benchmarks.harness.script import benchmark
 from gpt2core.codecs import CODECS
 from gpt2core.parallel.config import STRATEGIES
 from gpt2core.presets import PRESETS
@@ -51,14 +51,11 @@ def summarise(results):
     add_ratios(results, "times_flat", lambda name: FLAT)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.strategies", __doc__)
-    parser.add_flags(preset="paper", ranks=[2, 4], batch_size=16)
-    parser.add_flags(rounds=5, steps_per_round=1, warm_up=1, timeout=900)
-    parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT"
-    )
-    args = parser.parse_args()
+@benchmark(
+    common=dict(preset="paper", ranks=[2, 4], batch_size=16, rounds=5, steps_per_round=1, warm_up=1, timeout=900),
+    only=dict(nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT"),
+)
+def main(args):
     texts = args.only or [""]  # "" is in every name
     chosen = {
         name: options
@@ -68,7 +65,3 @@ def main():
     args.save_as = "_".join(["strategies", *args.only]) if args.only else args.save_as
     tables = measure_jobs(args, [(ranks, chosen, {"preset": args.preset}) for ranks in args.ranks])
     save_each(args, tables, summarise, TABLES["ranks-strategies"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -13,10 +13,10 @@ python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_ratios, benchmark_parser, save_each
+from benchmarks.harness.report import add_ratios, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_jobs, timed_steps
+from benchmarks.harness.script import benchmark
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.presets import PRESETS
 
@@ -103,15 +103,10 @@ def print_equality(results):
     print(f"{results[0]['ranks']} ranks: the parameters are {equal}")
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.update_behind", __doc__)
-    parser.add_flags(preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16)
-    parser.add_flags(rounds=9, steps_per_round=1, warm_up=1, timeout=900)
-    args = parser.parse_args()
+@benchmark(
+    preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900
+)
+def main(args):
     variants = dict.fromkeys((AFTER, NO_COPY, COPY, ALONE), {"dp": "bucket", "bucket_mb": args.bucket_mb})
     tables = measure_jobs(args, [(ranks, variants, {"preset": args.preset}) for ranks in args.ranks])
     save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -55,10 +55,10 @@ MODULES = gpu_scaling, gpu_sharding
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
-    args = module.parser().parse_args([])
+    args = module.main.parser.parse_args([])
     assert args.save_as == args.benchmark.rpartition(".")[2] and not args.save and args.commit is None
-    saved = module.parser().parse_args(["--commit", "abc1234", "--save"])
-    assert saved.commit == "abc1234" and saved.save and not module.parser().parse_args(["--no-save"]).save
+    saved = module.main.parser.parse_args(["--commit", "abc1234", "--save"])
+    assert saved.commit == "abc1234" and saved.save and not module.main.parser.parse_args(["--no-save"]).save
 
 
 def test_a_size_that_no_chosen_kernel_has_is_refused(monkeypatch, capsys):
@@ -295,8 +295,8 @@ def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     sizes = {"preset": "nano", "seq_len": 16, "precision": "fp32", "compiled": False, "device": "cpu"}
     variants = {"one": dict(ranks=1, batch_size=2), "two": dict(ranks=2, batch_size=2)}
     options = dict(sizes, variants=variants)
-    args = gpu_scaling.parser().parse_args(["--rounds", "1", "--timeout", "120"])
-    spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2)
+    args = gpu_scaling.main.parser.parse_args(["--rounds", "1", "--timeout", "120"])
+    spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2, mpi=True)
     args.steps_per_round = 1
     one, two = measure_variants(args, [spec])
     assert one["last_loss"] != two["last_loss"]  # a rank of DDP returns the loss of its own rows
@@ -344,7 +344,7 @@ def test_sharded_programs_without_pytorch_or_without_a_gpu_are_not_compared():
 
 
 def test_programs_that_would_not_fit_in_memory_are_omitted(capsys):
-    args = gpu_sharding.parser().parse_args(["--batch-size", "4"])
+    args = gpu_sharding.main.parser.parse_args(["--batch-size", "4"])
     assert gpu_sharding.fitting(args, [3, 2, 0], "none", 141 << 30) == [3, 2, 0]
     assert gpu_sharding.fitting(args, [3, 2, 0], "none", 80 << 30) == [3]
     assert "--zero 2 --recompute none: omitted" in capsys.readouterr().out
@@ -377,7 +377,7 @@ def test_the_quick_initial_parameters_have_the_deviation_of_gpt2():
 def test_fully_shard_trains_the_same_model_as_stage_0(recompute):
     pytest.importorskip("torch")
     preset, seq_len = "nano", 16
-    args = gpu_sharding.parser().parse_args(["--rounds", "1", "--timeout", "120", "--no-compile", "--threads", "1"])
+    args = gpu_sharding.main.parser.parse_args(["--rounds", "1", "--timeout", "120", "--no-compile", "--threads", "1"])
     args.preset, args.precision, args.seq_len = preset, "fp32", seq_len
     _, peers = gpu_sharding.variants(2, 2, [3], recompute, 25.0)
     (spec,) = gpu_sharding.specs_of(args, {}, peers)
@@ -418,7 +418,7 @@ def test_bubbles_are_read_and_judged(monkeypatch):
     bubbles = {"gpipe": (24.5, 22.9), "1f1b": (21.7, 20.9), "interleaved": (19.9, 18.7), "zero-bubble": (17.7, 17.8)}
     log = [dict(seconds=9.0)] * 5 + [dict(seconds=0.5)] * 3
     monkeypatch.setattr(pipeline, "train", lambda schedule, *_, **__: (log, text.format(*bubbles[schedule])))
-    args = pipeline.parser().parse_args(["--flags", "--seed 1"])
+    args = pipeline.main.parser.parse_args(["--flags", "--seed 1"])
     results = [pipeline.measure(args, schedule) for schedule in bubbles]
     assert results[0] == dict(schedule="gpipe", median=0.5, measured=24.5, simulated=22.9)
     record = {"results": summarised(results), "hardware": {}, "commit": ""}
@@ -439,11 +439,15 @@ def test_bubbles_are_read_and_judged(monkeypatch):
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
+def parity_flags(words):
+    return parity.set_defaults(parity.main.parser.parse_args(words))
+
+
 def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     want = [{"step": step, "loss": 5.0, "grad_norm": 1.0, "seconds": 0.5} for step in range(8)]
     want[-1]["parameters_sha256"] = "abc"
     near = [dict(row, loss=5.0005) for row in want]
-    args = parity.parsed(["--stage", "3"])
+    args = parity_flags(["--stage", "3"])
     found = parity.cases(args, "paper")
     names = ["one process", *(" ".join([str(ranks), *flags]) for ranks, flags, _ in found)]
     assert [name[0] for name in names[1:]] == list("1224444") and sum("mpi" in name for name in names) == 1
@@ -467,7 +471,7 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
 
 
 def test_stage_1_runs_every_strategy_with_and_without_zero():
-    args = parity.parsed([])
+    args = parity_flags([])
     assert (args.presets, args.precision, args.ranks) == (["tiny", "paper"], ["fp32"], [1, 2, 4, 8])
     tiny, paper = parity.cases(args, "tiny"), parity.cases(args, "paper")
     assert (len(tiny), len(paper)) == (32, 20) and all("--bucket-mb" in flags for _, flags, _ in tiny)
@@ -476,7 +480,7 @@ def test_stage_1_runs_every_strategy_with_and_without_zero():
 
 
 def test_the_runs_over_sockets_are_compared_with_the_usual_connections(monkeypatch):
-    args = parity.parsed(["--stage", "3", "--ranks", "2", "--sockets"])
+    args = parity_flags(["--stage", "3", "--ranks", "2", "--sockets"])
     log = [{"loss": 5.0, "grad_norm": 1.0, "seconds": 0.5, "parameters_sha256": "abc"}]
     output, environments = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0", []
 
