@@ -49,7 +49,7 @@ OUR_VARIANTS = {
 def prepare(module, world, preset, seq_len, variants, **options):
     """Called on every rank by harness/processes.py: build all variants, and return `run_round(name, steps)`.
 
-    module: benchmarks.gpus.ours or benchmarks.peers.torch_ddp_cuda. variants: {name: options} of its make_variants().
+    module: benchmarks.gpus.ours or benchmarks.peers.torch_ddp. variants: {name: options} of its make_variants().
     """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
@@ -205,7 +205,7 @@ def main(args):
         specs = [job := our_job(args, args.preset, ours)]
         if not args.no_ddp:
             options = job.options | {"variants": peers, "compiled": not args.no_compile}
-            specs.append(replace(job, name="DDP", module="benchmarks.peers.torch_ddp_cuda", options=options))
+            specs.append(replace(job, name="DDP", module="benchmarks.peers.torch_ddp", options=options))
         of_table = measure_variants(args, specs)
         summarise(of_table)
         results["scaling"].append({"title": title, "rows": of_table})

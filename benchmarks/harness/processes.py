@@ -135,22 +135,19 @@ def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None)
     environment: a dictionary of further environment variables.
     """
     environment = os.environ | dict.fromkeys(BLAS_VARIABLES, str(blas_threads)) | (environment or {})
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:
+        files = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **files)
         try:
-            status = process.wait(timeout)
-            if status:
-                raise failure(f"'{name}' ended with status {status}", errors)
-            errors.seek(0)
-            return errors.read()
+            problem = (status := process.wait(timeout)) and f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            end(process)
-            raise failure(f"'{name}' was stopped after {timeout} s", errors) from None
+            problem = f"was stopped after {timeout} s"
         finally:
             end(process)
+        if problem:
+            raise failure(f"'{name}' {problem}", output)
+        output.seek(0)
+        return output.read()
 
 
 def run_rounds(processes, rounds, warm_up, request):

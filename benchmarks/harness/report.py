@@ -137,10 +137,7 @@ def hardware():
         "numpy": numpy.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "blas_kernels": kernels[0] if kernels else None,
-        "mkl": installed_version("mkl"),
-        "torch": installed_version("torch"),
-        "mpi4py": installed_version("mpi4py"),
-        "mpich": installed_version("mpich"),
+        **{name: installed_version(name) for name in ("mkl", "torch", "mpi4py", "mpich")},
         **gpu_hardware(),
     }
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.peers import torch_ddp
-from benchmarks.peers.torch_ddp_cuda import train_function
 from benchmarks.peers.torch_gpt2_cuda import PAD, CudaSteps, NanoGPT, torch_weights
 from benchmarks.torch.models import use_checkpoints
 
@@ -47,7 +46,7 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
     and perhaps recompute="block": backward computes each block's forward pass again. initial(): an iterator over this
     project's initial parameters. The first call of train() creates the model.
     """
-    torch._dynamo.config.automatic_dynamic_shapes = False  # as in torch_ddp_cuda.py
+    torch._dynamo.config.automatic_dynamic_shapes = False  # as in torch_ddp.py
     group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
     mesh = DeviceMesh.from_group(group, device)
 
@@ -68,7 +67,7 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
                 config, per_rank, windows.seq_len, steps_precision, compiled=False, device=device, model=model
             )
 
-        return train_function(sharded_steps, windows, world.rank, ranks, batch_size, mean)
+        return torch_ddp.train_function(sharded_steps, windows, world.rank, ranks, batch_size, mean)
 
     return {name: variant(**options) for name, options in variants.items()}
 

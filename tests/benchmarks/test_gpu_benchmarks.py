@@ -296,7 +296,7 @@ def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     variants = {"one": dict(ranks=1, batch_size=2), "two": dict(ranks=2, batch_size=2)}
     options = dict(sizes, variants=variants)
     args = gpu_scaling.main.parser.parse_args(["--rounds", "1", "--timeout", "120"])
-    spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2, mpi=True)
+    spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp", 1, options, ranks=2, mpi=True)
     args.steps_per_round = 1
     one, two = measure_variants(args, [spec])
     assert one["last_loss"] != two["last_loss"]  # a rank of DDP returns the loss of its own rows
