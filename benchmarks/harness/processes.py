@@ -22,6 +22,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 
 from gpt2core.app.command import error_text
@@ -94,6 +95,7 @@ class BenchmarkProcess:
 
         Without a request, wait until all ranks have called prepare().
         """
+        time.sleep(0.1)  # after a parallel region, OpenMP threads of another process still use the cores
         with suppress(BrokenPipeError):  # the process has ended; _answer() raises BenchmarkFailed with the reason
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -150,30 +152,31 @@ def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None)
         return output.read()
 
 
+def interleaved(functions, rounds):
+    """{name: [the result of each round]} of functions {name: function}; each round starts with another function."""
+    results, names = {name: [] for name in functions}, list(functions)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            progress(f"round {number + 1}/{rounds}: {name}")
+            results[name].append(functions[name]())
+    progress("")
+    return results
+
+
 def run_rounds(processes, rounds, warm_up, request):
     """Send each process the request `warm_up` once, then in interleaved rounds the request `request`.
 
-    Returns {name of the process: {"warm_up": result, "rounds": [result of each round]}}.
+    processes: BenchmarkProcesses, or {name: run_round() of a process}. Returns {name: {"warm_up": result, "rounds":
+    [result of each round]}}.
     """
-    runs = {process.spec.name: process.run_round for process in processes}
-    return run_functions(runs, rounds, warm_up, request)
-
-
-def run_functions(functions, rounds, warm_up, request):
-    """run_rounds() of functions {name: function(**request)}."""
-    results = {}
-    for name, function in functions.items():
+    runs = processes if isinstance(processes, dict) else {each.spec.name: each.run_round for each in processes}
+    warmed_up = {}
+    for name, run in runs.items():
         progress(f"warming up {name}")
-        results[name] = {"warm_up": function(**warm_up), "rounds": []}
-    for index in range(rounds):
-        names = list(functions)
-        start = index % len(names)  # each round starts with another program
-        for name in names[start:] + names[:start]:
-            progress(f"round {index + 1}/{rounds}: {name}")
-            time.sleep(0.1)  # after a parallel region, OpenMP threads still use the cores for some milliseconds
-            results[name]["rounds"].append(functions[name](**request))
-    progress("")
-    return results
+        warmed_up[name] = run(**warm_up)
+    measured = interleaved({name: partial(run, **request) for name, run in runs.items()}, rounds)
+    return {name: {"warm_up": warmed_up[name], "rounds": measured[name]} for name in runs}
 
 
 def peak_bytes(usage=None):

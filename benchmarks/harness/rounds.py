@@ -1,4 +1,4 @@
-"""Measure programs in turn: functions of one process (A B C, C B A, ...), or processes (see processes.run_rounds)."""
+"""Measure programs in turn, functions of one process or processes: A B C, B C A, ... (see processes.interleaved)."""
 
 import functools
 import statistics
@@ -8,14 +8,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import (
-    BenchmarkProcess,
-    ProcessSpec,
-    peak_bytes,
-    progress,
-    run_functions,
-    run_rounds,
-)
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_rounds
+from benchmarks.harness.processes import interleaved as interleaved  # for programs in one process
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 
 SEED = 20260101
@@ -35,17 +29,6 @@ def median_seconds(function, times):
 def mean_seconds(function, times):
     """The mean seconds of `times` calls of function()."""
     return timeit.timeit(function, number=times) / times
-
-
-def interleaved(functions, rounds):
-    """{name: [the result of each round]} of functions {name: function}; every second round has the reverse order."""
-    results = {name: [] for name in functions}
-    for number in range(rounds):
-        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
-            progress(f"round {number + 1}/{rounds}: {name}")
-            results[name].append(functions[name]())
-    progress("")
-    return results
 
 
 def measure_specs(specs, args, warm_up, request):
@@ -166,7 +149,7 @@ def measure_variants(args, specs):
             for name, options in spec.options["variants"].items():
                 runs[name] = functools.partial(process.run_round, name=name)
                 results[name] = {"name": name, "side": spec.name, "ranks": spec.ranks, **common, **options}
-        measured = run_functions(runs, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+        measured = run_rounds(runs, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     for name, answers in measured.items():
         rounds = answers["rounds"]
         results[name] |= rounds[-1] | {"seconds": [each["seconds"] for each in rounds]}
