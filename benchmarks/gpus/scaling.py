@@ -21,7 +21,7 @@ from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_variants
 from benchmarks.harness.script import benchmark
-from benchmarks.harness.speedups import efficiencies
+from benchmarks.harness.speedups import marked
 from benchmarks.harness.table_format import percent
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
@@ -89,8 +89,8 @@ def variant_name(ranks, options):
     """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
         options = {"dp": "flat", "zero": 0, **options}  # in train_gpt2.py, --dp flat without --zero means --zero 1
-    names = "dp", "zero", "zero_gather", "compress", "recompute"
-    flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
+    names = "dp", "zero", "zero_gather", "compress", "recompute", "bucket_mb"
+    flags = [f"--{name.replace('_', '-')} {options[name]}".removesuffix(".0") for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 
@@ -131,7 +131,10 @@ def summarise(results):
     for result in results:
         add_speed(result, ddp.get(result["ranks"]))
         result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
-    checked = efficiencies(results)
+    checked = {}
+    for side in one_gpu:  # the efficiencies of a side have one reference
+        of_side = [result for result in results if result["side"] == side]
+        checked |= marked({result["name"]: (result["efficiency"]["median"], 1) for result in of_side})
     for result in results:
         text = "" if result["efficiency"] is None else percent(result["efficiency"])
         result["efficiency_text"] = checked[result["name"]].cell(text) if result["name"] in checked else text

@@ -19,31 +19,27 @@ from gpt2core.parallel.data.strategies import STRATEGIES
 prepare = scaling.prepare  # called on every rank by harness/processes.py
 
 
-def variants(ranks, batch_size, bucket_mb):
+def variants(ranks, batch_size, bucket_mb, sweep_mb=()):
     """The variants to measure: {name: options}, an argument of make_variants() in gpus/ours.py.
 
     These are the baselines, all strategies, ZeRO-1 with both kinds of --zero-gather, bf16 gradients and the
-    deterministic mode.
+    deterministic mode. With sweep_mb: a baseline, the strategies without buckets, and "bucket" with these sizes.
     """
-    fast = [{"dp": dp} for dp in STRATEGIES]
-    for options in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
-        fast += [{"dp": dp, **options} for dp in ("flat", "bucket")]
-    deterministic = [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     sizes = {"ranks": ranks, "batch_size": batch_size, "bucket_mb": bucket_mb}
+    fast = [{"dp": dp} for dp in STRATEGIES]
+    if sweep_mb:
+        fast = [options for options in fast if options["dp"] != "bucket"]
+        fast += [{"dp": "bucket", "bucket_mb": mb} for mb in sweep_mb]
+    else:
+        for options in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
+            fast += [{"dp": dp, **options} for dp in ("flat", "bucket")]
+    deterministic = [] if sweep_mb else [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     chosen = {}
     for baseline, compared in (({}, fast), ({"deterministic": True}, deterministic)):
-        chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
-        chosen |= {variant_name(ranks, options): dict(sizes, **options) for options in compared}
+        if compared:
+            chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
+            chosen |= {variant_name(ranks, options): sizes | options for options in compared}
     return chosen
-
-
-def bucket_sweep(ranks, batch_size, sizes_mb):
-    """{name: options}: the baseline, the strategies without buckets, and "bucket" with each minimum size."""
-    sizes = {"ranks": ranks, "batch_size": batch_size}
-    chosen = {baseline_of(ranks, {}): dict(sizes, communicate=False)}
-    chosen |= {variant_name(ranks, {"dp": dp}): dict(sizes, dp=dp) for dp in STRATEGIES if dp != "bucket"}
-    name = variant_name(ranks, {"dp": "bucket"})
-    return chosen | {f"{name} --bucket-mb {mb:g}": dict(sizes, dp="bucket", bucket_mb=mb) for mb in sizes_mb}
 
 
 def baseline_of(ranks, options):
@@ -74,10 +70,7 @@ def summarise(results):
 )
 def main(args):
     batch = args.ranks * args.batch_size
-    if args.buckets_mb:
-        chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
-    else:
-        chosen = variants(args.ranks, batch, args.bucket_mb)
+    chosen = variants(args.ranks, batch, args.bucket_mb, args.buckets_mb)
     results = measure_variants(args, [our_job(args, args.preset, chosen)])
     summarise(results)
     print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len_of(args, args.preset)} per GPU")

@@ -30,26 +30,22 @@ MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # 
 
 @functools.cache
 def load(name):
-    """The content of results/<name>.json as Fields; "results" is [] if there is no such file."""
+    """The content of results/<name>.json as Fields, with its name and machine; "results" is [] if there is no file.
+
+    machine, for a reader: "4 x H200", or the kind of the CPU. The hardware of an AMD server CPU does not name its
+    generation: a file that is not of Zen 4 must end as in MACHINES. on_gpu: whether GPUs were measured.
+    """
     path = RESULTS / f"{name}.json"
     record = json.loads(path.read_text(), object_hook=Fields) if path.exists() else Fields(results=[], hardware={})
-    return Fields(record, name=name, machine=machine(name, record["hardware"]))
-
-
-def machine(name, hardware):
-    """The machine of a file for a reader: "4 x H200", or the kind of the CPU.
-
-    Hardware of an AMD server CPU does not name its generation: a file that is not of Zen 4 must end as in MACHINES.
-    """
-    if on_gpu(name, hardware):
-        words = [*hardware["gpu"].split(), hardware["gpu"]]  # "NVIDIA H100 80GB HBM3" is an H100
-        return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
-    cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
-    return MACHINES.get(name.split("_")[-1]) or next((kind for word, kind in kinds.items() if word in cpu), cpu)
-
-
-def on_gpu(name, hardware):
-    return hardware.gpu and not name.startswith(("cpu/", "ranks/"))
+    hardware, gpu = record["hardware"], record["hardware"].get("gpu", "")
+    if on_gpu := gpu and not name.startswith(("cpu/", "ranks/")):
+        words = [*gpu.split(), gpu]  # "NVIDIA H100 80GB HBM3" is an H100
+        machine = f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
+    else:
+        cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
+        kind = next((kind for word, kind in kinds.items() if word in cpu), cpu)
+        machine = MACHINES.get(name.split("_")[-1], kind)
+    return Fields(record, name=name, machine=machine, on_gpu=bool(on_gpu))
 
 
 def source(name):
@@ -57,17 +53,15 @@ def source(name):
 
     If its rows were measured one by one, the line names the commits of all rows; date and command are of the last ones.
     """
-    record, hardware = load(name), load(name)["hardware"]
-    if on_gpu(name, hardware):
-        text = "{gpus} x {gpu}, PyTorch {torch}, Triton {triton}"
-    else:
-        text = "{cpu}, {cores} cores, NumPy {numpy}, {blas}" + ", PyTorch {torch}" * bool(hardware["torch"])
+    record, text = load(name), "{gpus} x {gpu}, PyTorch {torch}, Triton {triton}"
+    if not record["on_gpu"]:
+        text = "{cpu}, {cores} cores, NumPy {numpy}, {blas}" + ", PyTorch {torch}" * bool(record["hardware"]["torch"])
     rows = record["results"] if isinstance(record["results"], list) else []
     commits = sorted((row["date"], row["commit"]) for row in rows if "commit" in row) or [("", record["commit"])]
     commits = list(dict.fromkeys(commit for _, commit in commits))
     measured = f"{record['date'][:10]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     file = f"[`results/{name}.json`](../results/{name}.json)"
-    return f"{file}: {measured}, {text.format_map(hardware)}; `{record['command']}`"
+    return f"{file}: {measured}, {text.format_map(record['hardware'])}; `{record['command']}`"
 
 
 # -- formats: a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns --------------
@@ -244,10 +238,8 @@ class Table:
 
     def cells(self, records):
         """[{title: cell}] of the contents of files, with the tables `also` of the same files."""
-        records, tables = (
-            json.loads(json.dumps(records), object_hook=Fields),
-            (self, *(each for each in self.also if each.files == self.files)),
-        )
+        records = json.loads(json.dumps(records), object_hook=Fields)
+        tables = [self, *(each for each in self.also if each.files == self.files)]
         return self.joined([row for table in tables for row in table.filled(records)])
 
     def print(self, results, title=""):

@@ -248,7 +248,7 @@ def test_the_cost_of_communication_is_relative_to_ranks_without_it():
 
 
 def test_the_sweep_of_bucket_sizes_is_compared_with_the_same_baseline():
-    chosen = gpu_strategies.bucket_sweep(2, 8, [1, 100])
+    chosen = gpu_strategies.variants(2, 8, 25.0, [1.0, 100.0])
     assert list(chosen)[-2:] == [f"ours, 2 GPUs --dp bucket --bucket-mb {mb}" for mb in (1, 100)]
     results = measured(chosen, "ours", {name: [0.1] for name in chosen})
     gpu_strategies.summarise(results)

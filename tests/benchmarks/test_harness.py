@@ -56,7 +56,7 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
 
 def test_ranks_that_are_faster_than_ideal_are_disturbed():
     def result(name, count, threads, seconds):
-        common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "options": {"threads": threads}}
+        common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "threads": threads}
         return {"name": name, "ranks": count, "seconds": [[seconds]] * 3, **common}
 
     def measured(serial):
