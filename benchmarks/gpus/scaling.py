@@ -121,10 +121,10 @@ def seq_len_of(args, preset):
 
 
 def summarise(results):
-    """Add fields to each result of one table: min, tokens_per_second, efficiency, its text and times_as_fast.
+    """Do add_speed() for each result of one table, with PyTorch on equally many GPUs; add its efficiency and the text.
 
-    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our fastest result on the
-    most GPUs has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
+    Our fastest result on the most GPUs has "fastest". The text of an efficiency says if other programs have disturbed
+    the measurement.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -143,9 +143,8 @@ def summarise(results):
 
 
 def add_speed(result, peer):
-    """Add min, tokens_per_second and times_as_fast: the time of `peer`, or None, / the time of the result."""
-    median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
-    result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
+    """Add tokens_per_second and times_as_fast: the time of `peer` / the time of the result, None without a peer."""
+    result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / statistics.median(result["seconds"])
     result["times_as_fast"] = peer and paired_ratio(peer["seconds"], result["seconds"])
 
 

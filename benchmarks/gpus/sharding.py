@@ -142,14 +142,14 @@ def specs_of(args, ours, peers):
 def summarise(results):
     """Do add_speed() for each result of one table, and compare it with PyTorch's, if there is one.
 
-    memory_ratio and held_ratio: its driver_bytes and held_bytes / PyTorch's; None without a GPU or PyTorch.
+    memory_ratio: its driver_bytes / PyTorch's; None without a GPU or PyTorch.
     loss_difference, only with PyTorch: the largest relative difference of the first losses; NaN if a loss is NaN.
     """
     peer = next((result for result in results if result["side"] != "ours"), None)
     for result in results:
         add_speed(result, peer)
-        for field, key in (("memory_ratio", "driver_bytes"), ("held_ratio", "held_bytes")):
-            result[field] = result[key] / peer[key] if peer and peer[key] else None
+        known = peer and peer["driver_bytes"]
+        result["memory_ratio"] = result["driver_bytes"] / peer["driver_bytes"] if known else None
         if peer:
             differences = np.abs(np.divide(result["first_losses"], peer["first_losses"]) - 1)
             result["loss_difference"] = float(np.max(differences))

@@ -48,19 +48,12 @@ def baseline_of(ranks, options):
 
 
 def summarise(results):
-    """Add fields to each result: min, times_baseline, communication_share and times_plain.
-
-    times_baseline: its time / time of its baseline. communication_share: of the step time. times_plain: its time / time
-    of the same --dp without other options.
-    """
+    """Add to each result times_baseline, its time / that of its baseline, and communication_share, of the step time."""
     by_name = {result["name"]: result for result in results}
     for result in results:
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
-        if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
-            result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
-        result["min"] = min(result["seconds"])
 
 
 @benchmark(

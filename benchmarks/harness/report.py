@@ -54,13 +54,12 @@ def round_medians(rounds):
 
 
 def add_step_fields(results):
-    """Add the fastest step ("min") and "cores_used" to results; return {name: [the median step of each round]}.
+    """Add "cores_used" to results; return {name: [the median step of each round]}.
 
     A result has "seconds", a list per round with a number per step, and the "cpu_seconds" of all steps.
     """
     for result in results:
-        steps = sum(result["seconds"], [])
-        result["min"], result["cores_used"] = min(steps), result["cpu_seconds"] / sum(steps)
+        result["cores_used"] = result["cpu_seconds"] / sum(sum(result["seconds"], []))
     return {result["name"]: round_medians(result["seconds"]) for result in results}
 
 
@@ -306,8 +305,6 @@ def benchmark_parser(benchmark, docstring, saves=True, **flags):
     if saves:
         add, name = parser.add_argument, benchmark.split(".")[-1]
         add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
-        # --no-save is the default now. The flag exists because older command lines have it.
-        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
         add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
         add("--commit", help="commit to record in the results file (default: the one that git reports)")
     parser.add_flags(**flags)
