@@ -27,31 +27,22 @@ FIRST_ROW = '[\n {\n  "rung": '  # the first characters of a file of --json
 GREY, RED, RESET = "\033[90m", "\033[31m", "\033[0m"
 
 
-def rows_of(rungs, options):
-    """Run the rungs; yield a dictionary for each."""
-    for rung in rungs:
-        progress(f"{rung.name}: {rung.compared}")
-        row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
-        started = time.perf_counter()
-        if reason := rung.reason():
-            row |= {"result": "not run", "measured": reason, "found": None}
-        else:
-            outcome = run_rung(rung, options)
-            result = "passed" if outcome.passed else "FAILED"
-            row |= {"result": result, "measured": outcome.measured, "found": outcome.found}
-        yield row | {"seconds": round(time.perf_counter() - started, 1)}
-        progress("")
-
-
-def run_rung(rung, options):
-    """The Outcome of a rung; an exception is a failure."""
+def row_of(rung, options):
+    """Run a rung; return its row. An exception is a failure."""
+    progress(f"{rung.name}: {rung.compared}")
+    started, reason = time.perf_counter(), rung.reason()
     try:
-        return rung.run(options)
+        outcome = Outcome(False, reason) if reason else rung.run(options)
     except Exception as error:  # whatever a kernel that is being developed may raise
         lines = [line for line in str(error).splitlines() if line.strip()]
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
         last = f" ... {lines[-1]}" if len(lines) > 1 else ""
-        return Outcome(False, text, f"not found, because the run raised {text}{last}")
+        outcome = Outcome(False, text, f"not found, because the run raised {text}{last}")
+    progress("")
+    row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
+    row["result"] = "not run" if reason else "passed" if outcome.passed else "FAILED"
+    seconds = round(time.perf_counter() - started, 1)
+    return row | {"measured": outcome.measured, "found": outcome.found, "seconds": seconds}
 
 
 def print_row(row):
@@ -94,9 +85,10 @@ def main(options):
     rows = []
     if options.json:
         check_json(options.json)
-    for row in rows_of([rung for rung in RUNGS if rung.name in options.only], options):
-        print_row(row)
-        rows.append(row)
+    for rung in RUNGS:
+        if rung.name in options.only:
+            rows.append(row_of(rung, options))
+            print_row(rows[-1])
     for row in rows:
         if row["found"]:
             print(f"\n{row['rung']}: {row['measured']}\nfirst difference: {row['found']}")

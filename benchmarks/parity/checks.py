@@ -192,31 +192,24 @@ class CollectiveRecorder:
         arguments = {key: value for key, value in bound.items() if key in ("op", "root")}
         record = Call(name, arguments, self.host(x), self.describe(x))
         self.calls.append(record)
-        result = call()
-        if not blocking:
-            return RecordedHandle(result, functools.partial(self.finish, record))
-        self.finish(record, result)
-        return result
-
-    def finish(self, record, result):
-        record.result = None if result is None else self.host(result)
+        handle = RecordedHandle(Handle(call()) if blocking else call(), record, self.host)
+        return handle.wait() if blocking else handle
 
     def host(self, x):
         return np.array(self.backend.to_host(x))
 
 
 class RecordedHandle(Handle):
-    """A Handle that calls finished(result) when the first wait() returns."""
+    """A Handle whose first wait() writes the result to the record of the Call, on the host."""
 
-    def __init__(self, handle, finished):
+    def __init__(self, handle, record, host):
         super().__init__()
-        self.handle, self.finished = handle, finished
+        self.handle, self.record, self.host = handle, record, host
 
     def wait(self):
         result = self.handle.wait()
-        if self.finished:
-            self.finished(result)
-            self.finished = None
+        if self.record.result is None and result is not None:
+            self.record.result = self.host(result)
         return result
 
 
