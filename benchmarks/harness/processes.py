@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 
-from gpt2core.app.command import error_text
+from gpt2core.app.command import error_text, run_command
 from gpt2core.app.output.failed_output import output_error
 from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
@@ -213,24 +213,17 @@ def serve(job):
         else:
             traceback.print_exc()
         os.kill(os.getpid(), signal.SIGKILL)  # MPICH does not detect a rank that exits before MPI_Init
-    options, world = job["options"], Solo()
-    if job["ranks"]:
-        world = options["world"] = module.make_world(job["ranks"])
-    report = answer if world.is_root else lambda content: None
-    report({})  # all imports are done: the parent reads the memory baseline from this answer
-    try:
+
+    def body(world):
+        report = answer if world.is_root else lambda content: None
+        report({})  # all imports are done: the parent reads the memory baseline from this answer
+        options = job["options"] | ({"world": world} if job["ranks"] else {})
         run_round = benchmark.prepare(module, **options)
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
             request = json.loads(line)
             report(run_round(**request) if request else world.barrier() or {})
-    except Exception as error:
-        # If all ranks fail, rank 0 prints its error and aborts the other ranks before they print theirs.
-        time.sleep(0.4 * min(world.rank, 8))
-        if isinstance(error, UserError):
-            print(f"error: {error_text(error)}", file=sys.stderr, flush=True)
-            world.abort(USER_ERROR)
-        traceback.print_exc()
-        world.abort(1)
+
+    run_command(lambda: module.make_world(job["ranks"]) if job["ranks"] else Solo(), body)
 
 
 def run_main(main, measures_time=True):
