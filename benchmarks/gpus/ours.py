@@ -20,14 +20,6 @@ def make_world(ranks):
     return world
 
 
-def used_bytes():
-    """The bytes of this rank's GPU that all programs use, as nvidia-smi shows them; 0 in the interpreter."""
-    if triton_launch.interpreted():
-        return 0
-    free, total = triton_launch.array_module().cuda.runtime.memGetInfo()
-    return total - free
-
-
 def make_variants(config, world, windows, variants, precision="bf16", initial=None):
     """Return {name of the variant: train}. train(steps) trains and returns the measurements of this rank.
 

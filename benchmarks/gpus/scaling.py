@@ -1,8 +1,7 @@
 """Do four GPUs train four times as fast as one, and faster than PyTorch's DistributedDataParallel on four GPUs?
 
-Two jobs run at the same time: an MPI job with all our variants and a job with all variants of PyTorch. A variant uses
-the first GPU, the first two GPUs, or all GPUs. Only one variant trains at a time; every round measures all variants. A
-variant that waits uses GPU memory but no GPU time.
+One job has all our variants, another one those of PyTorch. A variant uses the first GPU, the first two GPUs, or all
+GPUs; while another one trains, it uses GPU memory but no GPU time.
 
     python -m benchmarks.gpus.scaling                                         # on 1, 2 and 4 GPUs
     python -m benchmarks.gpus.scaling --ranks 1 2 --batch-size 16 --rounds 1  # a quick trial on two GPUs

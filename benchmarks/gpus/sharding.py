@@ -1,9 +1,8 @@
 """Is `--zero 3` faster than PyTorch's fully_shard on several GPUs, and does it need as little memory?
 
-Every program is a job of its own on all GPUs, so that its memory can be measured. Only one trains at a time, and every
-round measures all programs of a table. In PyTorch, fully_shard is applied to each compiled block and to the root. All
-programs begin with the same parameters and train on the same sequences in the same order. The losses of their first
-steps must agree; otherwise they do not train the same model, and the exit code is 1.
+Every program is a job of its own on all GPUs. In PyTorch, fully_shard is applied to each compiled block and to the
+root. All programs begin with the same parameters and train on the same sequences in the same order. The losses of their
+first steps must agree; otherwise they do not train the same model, and the exit code is 1.
 
 "GPU memory" is what nvidia-smi shows as used after the first steps, at most, without the CUDA context and without the
 memory of the other jobs. It includes NCCL's buffers. "held in pools" is the peak of CuPy's or PyTorch's pools:
@@ -51,7 +50,14 @@ def prepare(module, world, preset, seq_len, variants, **options):
     tokens = (config.vocab_size * rng.random(CORPUS) ** 4).astype(np.int64)
     options["initial"] = functools.partial(initial_parameters, config)
     functions = module.make_variants(config, world, Windows(tokens, seq_len), variants, **options)
-    return round_function({name: observed(train, module.used_bytes) for name, train in functions.items()}, world)
+    used_bytes = functools.partial(used_bytes_of, world.rank)
+    return round_function({name: observed(train, used_bytes) for name, train in functions.items()}, world)
+
+
+def used_bytes_of(gpu):
+    """The bytes of a GPU that all programs use; 0 without a GPU."""
+    gpus = nvidia_smi("memory.used")
+    return int(gpus[gpu][0]) << 20 if gpus else 0
 
 
 def initial_parameters(config):

@@ -31,14 +31,6 @@ def make_world(ranks):
     return world
 
 
-def used_bytes():
-    """The bytes of this rank's GPU that all programs use, as nvidia-smi shows them; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def make_variants(config, world, windows, variants, initial, precision="bf16", compiled=True, device="cuda"):
     """{name: train}; train(steps) returns {"loss": mean loss of all ranks in the last step} and CudaSteps.memory().
 
