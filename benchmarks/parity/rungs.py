@@ -126,10 +126,13 @@ def trainer_maker(backend, config=MODEL, batch_size=8, micro_batches=4, **parall
 
 
 def trained(world, make_trainer, config, steps):
-    """[(loss, gradient norm) of each step], and the hash of the parameters."""
-    trainer, windows = make_trainer(world), windows_of(config)
-    reports = [trainer.step(read_batch(trainer, windows), LR) for _ in range(steps)]
-    return [(report.loss, report.grad_norm) for report in reports], parameter_hash(trainer)
+    """The log of a training run, a dictionary for each step as first_difference() compares them."""
+    trainer, windows, log = make_trainer(world), windows_of(config), []
+    for step in range(steps):
+        report = trainer.step(read_batch(trainer, windows), LR)
+        log.append({"step": step, "loss": report.loss, "grad_norm": report.grad_norm})
+    log[-1]["parameters_sha256"] = parameter_hash(trainer)
+    return log
 
 
 def examined(make_trainer, config, steps, ranks=1, exact=True, world_of=lambda threads: threads):
@@ -139,14 +142,6 @@ def examined(make_trainer, config, steps, ranks=1, exact=True, world_of=lambda t
         return examine(make_trainer, windows_of(config), steps, LR, world_of(threads), exact)
 
     return run(Solo()) if ranks == 1 else run_ranks(ranks, run, timeout=LIMIT)[0]
-
-
-def curve_difference(got, wanted):
-    """What is different in two results of trained(), as text; None if they have equal bits."""
-    for step, (one, other) in enumerate(zip(got[0], wanted[0], strict=True)):
-        if one != other:
-            return f"step {step}: loss and norm are {one} instead of {other}"
-    return None if got[1] == wanted[1] else "the parameters after the last step differ"
 
 
 # -- kernels, model, collectives ---------------------------------------------------------------------------------------
@@ -249,9 +244,8 @@ def first_collective_difference(comm):
 
 def gradients_of_stage_0(options):
     steps = steps_of(options, 2)
-    return outcome(
-        examined(trainer_maker(NumpyBackend), MODEL, steps), f"{counted(steps, 'step')}: each kernel, each gradient"
-    )
+    found = examined(trainer_maker(NumpyBackend), MODEL, steps)
+    return outcome(found, f"{counted(steps, 'step')}: each kernel, each gradient")
 
 
 def gradients_of_stage_2(options):
@@ -299,8 +293,8 @@ def first_failure(cases, wanted, world_of=lambda threads: threads):
     for ranks, how, make, config, steps in cases:
         got = run_ranks(ranks, trained_on, world_of, make, config, steps, timeout=LIMIT)[0]
         exact = "tp" not in how
-        text = curve_difference(got, wanted)
-        if text and (exact or not np.allclose(*([loss for loss, _ in each[0]] for each in (got, wanted)), 1e-5, 0)):
+        text = first_difference(got, wanted)
+        if text and (exact or not max(loss_errors(got, wanted)) <= 1e-5):
             found = examined(make, config, steps, ranks, exact, world_of)
             flags = " ".join(f"--{name} {value}" for name, value in how.items())
             return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))
@@ -329,9 +323,7 @@ def stage_1_curve(options):
     def locate(ranks, parallel):
         return examined(trainer_maker(NumpyBackend, **parallel), MODEL, steps_of(options, 3), max(2, ranks))
 
-    return equal_curves(
-        "stage0_serial", "stage1_mpi", [(n, {"bucket_mb": 0.1} | how) for n, how in runs], common, locate
-    )
+    return equal_curves("stage0_serial", "stage1_mpi", runs, common, locate, bucket_mb=0.1)
 
 
 def stage_3_curve(options):
@@ -344,14 +336,15 @@ def stage_3_curve(options):
     return equal_curves("stage2_cuda", "stage3_mpi_cuda", runs, common, lambda ranks, _: locate_in_stage_3(ranks))
 
 
-def equal_curves(one_process, package, runs, common, locate):
+def equal_curves(one_process, package, runs, common, locate, **more):
     """The Outcome of comparing the logs of `runs`, [(ranks, flags)] of a package, with the log of one process.
 
-    common: arguments of train(). locate(ranks, flags): the first Difference of a small training run, or None.
+    common, more: arguments of train(), `more` of the runs. locate(ranks, flags): the first Difference of a small
+    training run, or None.
     """
     wanted, _ = train(one_process, one_process, **common)
     for ranks, flags in runs:
-        log, _ = train(f"{ranks} ranks", package, ranks=ranks, **common, **flags)
+        log, _ = train(f"{ranks} ranks", package, ranks=ranks, **common, **more, **flags)
         if text := first_difference(log, wanted):
             return Outcome(False, f"{ranks} ranks: {text}", str(locate(ranks, flags) or unlocated(text)))
     counts = ", ".join(str(ranks) for ranks, _ in runs)
@@ -361,18 +354,17 @@ def equal_curves(one_process, package, runs, common, locate):
 def stage_2_curve(options):
     """The losses of stage 2, with those of stage 0, at every step; 16 bits: the last loss."""
     common = curve_flags(options)
-    wanted = losses_of(train("stage 0", "stage0_serial", **common))
+    wanted, _ = train("stage 0", "stage0_serial", **common)
     tolerances = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2} if gpu_count() else {"fp32": 1e-3}
     measured = []
     for precision, tolerance in tolerances.items():
-        got = losses_of(train(f"stage 2, {precision}", "stage2_cuda", precision=precision, **common))
-        errors = np.abs(np.divide(got, wanted) - 1)
+        got, _ = train(f"stage 2, {precision}", "stage2_cuda", precision=precision, **common)
+        errors = loss_errors(got, wanted)
         compared = errors if tolerance < 2e-2 else errors[-1:]
         measured.append(f"{precision} {compared.max():.1e}")
         if not compared.max() <= tolerance:
             text = f"{precision}, step {int(np.argmax(errors > tolerance))}: loss differs by {compared.max():.1e}"
-            found = gradients_of_stage_2(options).found or unlocated(text)
-            return Outcome(False, text, found)
+            return Outcome(False, text, gradients_of_stage_2(options).found or unlocated(text))
     return Outcome(True, f"{common['preset']}, {common['steps']} steps: {', '.join(measured)}")
 
 
@@ -384,14 +376,13 @@ def curve_flags(options):
     return dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps)
 
 
-def losses_of(run):
-    """The losses of a result of train()."""
-    return [line["loss"] for line in run[0]]
+def loss_errors(log, wanted):
+    """The relative deviation of the loss of each step."""
+    return np.abs([line["loss"] / other["loss"] - 1 for line, other in zip(log, wanted, strict=True)])
 
 
 def gradients_of_stage_3(options):
-    found = locate_in_stage_3(2)
-    return outcome(found, "2 ranks, 2 steps: each kernel, collective and gradient")
+    return outcome(locate_in_stage_3(2), "2 ranks, 2 steps: each kernel, collective and gradient")
 
 
 def locate_in_stage_3(ranks):
