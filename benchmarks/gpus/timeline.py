@@ -70,16 +70,11 @@ def last_of_two(activities):
 
 def processes_of(steps):
     """The steps {name: lanes_of()} as processes of a trace: each step is a process."""
-    return [
-        Process(
-            name,
-            {
-                title: [Span(short(each.name), each.start, each.duration) for at, each in placed if at == lane]
-                for lane, title in enumerate(LANES)
-            },
-        )
-        for name, placed in steps.items()
-    ]
+    processes = [Process(name, {title: [] for title in LANES}) for name in steps]
+    for process, placed in zip(processes, steps.values(), strict=True):
+        for lane, each in placed:
+            process.lanes[LANES[lane]].append(Span(short(each.name), each.start, each.duration))
+    return processes
 
 
 def times_of(placed):
@@ -106,10 +101,9 @@ def times_of(placed):
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
     spans = {}
-    for name, placed in steps.items():
-        of_step = spans[f"{name}: {times_of(placed)['step_ms']:.1f} ms"] = {lane: [] for lane in LANES}
-        for lane, activity in placed:
-            of_step[LANES[lane]].append((activity.start / 1e3, activity.duration / 1e3))
+    for name, lanes in processes_of(steps):
+        lanes = {lane: [(each.start / 1e3, each.duration / 1e3) for each in found] for lane, found in lanes.items()}
+        spans[f"{name}: {times_of(steps[name])['step_ms']:.1f} ms"] = lanes
     draw_timeline(path, dict(zip(LANES, COLOURS, strict=True)), spans)
 
 
