@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.report import add_ratios, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_ratios
 from benchmarks.harness.rounds import SEED, measure_jobs, timed_steps
 from benchmarks.harness.script import benchmark
 from gpt2core.arena import Arena
@@ -97,9 +96,12 @@ def summarise(results):
 
 
 @benchmark(
+    "ranks-sparse",
     common=dict(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900),
     vocabularies=dict(type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)"),
 )
 def main(args):
     cases = [(args.ranks, variants_of(V, args.ranks), {"vocab_size": V}) for V in args.vocabularies]
-    save_each(args, measure_jobs(args, cases), summarise, TABLES["ranks-sparse"].print)
+    for results in measure_jobs(args, cases):
+        summarise(results)
+        yield results

@@ -5,8 +5,7 @@ python -m benchmarks.ranks.strategies --ranks 2 --preset tiny --rounds 1  # a qu
 python -m benchmarks.ranks.strategies --ranks 2 --only zero               # only some variants
 """
 
-from benchmarks.harness.report import add_ratios, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_ratios
 from benchmarks.harness.rounds import measure_jobs, timed_steps
 from benchmarks.harness.script import benchmark
 from gpt2core.codecs import CODECS
@@ -46,12 +45,8 @@ def prepare(module, world, preset, batch_size, variants):
     return run_round
 
 
-def summarise(results):
-    """Add "times_flat", the time divided by that of FLAT, to the results of one job."""
-    add_ratios(results, "times_flat", lambda name: FLAT)
-
-
 @benchmark(
+    "ranks-strategies",
     common=dict(preset="paper", ranks=[2, 4], batch_size=16, rounds=5, steps_per_round=1, warm_up=1, timeout=900),
     only=dict(nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT"),
 )
@@ -63,5 +58,6 @@ def main(args):
         if name in (FLAT, ZERO_1) or any(text in name for text in texts)
     }
     args.save_as = "_".join(["strategies", *args.only]) if args.only else args.save_as
-    tables = measure_jobs(args, [(ranks, chosen, {"preset": args.preset}) for ranks in args.ranks])
-    save_each(args, tables, summarise, TABLES["ranks-strategies"].print)
+    for results in measure_jobs(args, [(ranks, chosen, {"preset": args.preset}) for ranks in args.ranks]):
+        add_ratios(results, "times_flat", lambda name: FLAT)
+        yield results

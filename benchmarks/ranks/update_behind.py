@@ -13,8 +13,7 @@ python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a
 
 import numpy as np
 
-from benchmarks.harness.report import add_ratios, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_ratios
 from benchmarks.harness.rounds import measure_jobs, timed_steps
 from benchmarks.harness.script import benchmark
 from gpt2core.parallel.whole_parameters import parameter_hash
@@ -92,21 +91,16 @@ def prepare(module, world, preset, batch_size, variants):
     return run_round
 
 
-def summarise(results):
-    """Add "times_after", the time divided by that of AFTER, to the results of one job."""
-    add_ratios(results, "times_after", lambda name: AFTER)
-
-
-def print_equality(results):
-    hashes = {result["hash"] for result in results if result["hash"]}
-    equal = "equal, bit for bit" if len(hashes) == 1 else "DIFFERENT"
-    print(f"{results[0]['ranks']} ranks: the parameters are {equal}")
-
-
 @benchmark(
-    preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900
+    "ranks-update-behind",
+    dict(
+        preset="paper", ranks=[2, 4], batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900, bucket_mb=4.0
+    ),
 )
 def main(args):
     variants = dict.fromkeys((AFTER, NO_COPY, COPY, ALONE), {"dp": "bucket", "bucket_mb": args.bucket_mb})
-    tables = measure_jobs(args, [(ranks, variants, {"preset": args.preset}) for ranks in args.ranks])
-    save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
+    for results in measure_jobs(args, [(ranks, variants, {"preset": args.preset}) for ranks in args.ranks]):
+        add_ratios(results, "times_after", lambda name: AFTER)
+        equal = len({result["hash"] for result in results if result["hash"]}) == 1
+        print(f"{results[0]['ranks']} ranks: the parameters are {'equal, bit for bit' if equal else 'DIFFERENT'}")
+        yield results
