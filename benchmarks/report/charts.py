@@ -10,7 +10,7 @@ from textwrap import fill
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a chart. marks: [(value, text, colour, marker of matplotlib, or "" for a bar)]."""
+    """One row of a chart. marks: [(value, text, colour, marker of matplotlib)]."""
 
     label: str
     marks: list
@@ -44,10 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it.
-
-    log: whether the axes of numbers are logarithmic.
-    """
+    """A chart with `lines`, or with `rows` on a logarithmic axis. alt: what a reader who sees the chart learns."""
 
     name: str
     title: str
@@ -56,7 +53,6 @@ class Chart:
     y_label: str = ""
     lines: list = ()
     rows: list = ()
-    log: bool = False
 
     def inline(self):
         """The chart as inline SVG of each size, without fixed colours. "data-points" has [x, y, text] for tooltips."""
@@ -107,10 +103,6 @@ def draw(chart, size, theme, title=""):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
-        if chart.log:
-            set_logarithmic(axes.xaxis, decades=1.5)
-            if chart.lines:
-                set_logarithmic(axes.yaxis, decades=3)
         axes.set_xlabel(chart.x_label)
         axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:
@@ -120,15 +112,6 @@ def draw(chart, size, theme, title=""):
         move_apart(axes, labels)
         pixels = axes.transData.transform([point[:2] for point in points]) / figure.bbox.size
     return figure, [[round(x, 4), round(1 - y, 4), text] for (x, y), (_, _, text) in zip(pixels, points, strict=True)]
-
-
-def set_logarithmic(axis, decades):
-    """Label the powers of 10, over fewer `decades` also 2 and 5 times each of them: 0.1, 200, 10 k, 1 M."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**decades else (1,), numticks=99))
-    axis.set_major_formatter(EngFormatter() if low >= 1 else "{x:g}")
-    axis.set_minor_locator(NullLocator())
 
 
 def draw_lines(axes, chart, colours, limit):
@@ -143,8 +126,7 @@ def draw_lines(axes, chart, colours, limit):
         points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
         label = fill(line.label, limit, break_long_words=False)
         labels.append(axes.annotate(label, pairs[-1], (1.03, 0.5), color=colours[line.colour], **text))
-    if not chart.log:
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, axis="y", linewidth=0.6)
     return points, labels
 
@@ -170,10 +152,6 @@ def draw_rows(axes, chart, colours, limit):
     for place, row in enumerate(chart.rows):
         values, texts, names, markers = zip(*row.marks, strict=True)
         points += [(value, place, f"{row.label}: {text}") for value, text in zip(values, texts, strict=True)]
-        if not any(markers):
-            bars = axes.barh(place, values, color=[colours[name] for name in names], height=0.62)
-            axes.bar_label(bars, texts, padding=4)
-            continue
         axes.plot([min(values), max(values)], [place, place], color=colours["line"], linewidth=3, zorder=1)
         axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **right)
         for value, name, marker in zip(values, names, markers, strict=True):
@@ -184,9 +162,9 @@ def draw_rows(axes, chart, colours, limit):
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
-    if not any(markers):
-        axes.margins(x=0)
-    else:
-        axes.grid(True, axis="x", linewidth=0.6)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, axis="x", linewidth=0.6)
     axes.set_axisbelow(True)
     return points, []

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
-from benchmarks.report import architecture, machine_sections, paper_sections
+from benchmarks.report import architecture, sections
 from benchmarks.report.charts import style_sheet
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from benchmarks.report.views import views
@@ -50,10 +50,10 @@ def write_report(folder, records, missing, preset, steps, titles):
         return notes.index(text) + 1
 
     text = template.render(
-        s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
+        s=sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR, note=note, draw=draw,
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(),
         colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"),
-        tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
+        tables=sections.machine(hardware(), runs, titles), notes=notes,
     )  # fmt: skip
     for chart in charts:
         chart.write(folder)

@@ -12,13 +12,8 @@ from benchmarks.harness.processes import BenchmarkFailed
 from benchmarks.harness.report import commit, cpu, to_json
 from benchmarks.harness.speedups import OtherPrograms
 from gpt2core.errors import ConfigError, UserError
-from stage1_mpi.launch import choose
 
 BUSY = 0.5  # other programs that use more cores than this may slow a measurement
-
-
-class Skipped(Exception):
-    """A part that this machine cannot run; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ def load(folder, part):
 
 
 def measure(folder, part):
-    """Measure a part; save and return its record. Raises Skipped, BenchmarkFailed, UserError or AssertionError."""
+    """Measure a part; save and return its record. Raises what the part raises."""
     started, others = time.monotonic(), OtherPrograms()
     results = part.measure(*part.arguments)
     record = {
@@ -66,13 +61,10 @@ def measure(folder, part):
     return record
 
 
-def need_mpi(ranks):
-    """Raise Skipped if a part needs MPI, because `ranks` is not None, and there is none."""
-    try:
-        if ranks:
-            choose()
-    except (ConfigError, ImportError) as error:
-        raise Skipped(f"{error}") from None
+def disturbance(record):
+    """ "while other programs used 1.7 cores", or "" if a part has no times or ran on an idle machine."""
+    cores = record["other_cores"] or 0  # None if it is not known
+    return f"while other programs used {cores:.1f} cores" * (record["times"] and cores > BUSY)
 
 
 def run_parts(parts, folder, only_saved=False, fresh=False):
@@ -88,21 +80,18 @@ def run_parts(parts, folder, only_saved=False, fresh=False):
             if not fresh and (record := load(folder, part)):
                 said = f"measured on {record['date'][:10]}, used again"
             elif only_saved and part.times:
-                raise Skipped("--no-measure was given")
+                raise ConfigError("--no-measure was given")
             else:
                 record = measure(folder, part)
-                cores = record["other_cores"] or 0  # None if it is not known
-                busy = f", other programs used {cores:.1f} cores" if part.times and cores > BUSY else ""
-                said = f"{record['seconds']:.0f} s{busy}"
+                said = f"{record['seconds']:.0f} s {disturbance(record)}".strip()
             records[part.name] = record
-        except Skipped as error:
+        except (ConfigError, ImportError) as error:  # for example, there is no MPI
             missing[part.name] = str(error)
             said = f"skipped: {error}"
         except (BenchmarkFailed, UserError, AssertionError) as error:
             first, *others = str(error).splitlines() or [type(error).__name__]
             reason = next((line for line in others if line.startswith("error:")), others[-1] if others else "")
-            missing[part.name] = f"it failed: {first} {reason}".strip()
+            missing[part.name] = said = f"it failed: {first} {reason}".strip()
             failures.append(part.name)
-            said = f"FAILED: {first} {reason}"
         print(said, flush=True)
     return records, missing, failures

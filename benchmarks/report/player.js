@@ -4,7 +4,8 @@
 
 (() => {
   const TRACE_FRAMES = 200; // frames of a training step; a recorded collective has one frame per round
-  const MILLISECONDS = { trace: 60, slices: 1500 }; // time of a frame while playing
+  const PRODUCT = /nvjet|gemm|cutlass|splitK|product/i; // names of kernels of cuBLASLt
+  const ROWS = 14; // of the table of a training step
   const CATEGORIES = { // of the bars: colour, and name in the legend
     forward: ["c0", "forward"], backward: ["c3", "backward"], weights: ["c2", "gradients of the parameters"],
     optimizer: ["c4", "optimizer"], collective: ["c1", "communication"], wait: ["line", "wait"], GPU: ["c2", "GPU"],
@@ -14,7 +15,7 @@
   const colour = (category) => `--kind: var(--${(CATEGORIES[category] ?? CATEGORIES.GPU)[0]})`;
   const colourOf = (rank) => `var(--c${rank % 4})`;
 
-  const root = document.getElementById("step-player");
+  const root = document.getElementById("step-player"), totals = document.getElementById("step-totals");
   const views = JSON.parse(document.getElementById("player-data").textContent);
   const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -37,11 +38,11 @@
   function open(number) {
     play(false);
     view = views[number];
-    const isTrace = view.kind === "trace";
-    slider.max = last = isTrace ? TRACE_FRAMES : view.frames.length - 1;
-    button("in").hidden = button("out").hidden = !isTrace;
+    slider.max = last = view.lanes ? TRACE_FRAMES : view.frames.length - 1;
+    button("in").hidden = button("out").hidden = !view.lanes;
     about.textContent = view.text;
-    draw = isTrace ? openTrace(view) : openSlices(view);
+    now.textContent = totals.textContent = "";
+    draw = view.lanes ? openTrace(view) : openSlices(view);
     show(0);
   }
 
@@ -55,7 +56,7 @@
 
   function play(on) {
     clearInterval(timer);
-    timer = on ? setInterval(next, Number(root.dataset.milliseconds) || MILLISECONDS[view.kind]) : null;
+    timer = on ? setInterval(next, Number(root.dataset.milliseconds) || (view.lanes ? 60 : 1500)) : null;
     button("play").textContent = on ? "Pause" : "Play";
   }
   function next() {
@@ -105,9 +106,8 @@
 
   // -- a training step or a pipeline: a lane of bars for each thread, group and stream --------------------------------
 
-  function openTrace({ lanes, unit }) {
-    const all = lanes.flatMap(({ events }) => events), used = new Set(all.map((event) => event[3]));
-    const length = Math.max(...all.map(([, start, taken]) => start + taken));
+  function openTrace({ lanes, length, unit }) {
+    const used = new Set(lanes.flatMap(({ events }) => events.map((event) => event[3])));
     const percent = (time) => `${(100 * time) / length}%`;
     let from = 0, span = length; // the part of the step that is shown
     const legend = Object.entries(CATEGORIES).filter(([category, [, name]]) => used.has(category) && name);
@@ -133,6 +133,7 @@
       place((frame / TRACE_FRAMES) * length);
     };
     place(0);
+    if (!unit) totals.innerHTML = tableOf(lanes, length, used.has("GPU"));
     return (number) => {
       const time = (number / TRACE_FRAMES) * length;
       if (time < from || time > from + span) place(time);
@@ -143,7 +144,6 @@
         const count = live ? `; live activations: ${live.filter(([start]) => start <= time).pop()[1]}` : "";
         texts[k].textContent = (inner ? describe(inner, unit) : "idle") + count;
       });
-      now.textContent = "";
       return `${duration(time, unit)} of ${duration(length, unit)}`;
     };
   }
@@ -151,17 +151,49 @@
   const describe = ([name, , taken, , module, bytes], unit) =>
     name + (module && ` (${module})`) + (bytes ? `, ${amount(bytes)}` : "") + `, ${duration(taken, unit)}`;
 
-  // The bars of a lane. A nested bar is drawn inside its outer bar.
-  function barsOf(events, unit, percent) {
-    const ends = []; // of the bars that contain the next one
+  // [[event, the events that contain it]] of a lane.
+  function nested(events) {
+    let outer = [];
     return events.map((event) => {
-      const [, start, taken, category, , , mark = ""] = event;
-      while (ends.at(-1) <= start + 0.05) ends.pop();
-      const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${Math.min(3 * ends.length, 9)}px`;
-      ends.push(start + taken);
-      const tip = describe(event, unit);
-      return html`<div class="event" style="${place}; ${colour(category)}" data-tip="${tip}">${mark}</div>`;
+      outer = outer.filter(([, start, taken]) => start + taken > event[1] + 0.05);
+      return [event, outer, outer.push(event)];
     });
+  }
+
+  // The bars of a lane. A nested bar is drawn inside its outer bar.
+  const barsOf = (events, unit, percent) => nested(events).map(([event, , depth]) => {
+    const [, start, taken, category, , , mark = ""] = event, inset = Math.min(3 * (depth - 1), 9);
+    const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${inset}px`;
+    return html`<div class="event" style="${place}; ${colour(category)}" data-tip="${describe(event, unit)}">${mark}</div>`;
+  });
+
+  // The table of the kernels and collectives of a step. A time is without the bars inside. On a GPU, the other events
+  // are the launches of its kernels.
+  function tableOf(lanes, length, onGpu) {
+    const found = {}, ranks = new Set(lanes.map(({ rank }) => rank)).size;
+    function rowOf([name, , , category]) {
+      const op = PRODUCT.test(name) ? "matrix products" : name.split("<")[0];
+      return (found[`${category} ${op}`] ??= { op, category, calls: 0, bytes: 0, time: 0 });
+    }
+    for (const [event, outer] of lanes.flatMap(({ events }) => nested(events))) {
+      const row = rowOf(event), [, , taken, , , bytes] = event;
+      row.calls += 1 / ranks;
+      row.bytes += bytes / ranks;
+      row.time += taken / ranks;
+      if (outer.length > 1) rowOf(outer.at(-2)).time -= taken / ranks;
+    }
+    const shown = onGpu ? ["GPU", "collective", "wait"] : Object.keys(CATEGORIES).filter((each) => each !== "phase");
+    const rows = Object.values(found).filter(({ category }) => shown.includes(category));
+    const number = (value) => (value < 100 ? value.toPrecision(3) : Math.round(value).toLocaleString("en"));
+    const cells = (values, tag) => values.map((value) => html`<${tag} class="number">${value}</${tag}>`);
+    return html`<div class="scroll" tabindex="0" role="region" aria-label="Time by kernel"><table>
+      <caption><span>Time by kernel and collective: the sum over the threads of a rank, mean of the ranks.</span></caption>
+      <thead><tr><th scope="col">name</th>${cells(["time (ms)", "of the step (%)", "calls", "bytes"], "th")}</tr></thead>
+      <tbody>${rows.sort((a, b) => b.time - a.time).slice(0, ROWS).map(({ op, category, calls, bytes, time }) =>
+        html`<tr><th scope="row"><span class="key" style="${colour(category)}"></span>${op}</th>
+        ${cells([time / 1e3, (100 * time) / length].map(number), "td")}
+        ${cells([calls, bytes].map((count) => (count ? count.toLocaleString("en") : "")), "td")}</tr>`
+      )}</tbody></table></div>`;
   }
 
   // The curve of the live activations, [[time, count]], below the bars of a pipeline.

@@ -1,12 +1,13 @@
-"""Record the collectives of stage 1: which slice of an array is on which rank after each message, in bytes.
+"""Record the collectives of stage 1 and a step of ZeRO-3: which slice of an array is on which rank, in bytes.
 
 The functions of stage1_mpi/collectives.py run on the ranks of a ThreadCommunicator. A Recorder stands between the two.
-It notes each message and, at each call, the content of the rank's arrays. The content names its origin: rank r of p
-fills slice j with 2^(p j + r). So bit r of a sum's element says whether rank r is included, and the position of the
-group of p bits is the number of the slice.
+It notes each message and the content of the rank's arrays. The content names its origin: rank r of p fills slice j with
+2^(p j + r). So bit r of a sum's element says whether rank r is included, and the position of the group of p bits is the
+number of the slice.
 
 A rank's time is the number of messages that it has received. In the ring, each rank receives one message per round, so
-a frame is a round.
+a frame is a round: {"phase", "messages": [{"from", "to", "bytes", "slice", "ranks"}], "ranks": [{"cells": {array:
+[(slice, ranks that it contains)]}, "bytes": {array: bytes}} for each rank]}.
 """
 
 import weakref
@@ -32,63 +33,56 @@ MAX_RANKS = 4  # fp32 holds integers below 2^24, and p ranks need p^2 bits
 
 
 class Recorder:
-    """A Communicator with only send_start and recv_start, which notes every call.
+    """A Communicator with only send_start and recv_start, which notes what a rank sends and has at each time.
 
-    arrays: {name: (array of this rank, number of slices in it)}. Other arrays in messages are temporary buffers.
-    fixed: {name: bytes of an array without slices}.
-
-    sent: [{"time", "from", "to", "bytes", "slice", "ranks"}]. states: {time: {"cells": {array: [(slice, ranks that it
-    contains)]}, "bytes": {array: bytes}}}. phases: [(first time, name)].
+    arrays: {name: (array of this rank, number of slices in it)}; the first one has a slice for each rank. Other arrays
+    in messages are temporary buffers. fixed: {name: bytes of an array without slices}. phases: {first time: name}.
     """
 
     def __init__(self, comm, arrays, fixed=None):
         self.comm, self.rank, self.size, self.arrays = comm, comm.rank, comm.size, arrays
         self.sizes = {name: array.nbytes for name, (array, _) in arrays.items()} | (fixed or {})
-        self.time, self.sent, self.states, self.phases = 0, [], {}, []
+        self.time, self.sent, self.states, self.phases = 0, [[]], [], {}  # sent, states: of each time
         self.buffers = weakref.WeakValueDictionary()  # {id: temporary buffer}
 
     def begin(self, phase):
         """Begin a phase, at a new time if it is not the first."""
-        self.note()
-        self.time += bool(self.phases)
-        self.phases.append((self.time, phase))
+        if self.phases:
+            self.next_time()
+        self.phases[self.time] = phase
 
     def send_start(self, x, to, tag=0):
-        self.note(x)
+        self.find_buffer(x)
         number, ranks = decoded(x, self.size)
-        message = {"time": self.time, "from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
-        self.sent.append(message)
-        return self.handle(self.comm.send_start(x, to, tag), received=0)
+        message = {"from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
+        self.sent[-1].append(message)
+        return self.comm.send_start(x, to, tag)
 
     def recv_start(self, out, source, tag=0):
-        self.note(out)
-        return self.handle(self.comm.recv_start(out, source, tag), received=1)
+        self.find_buffer(out)
+        started = self.comm.recv_start(out, source, tag)
+        return SimpleNamespace(wait=lambda: (self.next_time(), started.wait()))
 
-    def handle(self, started, received):
-        """The handle of a message. received: the number of messages that the rank has received after wait()."""
-
-        def wait():
-            self.note()
-            started.wait()
-            self.time += received
-
-        return SimpleNamespace(wait=wait)
-
-    def note(self, message=None):
-        """Save the content of the arrays at the present time, and the largest size of the buffers at this time.
-
-        message: the array of a message. It is in a temporary buffer if it is not in one of the named arrays.
-        """
-        if message is not None and not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
+    def find_buffer(self, message):
+        """Remember the array of a message if it is not in one of the named arrays."""
+        if not any(np.may_share_memory(message, array) for array, _ in self.arrays.values()):
             whole = message if message.base is None else message.base
             self.buffers[id(whole)] = whole
-        before = self.states[self.time]["bytes"][BUFFERS] if self.time in self.states else 0
-        buffers = max(before, sum(array.nbytes for array in self.buffers.values()))
+
+    def next_time(self):
+        """Save the state of the rank at the present time; the next time begins."""
         cells = {
             name: [decoded(array[part], self.size) for part in even_slices(array.size, count)]
             for name, (array, count) in self.arrays.items()
         }
-        self.states[self.time] = {"cells": cells, "bytes": self.sizes | {BUFFERS: buffers}}
+        named, sent = sum(cells.values(), []), [(each["slice"], each["ranks"]) for each in self.sent[-1]]
+        inside = [cell for cell in sent if cell not in named]  # what is sent from no named array is in a buffer
+        size = sum(array.nbytes for array in self.buffers.values())
+        array, count = next(iter(self.arrays.values()))
+        cells[BUFFERS] = inside + [(None, [])] * (size * count // array.nbytes - len(inside))
+        self.states.append({"cells": cells, "bytes": self.sizes | {BUFFERS: size}})
+        self.sent.append([])
+        self.time += 1
 
 
 def marked(size, rank, ranks):
@@ -121,9 +115,8 @@ def ring_all_reduce(comm, gradients):
     """In every round each rank sends one slice to its right neighbour. In the first p − 1 rounds the receiver adds its
     own slice; in the last p − 1 rounds the finished slices are copied."""
     recorder = Recorder(comm, {"gradients": (gradients, comm.size)})
-    recorder.begin("reduce-scatter phase")
+    recorder.phases = {0: "reduce-scatter phase", comm.size - 1: "all-gather phase"}
     collectives.all_reduce(recorder, gradients, out=gradients, algorithm="ring")
-    recorder.phases.append((comm.size - 1, "all-gather phase"))
     return recorder
 
 
@@ -153,40 +146,24 @@ def zero_1(comm, gradients):
     return recorder
 
 
-RECORDINGS = {  # {name: (title, function)}
-    "ring": ("ring all-reduce", ring_all_reduce),
-    "reduce-scatter": ("reduce-scatter", reduce_scatter),
-    "zero-1": ("ZeRO-1", zero_1),
-}
+RECORDINGS = {"ring all-reduce": ring_all_reduce, "reduce-scatter": reduce_scatter, "ZeRO-1": zero_1}
 
 
-def record(name, ranks=MAX_RANKS, preset="nano"):
-    """Run one of RECORDINGS on `ranks` threads; return its title, sizes and frames as JSON data.
-
-    A frame has the messages that are sent at its time and the state of each rank.
-    """
-    title, function = RECORDINGS[name]
+def record(title, ranks=MAX_RANKS, preset="nano"):
+    """Run one of RECORDINGS on `ranks` threads; return its title, sizes and frames as JSON data."""
     size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
 
     def run(comm):
-        recorder = function(comm, marked(size, comm.rank, ranks))
-        recorder.note()
+        recorder = RECORDINGS[title](comm, marked(size, comm.rank, ranks))
+        recorder.next_time()
         return recorder
 
-    recorders, frames = run_ranks(ranks, run), []
-    for time in recorders[0].states:
-        messages, states = [], [each.states[time] for each in recorders]
-        for recorder, state in zip(recorders, states, strict=True):
-            sent = [message for message in recorder.sent if message["time"] == time]
-            messages += sent
-            # a slice that is sent from no named array is in a buffer
-            arrays = [cell for cells in state["cells"].values() for cell in cells]
-            cells = [cell for message in sent if (cell := (message["slice"], message["ranks"])) not in arrays]
-            count = state["bytes"][BUFFERS] * ranks // (4 * size)
-            state["cells"][BUFFERS] = cells + [(None, [])] * (count - len(cells))
-        phase = [name for start, name in recorders[0].phases if start <= time][-1]
-        frames.append({"phase": phase, "messages": messages, "ranks": states})
-    return recorded(title, function.__doc__, preset, 4 * size, frames)
+    recorders, frames, phase = run_ranks(ranks, run), [], ""
+    for time in range(recorders[0].time):
+        phase = recorders[0].phases.get(time, phase)
+        messages = [message for each in recorders for message in each.sent[time]]
+        frames.append({"phase": phase, "messages": messages, "ranks": [each.states[time] for each in recorders]})
+    return recorded(title, RECORDINGS[title].__doc__, preset, 4 * size, frames)
 
 
 def recorded(title, text, preset, size, frames):
@@ -201,15 +178,15 @@ def recorded(title, text, preset, size, frames):
 class UnitRecorder:
     """Notes what a rank of ShardedMicroBatches holds after each call of its Parts; all ranks hold the same units.
 
-    frames: as those of record(). A slice is a unit of the model, and a cell is (unit, ranks that it contains, None or
-    the rank whose shard it is).
+    frames: as above. A slice is a unit of the model. A cell is (unit, ranks that it contains, None or the rank whose
+    shard it is).
     """
 
     def __init__(self, accumulator, ranks):
         (worker,) = accumulator.workers
         self.parameters, self.gradients = accumulator.parameters.whole, worker.unit_gradients
         self.sending, self.shards = accumulator.sums.sending, accumulator.work.layout
-        self.everyone, self.frames, self.summed = list(range(ranks)), [], []
+        self.ranks, self.frames, self.summed = list(range(ranks)), [], []
         for part in worker.parts:
             part.before = self.after(part.before, "forward")
             part.before_backward = self.after(part.before_backward, "backward")
@@ -229,7 +206,7 @@ class UnitRecorder:
 
     def note(self, phase, moving=None):
         """Append a frame. moving: the (unit, array) that are sent; without them, the units that are being gathered."""
-        ranks, read = self.everyone, self.parameters.reads.get(self.parameters.current, ())
+        ranks, read = self.ranks, self.parameters.reads.get(self.parameters.current, ())
         whole = [unit for unit in self.parameters.gathered if unit in read]
         moving = moving or [(unit, "parameters") for unit in self.parameters.gathered if unit not in whole]
         sizes = {unit: 4 * self.shards.whole_size(unit) for unit in self.shards.parts}
@@ -237,22 +214,23 @@ class UnitRecorder:
             {"from": a, "to": b, "slice": unit, "ranks": [a], "array": array, "bytes": sizes[unit] // len(ranks)}
             for unit, array in moving for a in ranks for b in ranks if a != b
         ]  # fmt: skip
-        sent, sums = sum(array.nbytes for _, array in self.sending), self.gradients.sums
         held = {
             "shards of parameters, gradients and moments": 4 * (2 + MOMENTS) * self.shards.size,
             "whole parameters": sum(sizes[unit] for unit in self.parameters.gathered),
-            "whole gradients": sum(sizes[unit] for unit in sums) + sent,
+            "whole gradients": sum(sizes[unit] for unit in self.gradients.sums)
+            + sum(x.nbytes for _, x in self.sending),
         }
-        states = [{"cells": self.cells(rank, whole, sums), "bytes": held} for rank in ranks]
+        states = []
+        for rank in ranks:
+            shards = {unit: ([rank], rank) for unit in self.shards.parts}
+            sums = dict.fromkeys(self.summed, (ranks, rank)) | dict.fromkeys(self.gradients.sums, ([rank], None))
+            cells = {
+                "parameters": shards | dict.fromkeys(whole, (ranks, None)),
+                "gradients": dict.fromkeys(shards, ([], None)) | sums,
+            }
+            rows = {name: [(unit, *content) for unit, content in found.items()] for name, found in cells.items()}
+            states.append({"cells": rows, "bytes": held})
         self.frames.append({"phase": phase, "messages": messages, "ranks": states})
-
-    def cells(self, rank, whole, sums):
-        everyone, shard = self.everyone, ([rank], rank)
-        summed = dict.fromkeys(self.summed, (everyone, rank)) | dict.fromkeys(sums, ([rank], None))
-        return {
-            "parameters": [(unit, *((everyone, None) if unit in whole else shard)) for unit in self.shards.parts],
-            "gradients": [(unit, *summed.get(unit, ([], None))) for unit in self.shards.parts],
-        }
 
 
 def zero_3(ranks=MAX_RANKS, preset="nano"):
@@ -276,5 +254,5 @@ def zero_3(ranks=MAX_RANKS, preset="nano"):
 
 
 def record_all(ranks=MAX_RANKS, preset="nano"):
-    """{name: record(name)} of all recordings, and zero_3()."""
-    return {name: record(name, ranks, preset) for name in RECORDINGS} | {"zero-3": zero_3(ranks, preset)}
+    """All recordings: those of RECORDINGS, and zero_3()."""
+    return [*(record(title, ranks, preset) for title in RECORDINGS), zero_3(ranks, preset)]

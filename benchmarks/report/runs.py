@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness.speedups import speedups
 from benchmarks.report import shipped
-from benchmarks.report.parts import BUSY
+from benchmarks.report.parts import disturbance
 from gpt2core.errors import counted
 
 STAGE_NAMES = {
@@ -50,11 +50,6 @@ class Runs:
         """Whether the training runs are those of the paper, so that shipped results can stand beside them."""
         return (self.preset, self.steps) == ("paper", PAPER_STEPS)
 
-    @property
-    def other_cores(self):
-        """{title of a part with times: the cores that other programs used meanwhile, None if it is not known}."""
-        return {record["title"]: record["other_cores"] for record in self.records.values() if record["times"]}
-
     def results(self, name):
         """The results of a part, or None."""
         return self.records[name]["results"] if name in self.records else None
@@ -63,10 +58,10 @@ class Runs:
         return self.missing.get(name, "no GPU was found, and results/ has no run with this preset and number of steps")
 
     def place(self, name):
-        ranks, cores = self.results(name)["ranks"], self.records[name]["other_cores"] or 0
+        ranks, disturbed = self.results(name)["ranks"], disturbance(self.records[name])
         found = f"fp32, {THIS_MACHINE}" + (f", {ranks} ranks" if ranks else "")
         found += ", with the compilation of the kernels" * (name in PARTS["training"][2:])
-        return found + (f", while other programs used {cores:.1f} cores" if cores > BUSY else "")
+        return found + (f", {disturbed}" if disturbed else "")
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
@@ -100,13 +95,11 @@ class Runs:
         return one and (one, speedups(one, {key: (time, key[1]) for key, time in times.items()}))
 
     def inference_speedups(self):
-        """{part: Speedup per prompt, relative to stage 0} of the modes of stage 1, which use as many cores as stage 0.
+        """{part: Speedup relative to stage 0} of the modes of stage 1, which use as many cores as stage 0.
 
-        The ideal is 1 if nothing is divided, the number of ranks if they divide each layer, and the number of prompts
-        if several prompts share each product.
+        The ideal is 1 if every rank computes all, and the number of ranks if they divide each layer.
         """
-        runs, base = {}, self.results("infer0")
-        for name, ideal in (("infer1-replicate", None), ("infer1-batch", "prompts"), ("infer1-tensor", "ranks")):
-            if results := self.results(name):
-                runs[name] = results["seconds"] / results["prompts"], results[ideal] if ideal else 1
-        return speedups(base["seconds"], runs) if base else {}
+        ideals = {"infer1-replicate": 1, "infer1-tensor": (self.results("infer1-tensor") or {}).get("ranks")}
+        times = {name: (found["seconds"], ideals[name]) for name in ideals if (found := self.results(name))}
+        base = self.results("infer0")
+        return speedups(base["seconds"], times) if base else {}

@@ -1,10 +1,9 @@
 """Results of GPUs from results/, for the sections that this machine cannot measure. Each is marked with its source."""
 
 import json
-from collections import Counter
 
 from benchmarks.harness.table_format import load
-from benchmarks.report.trace import gpu_op, step_of
+from benchmarks.report.trace import step_of
 from testing.jobs import ROOT
 
 
@@ -32,14 +31,6 @@ def runs():
         ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
         ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper')}"),
     }
-
-
-def kernels():
-    """{title of a kernel: seconds in one step of `paper`} of stage 2, largest first."""
-    found = Counter()
-    for row in load("gpu/profile_paper")["results"]["graph"]:
-        found[gpu_op(row["title"])] += row["ms"] / 1e3
-    return dict(found.most_common())
 
 
 def scaling_rows():

@@ -1,7 +1,6 @@
 """The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
 
 from benchmarks.report import shipped
-from benchmarks.report.machine_sections import traces
 from benchmarks.report.trace import MICROSECONDS
 from benchmarks.report.units import amount, seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -10,14 +9,22 @@ from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
 SHORTEST = 5000  # a bar that is shorter than this part of the step is not drawn; so a phone stays fast
 PIPELINE = 4, 8  # ranks and micro-batches of the schedules
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
+TRACES = {  # {part: title}
+    "trace0": "stage 0",
+    "trace1-flat": "stage 1, 2 ranks, --dp flat",
+    "trace1-bucket": "stage 1, 2 ranks, --dp bucket",
+    "trace2": "stage 2",
+    "trace3": "stage 3",
+}
 
 
 def views(runs):
     """[view], in the order of the list."""
-    found = [slices(recording) for recording in (runs.results("recordings") or {}).values()]
+    found = [slices(recording) for recording in runs.results("recordings") or []]
     found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
-    for _, title, step in traces(runs):
-        found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
+    for name, title in TRACES.items():
+        if step := runs.results(name):
+            found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
     if not runs.results("trace3"):
         for step in shipped.timelines():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
@@ -31,7 +38,7 @@ def slices(recording):
         f"{recording['text']} Recorded from arrays of {amount(recording['bytes'])} (preset {recording['preset']}). A "
         f"slice has the colour of the rank that it comes from; a sum has the stripes of all its ranks."
     )
-    return recording | {"kind": "slices", "group": "collectives and ZeRO", "text": text}
+    return recording | {"group": "collectives and ZeRO", "text": text}
 
 
 def pipeline(name, ranks, count):
@@ -52,17 +59,17 @@ def pipeline(name, ranks, count):
         f"units, bubble {100 * timeline.bubble:.0f} %, at most {', '.join(f'{peak:g}' for peak in timeline.peaks)} "
         f"live activations on the ranks (the curve below the bars)."
     )
-    group = "pipeline schedules"
-    return {"kind": "trace", "group": group, "title": f"pipeline {name}", "text": text, "unit": "unit", "lanes": lanes}
+    trace = {"lanes": lanes, "length": timeline.seconds, "unit": "unit"}
+    return {"group": "pipeline schedules", "title": f"pipeline {name}", "text": text} | trace
 
 
 def training_step(title, step, origin=""):
     """A step of trace.py without the bars that are too short to be seen."""
-    least = step["seconds"] / MICROSECONDS / SHORTEST
+    length = step["seconds"] / MICROSECONDS
+    least = length / SHORTEST
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    without = f", without bars below {seconds(least * MICROSECONDS)}"
     text = (
-        f"{origin}The step takes {seconds(step['seconds'])}{without}. Pale bars have not begun. + and − zoom at the "
-        f"line of the present time."
+        f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}. Pale "
+        f"bars have not begun. + and − zoom at the line of the present time."
     )
-    return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
+    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": length}

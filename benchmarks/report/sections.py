@@ -1,19 +1,20 @@
-"""What the page says beside the paper: the first screen, Tables 1 and 2, and what each change gains."""
+"""What the page says beside the paper: numbers, sentences, charts and tables."""
 
 import math
 from itertools import zip_longest
 
 from benchmarks import paper
-from benchmarks.harness.speedups import Speedup, speedups
+from benchmarks.harness.speedups import Speedup
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
-from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES
-from benchmarks.report.trace import collectives_of, time_by_op
-from benchmarks.report.units import Cell, Table, amount, number, seconds, tiny
-from gpt2core.errors import counted
+from benchmarks.report.parts import disturbance
+from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES, THIS_MACHINE
+from benchmarks.report.units import Cell, Table, number, seconds, tiny
 
-PRODUCTS = "linear", "mlp", "unembed", "attention"  # names of kernels that contain matrix products begin with these
 SAME = 1e-3  # curves with smaller relative differences are one line of the chart
+COLOURS = "c0", "c1", "c2", "c3", "c4", "ink"
+KINDS = {"threads": "stage 0, threads", "ranks": "stage 1, ranks"}
+GPUS = "stage 3, GPUs (shipped)"
 # -- the first screen --------------------------------------------------------------------------------------------------
 
 
@@ -35,19 +36,14 @@ def equality(runs):
     return f"{text[0].upper()}{text[1:]}."
 
 
-def paper_spread():
-    """The largest relative difference between two of the paper's four last losses, in percent, as text."""
-    last = [losses[-1] for losses in paper.LOSSES.values()]
-    return f"{100 * (max(last) / min(last) - 1):.0f} %"
-
-
 def headline(runs):
     """[(number, unit, sentence, footnote)]: the three numbers of the first screen."""
-    found = []
+    found, last = [], [losses[-1] for losses in paper.LOSSES.values()]
     if differences := largest_differences(runs):
         text = f"is the largest relative difference between our {len(differences) + 1} loss curves."
-        text += f" The paper's four differ by {paper_spread()} at the last step."
-        found.append((tiny(max(differences.values())), "", text, sources(runs)))
+        text += f" The paper's four differ by {100 * (max(last) / min(last) - 1):.0f} % at the last step."
+        sources = "; ".join(f"{label}: {run.where}" for label, run in runs.curves().items())
+        found.append((tiny(max(differences.values())), "", text, sources))
     for stage, what in ((0, "training"), (3, "training"), (2, "training"), (0, "inference")):
         if run := runs.run(what, stage):
             of_what = f"{runs.steps} training steps of preset {runs.preset}" if what == "training" else "30 new tokens"
@@ -55,10 +51,6 @@ def headline(runs):
             beside = f" The paper: {seconds(theirs)}." if runs.is_paper or what == "inference" else ""
             found.append((number(run.value), "s", f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
     return found[:3]
-
-
-def sources(runs):
-    return "; ".join(f"{label}: {run.where}" for label, run in runs.curves().items())
 
 
 def loss_chart(runs):
@@ -70,7 +62,7 @@ def loss_chart(runs):
     ours = {f"ours, {label}": run.value for label, run in runs.curves().items()}
     if len(ours) > 1 and max(largest_differences(runs).values()) < SAME:
         ours = {f"our {len(ours)} programs: equal curves": max(ours.values(), key=len)}
-    for (label, losses), colour in zip(ours.items(), ("c0", "c1", "c2", "c3", "c4", "ink"), strict=False):
+    for (label, losses), colour in zip(ours.items(), COLOURS, strict=False):
         lines.append(Line(label, range(len(losses)), losses, colour, width=2.8))
     title = f"Loss of {runs.steps} steps, preset {runs.preset}"
     alt = f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}"
@@ -106,11 +98,9 @@ def table_1(runs):
         f'as the serial program; its text has {text_time:,.0f} s and "15 % faster": '
         f"{100 * (1 - text_time / serial):.1f} % less than {serial:,.0f} s.",
     )
-    for name, ratio in runs.inference_speedups().items():
-        if name != "infer1-replicate":
-            results = runs.results(name)
-            note = f"{counted(results['prompts'], 'prompt')}; per prompt, relative to stage 0: {ratio}"
-            rows.append([f"stage 1, --mode {name[7:]}", "", "", "", Cell(number(results["seconds"]), note)])
+    if divided := runs.inference_speedups().get("infer1-tensor"):
+        time = Cell(number(runs.results("infer1-tensor")["seconds"]), f"relative to stage 0: {divided}")
+        rows.append(["stage 1, --mode tensor", "", "", "", time])
     caption = (
         f"Table 1. Seconds of the training (preset {runs.preset}) and of the inference (256 tokens of prompt, 30 new "
         f"ones), without the start of the program. Grey: results of another machine, or none. The paper: {paper.CPU}; "
@@ -127,12 +117,12 @@ def gain_chart(runs):
     """(Chart, caption, footnote): the gains that sections 9.1 to 9.3 of the paper explain."""
     (serial, _), _, _, (both, _) = paper.SECONDS.values()
     mpi = paper.MPI_SECONDS_IN_TEXT
-    changes = [  # title (section of the paper), slower and faster stage, [ratio in the paper's text], ours
+    changes = [  # title (section of the paper), slower and faster stage, [ratio in the paper's text], (ours, note)
         ("serial to MPI, training (9.1)", 0, 1, [serial / mpi], gain_ranks(runs)),
         ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_replicate(runs)),
         ("serial to CUDA, training (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "training")),
         ("serial to CUDA, inference (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "inference")),
-        ("one GPU to several, training (9.3)", 2, 3, [], gain_gpus(runs)),
+        ("one GPU to several, training (9.3)", 2, 3, [], gain_gpus()),
         ("MPI to MPI and CUDA, training (9.3)", 1, 3, [mpi / both], gain_pair(runs, 1, 3, "training")),
         ("MPI to MPI and CUDA, inference (9.3)", 1, 3, [], gain_pair(runs, 1, 3, "inference")),
     ]
@@ -152,11 +142,7 @@ def gain_chart(runs):
         notes.append(f"{title}: {note}")
     alt = f"How many times as fast, paper → ours. {'; '.join(f'{row.label}: {row.text}' for row in rows)}."
     caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: above it, so disturbed."
-    return (
-        Chart("gains", "What each change gains", alt, "times as fast", rows=rows, log=True),
-        caption,
-        "; ".join(notes),
-    )
+    return Chart("gains", "What each change gains", alt, "times as fast", rows=rows), caption, "; ".join(notes)
 
 
 def gain_ranks(runs):
@@ -181,32 +167,64 @@ def gain_pair(runs, slow, fast, what):
     return Speedup(a.value / b.value, math.inf, misled=a.disturbed), f"stages {slow} and {fast} of Table 1"
 
 
-def gain_gpus(runs):
-    if not runs.results("train3"):
-        (_, _), (ranks, efficiency), *_ = shipped.scaling_rows()[0]
-        text = f"{ranks} GPUs, 64 sequences for each, GPT-2 124M; {shipped.origin('gpus/scaling_two', ranks)}"
-        return Speedup(ranks * efficiency, ranks), text
-    one, many, ranks = runs.results("train2"), runs.results("train3"), runs.results("train3")["ranks"]
-    if not one or not one["median_step"] or not many["median_step"]:
-        return None, "in so few steps, most of the time is that of compiling kernels"
-    (ratio,) = speedups(one["median_step"], {"train3": (many["median_step"], ranks)}).values()
-    text = f"{seconds(many['median_step'])} on {counted(ranks, 'GPU')}, {seconds(one['median_step'])} on one"
-    return ratio, f"the median step: {text}"
+def gain_gpus():
+    _, (ranks, efficiency), *_ = shipped.scaling_rows()[0]
+    text = f"{ranks} GPUs, 64 sequences for each, GPT-2 124M; {shipped.origin('gpus/scaling_two', ranks)}"
+    return Speedup(ranks * efficiency, ranks), text
 
 
-def reasons(runs):
-    """[sentence] about the two causes that the paper names: the all-reduce is small, and products dominate."""
-    found = []
-    if step := runs.results("trace1-flat"):
-        row = next(row for row in collectives_of(step) if row["name"] == "all_reduce")
-        found.append(
-            f"9.1.1, the all-reduce is small: that of {amount(row['bytes'])} takes {seconds(row['seconds'])} of a step"
-            f" of {seconds(step['seconds'])}, with the wait for the slower rank."
-        )
-    if step := runs.results("trace0"):
-        ops = time_by_op(step)
-        share = sum(time for name, time in ops.items() if name.startswith(PRODUCTS)) / sum(ops.values())
-        found.append(
-            f"9.2.1, products dominate: kernels with matrix products take {100 * share:.0f} % of stage 0's time."
-        )
-    return found
+# -- scaling, generated text, this machine -----------------------------------------------------------------------------
+
+
+def scaling(runs):
+    """(Chart, caption): the speed-up of threads, ranks and GPUs beside the ideal line."""
+    captions, found = [], {}  # found: {(what, count): Speedup}
+    if measured := runs.scaling_speedups():
+        one, ratios = measured
+        found |= {(KINDS[kind], count): ratio for (kind, count), ratio in ratios.items()}
+        preset = runs.results("scaling")["preset"]
+        captions.append(f"Stages 0 and 1: preset {preset}, one batch size; one thread: {seconds(one)} per step.")
+    efficiencies, files = shipped.scaling_rows()
+    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in efficiencies if count > 1}
+    captions.append(f"Stage 3: GPT-2 124M, 64 sequences for each GPU; {'; '.join(map(shipped.origin, files))}.")
+    bad = {key: each for key, each in found.items() if each.disturbed}
+    most = max(count for _, count in found)
+    lines = [Line("ideal", [1, most], [1, most], "soft", "--")]
+    for what, colour in zip((*KINDS.values(), GPUS), COLOURS, strict=False):
+        if points := {key[1]: each.times for key, each in found.items() if key[0] == what and key not in bad}:
+            lines.append(Line(what, [1, *points], [1.0, *points.values()], colour, marker="o"))
+    if bad:
+        points = [count for _, count in bad], [each.times for each in bad.values()]
+        lines.append(Line("disturbed, no results", *points, "c3", "", marker="x"))
+        captions += [f"Disturbed: {count} {what}, {each.reason}." for (what, count), each in bad.items()]
+    alt = "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
+    title, axes = "Speed-up of the training step", ("threads, ranks or GPUs", "times as fast as one")
+    return Chart("scaling", title, f"{alt}twice as fast.", *axes, lines), " ".join(captions)
+
+
+def samples(runs):
+    modes = {"infer1-replicate": ", replicate", "infer1-tensor": ", tensor"}
+    rows = [
+        [f"paper, {name} (its Figure {number})", "its training", text]
+        for number, (name, text) in enumerate(paper.SAMPLES.items(), 6)
+    ]
+    for name in ("infer0", *modes, "infer2", "infer3", "train0", "train1-2"):
+        if results := runs.results(name):
+            weights = "shipped, 1200 updates" if "infer" in name else f"{runs.steps} updates, preset {runs.preset}"
+            rows.append([f"ours, stage {name[5]}{modes.get(name, '')}", weights, results["sample"]])
+    caption = "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
+    caption += "paper's corpus is another text."
+    return Table(caption, ["program", "weights", "30 new tokens"], rows)
+
+
+def machine(hardware, runs, titles):
+    """[Table]: hardware and versions, and the parts that are missing or disturbed. titles: {name of a part: title}."""
+    known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware
+    known["memory_bytes"] = f"{hardware['memory_bytes']:,}"
+    rows = [[name.replace("_", " "), value] for name, value in known.items() if value]
+    remarks = [[titles[name], f"not measured: {reason}"] for name, reason in runs.missing.items()]
+    remarks += [
+        [titles[name], f"measured {text}"] for name, each in runs.records.items() if (text := disturbance(each))
+    ]
+    tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]
+    return tables + [Table("What was not measured, or not exactly.", ["part", "remark"], remarks)] * bool(remarks)
