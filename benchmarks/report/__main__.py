@@ -35,6 +35,8 @@ def check_output(folder):
 
 def make_report(args):
     """Measure the parts that are missing and write the report; returns the exit code."""
+    if args.steps < 2:
+        raise ConfigError(f"--steps {args.steps}: the report needs 2 steps or more")
     check_output(args.out)
     environment()  # a missing package is an error before the measurements
     parts, folder = parts_of(args.preset, args.steps, args.full), args.out / "parts"
@@ -58,22 +60,14 @@ def main(argv=None):
         ("--no-measure", "only the shipped results, in seconds"),
     )
     parser = Parser(__doc__.splitlines()[0], examples, "python -m benchmarks.report")
-    add = parser.add_argument
-    default = Path("out", "report")
+    add, default = parser.add_argument, Path("out", "report")
     add("--out", type=to_path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
     add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
     add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
     add("--no-measure", action="store_true", help="measure no times: write the page from the saved and shipped results")
     add("--preset", choices=PRESETS, default="paper", help="model of the measurements (default paper)")
     add("--steps", type=int, default=50, help="steps of the training runs (default 50, as in the paper)")
-
-    def body(world):
-        args = parser.parse_args(argv)
-        if args.steps < 2:
-            raise ConfigError(f"--steps {args.steps}: the report needs 2 steps or more")
-        return make_report(args)
-
-    run_command(Solo, body)
+    run_command(Solo, lambda world: make_report(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

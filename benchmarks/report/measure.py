@@ -1,9 +1,7 @@
 """What the report measures on this machine: the list of its parts, and one function for each kind of part."""
 
-import os
 import statistics
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness.report import nvidia_smi
@@ -15,11 +13,10 @@ from benchmarks.report.recording import record_all
 from benchmarks.report.runs import RANKS
 from benchmarks.report.trace import read_step
 from gpt2core.app.shipped import WEIGHTS
-from gpt2core.errors import ConfigError
+from gpt2core.errors import counted
 
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
-BUCKET = "--bucket-mb", "5"  # about 8 messages with the gradients of `paper`
 NEW_TOKENS = 30  # of the paper's inference
 REPEATS = 3  # of each inference
 TIMEOUT = 1800  # seconds of one command
@@ -28,35 +25,26 @@ TIMEOUT = 1800  # seconds of one command
 def parts_of(preset, steps, full):
     """The Parts for this machine. full: also train stage 1 on 1, 4 and 8 ranks."""
     gpus = len(nvidia_smi("name"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = [  # (name, title, function, its arguments)
-        ("train0", f"training, {steps} steps, stage 0", train, 0, None, preset, steps),
-        *(
-            (f"train1-{ranks}", f"training, {steps} steps, stage 1, {ranks} ranks", train, 1, ranks, preset, steps)
-            for ranks in (RANKS if full else (2,))
-        ),
-        ("infer0", "inference, stage 0", infer, 0, None, None),
-        *(
-            (f"infer1-{mode}", f"inference, stage 1, 2 ranks, --mode {mode}", infer, 1, 2, mode)
-            for mode in ("replicate", "tensor")
-        ),
-        ("scaling", "training speed of 1, 2, ... threads and ranks", scaling, preset, cores),
-        ("trace0", "trace of a step, stage 0", trace, 0, None, preset),
-        ("trace1-flat", "trace, stage 1, 2 ranks, --dp flat", trace, 1, 2, preset, "--dp", "flat"),
-        ("trace1-bucket", "trace, stage 1, 2 ranks, --dp bucket", trace, 1, 2, preset, "--dp", "bucket", *BUCKET),
-    ]
-    if gpus:
-        several = 1 << (gpus.bit_length() - 1)  # a power of two
-        for stage, ranks, mode in ((2, None, None), (3, several, "replicate")):
-            found += [
-                (f"train{stage}", f"training, {steps} steps, stage {stage}", train, stage, ranks, preset, steps),
-                (f"infer{stage}", f"inference, stage {stage}", infer, stage, ranks, mode),
-                (f"trace{stage}", f"trace of a step, stage {stage}", trace, stage, ranks, preset),
-            ]
-    return [
+    several = 1 << max(0, gpus.bit_length() - 1)  # a power of two
+    found = [
         Part("recordings", "slices in ring, reduce-scatter, ZeRO-1, ZeRO-3", record_all, times=False),
         Part("prompt", "a prompt through the shipped model of the book", record_prompt, times=False),
-        *(Part(name, title, function, arguments) for name, title, function, *arguments in found),
+    ]
+    for stage, ranks in ((0, None), (1, 2), (2, None), (3, several))[: 4 if gpus else 2]:
+        of = f"stage {stage}, {ranks} ranks" if ranks else f"stage {stage}"
+        found += [
+            Part(f"train{stage}", f"training, {steps} steps, {of}", train, [stage, ranks, preset, steps]),
+            Part(f"infer{stage}", f"inference, {of}", infer, [stage, ranks]),
+            Part(f"trace{stage}", f"trace of a step, {of}", trace, [stage, ranks, preset]),
+        ]
+    for ranks in RANKS if full else ():
+        title = f"training, {steps} steps, stage 1, {counted(ranks, 'rank')}"
+        found.append(Part(f"train1-{ranks}", title, train, [1, ranks, preset, steps]))
+    bucket = ["--dp", "bucket", "--bucket-mb", "5"]  # about 8 messages with the gradients of `paper`
+    return [
+        *found,
+        Part("trace1-bucket", "trace of a step, stage 1, 2 ranks, --dp bucket", trace, [1, 2, preset, *bucket]),
+        Part("ranks", "training speed of two ranks of one thread", two_ranks, [preset]),
     ]
 
 
@@ -74,29 +62,26 @@ def continuation(out):
     return " ".join(text.split())
 
 
-def infer(stage, ranks, mode):
+def infer(stage, ranks):
     """The paper's inference with the shipped weights: greedy, 256 tokens and 30 new ones.
 
-    `seconds` is the time for all new tokens, without the start of the program: the median of REPEATS runs.
+    On several ranks, each computes all logits, as in the paper. `seconds` is the time for all new tokens, without the
+    start of the program: the median of REPEATS runs.
     """
     words = ["--weights", str(WEIGHTS), "--max-new-tokens", str(NEW_TOKENS), "--stats"]
-    command = python_command(ranks, f"{PACKAGES[stage]}.inference", *words, *(("--mode", mode) if mode else ()))
+    words += ["--mode", "replicate"] if ranks else []
+    command = python_command(ranks, f"{PACKAGES[stage]}.inference", *words)
     samples, outputs = zip(*(inference_seconds("inference", command, TIMEOUT) for _ in range(REPEATS)), strict=True)
     return {"ranks": ranks, "seconds": statistics.median(samples), "sample": continuation(outputs[-1])}
 
 
-def scaling(preset, cores):
-    """The median step time of stage 0 on 1, 2, 4, ... threads and of stage 1 on as many ranks of one thread."""
-    counts, rows = [1 << k for k in range(min(cores, 8).bit_length())], []
-    runs = [("threads", count, 0, None, count) for count in counts]
-    runs += [("ranks", count, 1, count, 1) for count in counts[1:]]
-    for kind, count, stage, ranks, threads in sorted(runs, key=lambda run: run[1]):
-        with suppress(ConfigError, ImportError):  # without MPI
-            flags = {"preset": preset, "steps": SHORT_STEPS, "threads": threads}
-            log, _ = run_training("scaling", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
-            time = statistics.median(row["seconds"] for row in log[1:])
-            rows.append({"kind": kind, "count": count, "step_seconds": time})
-    return {"preset": preset, "rows": rows}
+def two_ranks(preset):
+    """The median step times of stage 0 with one thread, and of stage 1 on two ranks of one thread."""
+    times, flags = [], {"preset": preset, "steps": SHORT_STEPS, "threads": 1}
+    for stage, ranks in ((0, None), (1, 2)):
+        log, _ = run_training("speed of two ranks", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
+        times.append(statistics.median(row["seconds"] for row in log[1:]))
+    return times
 
 
 def trace(stage, ranks, preset, *flags):

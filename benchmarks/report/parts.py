@@ -30,35 +30,33 @@ class Part:
     arguments: list = field(default_factory=list)
     times: bool = True
 
+    def identity(self):
+        """What a saved record of this part must have."""
+        return {"title": self.title, "times": self.times, "arguments": self.arguments, "origin": origin()}
+
+    def load(self, folder):
+        """The record of this part in the folder, or None if there is none, or none that fits."""
+        try:
+            record = json.loads((folder / f"{self.name}.json").read_text(encoding="utf-8"))
+            return record if record.items() >= self.identity().items() and "results" in record else None
+        except (OSError, ValueError, AttributeError):  # no file, or an incomplete one
+            return None
+
+    def run(self, folder):
+        """Measure this part; save and return its record."""
+        started, others = time.monotonic(), OtherPrograms()
+        results = self.measure(*self.arguments)
+        found = {"results": results, "other_cores": others.cores(), "seconds": time.monotonic() - started}
+        record = self.identity() | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | found
+        temporary = folder / f"{self.name}.part"
+        temporary.write_text(to_json(record), encoding="utf-8")
+        temporary.replace(folder / f"{self.name}.json")  # in one operation: a reader never sees half a file
+        return record
+
 
 @functools.cache
 def origin():
     return {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
-
-
-def load(folder, part):
-    """The record of a part in the folder, or None if there is none, or none that fits."""
-    try:
-        record = json.loads((folder / f"{part.name}.json").read_text(encoding="utf-8"))
-        fits = record["arguments"] == part.arguments and record["origin"] == origin() and "results" in record
-    except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
-        return None
-    return record if fits else None
-
-
-def measure(folder, part):
-    """Measure a part; save and return its record. Raises what the part raises."""
-    started, others = time.monotonic(), OtherPrograms()
-    results = part.measure(*part.arguments)
-    record = {
-        "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"), "times": part.times,
-        "seconds": time.monotonic() - started, "other_cores": others.cores(), "arguments": part.arguments,
-        "origin": origin(), "results": results,
-    }  # fmt: skip
-    temporary = folder / f"{part.name}.part"
-    temporary.write_text(to_json(record), encoding="utf-8")
-    temporary.replace(folder / f"{part.name}.json")  # in one operation, so that a reader never sees half a file
-    return record
 
 
 def disturbance(record):
@@ -68,25 +66,25 @@ def disturbance(record):
 
 
 def run_parts(parts, folder, only_saved=False, fresh=False):
-    """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
+    """Measure the parts that no file has. Returns ({name: record}, {name of a missing part: why}, failures).
 
-    Prints a line for each part. A part that is skipped or that fails does not stop the others; failures has the names
-    of those that failed. only_saved: run no part with times. fresh: measure all parts again.
+    Prints a line for each part. A part that cannot run here or that fails does not stop the others; failures has the
+    names of those that failed. only_saved: run no part with times. fresh: measure all parts again.
     """
     records, missing, failures = {}, {}, []
     for number, part in enumerate(parts, 1):
         print(f"{number}/{len(parts)} {part.title}: ", end="", flush=True)
         try:
-            if not fresh and (record := load(folder, part)):
+            if not fresh and (record := part.load(folder)):
                 said = f"measured on {record['date'][:10]}, used again"
             elif only_saved and part.times:
                 raise ConfigError("--no-measure was given")
             else:
-                record = measure(folder, part)
+                record = part.run(folder)
                 said = f"{record['seconds']:.0f} s {disturbance(record)}".strip()
             records[part.name] = record
         except (ConfigError, ImportError) as error:  # for example, there is no MPI
-            missing[part.name] = str(error)
+            missing[part.name] = f"{error}"
             said = f"skipped: {error}"
         except (BenchmarkFailed, UserError, AssertionError) as error:
             first, *others = str(error).splitlines() or [type(error).__name__]

@@ -13,8 +13,6 @@ from benchmarks.report.units import Cell, Table, number, seconds, tiny
 
 SAME = 1e-3  # curves with smaller relative differences are one line of the chart
 COLOURS = "c0", "c1", "c2", "c3", "c4", "ink"
-KINDS = {"threads": "stage 0, threads", "ranks": "stage 1, ranks"}
-GPUS = "stage 3, GPUs (shipped)"
 # -- the first screen --------------------------------------------------------------------------------------------------
 
 
@@ -56,14 +54,14 @@ def headline(runs):
 def loss_chart(runs):
     """(Chart, caption) of the curves of the paper and of our stages; ours are one line if they cover each other."""
     lines = [
-        Line(f"paper, {name}", range(len(losses)), losses, "soft", style, width=1.1)
+        Line(f"paper, {name}", losses, "soft", style, width=1.1)
         for (name, losses), style in zip(paper.LOSSES.items(), paper.LINE_STYLES.values(), strict=True)
     ]
     ours = {f"ours, {label}": run.value for label, run in runs.curves().items()}
     if len(ours) > 1 and max(largest_differences(runs).values()) < SAME:
         ours = {f"our {len(ours)} programs: equal curves": max(ours.values(), key=len)}
     for (label, losses), colour in zip(ours.items(), COLOURS, strict=False):
-        lines.append(Line(label, range(len(losses)), losses, colour, width=2.8))
+        lines.append(Line(label, losses, colour))
     title = f"Loss of {runs.steps} steps, preset {runs.preset}"
     alt = f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}"
     caption = f"{equality(runs)} The paper's programs start with other parameters and read another corpus."
@@ -98,9 +96,6 @@ def table_1(runs):
         f'as the serial program; its text has {text_time:,.0f} s and "15 % faster": '
         f"{100 * (1 - text_time / serial):.1f} % less than {serial:,.0f} s.",
     )
-    if divided := runs.inference_speedups().get("infer1-tensor"):
-        time = Cell(number(runs.results("infer1-tensor")["seconds"]), f"relative to stage 0: {divided}")
-        rows.append(["stage 1, --mode tensor", "", "", "", time])
     caption = (
         f"Table 1. Seconds of the training (preset {runs.preset}) and of the inference (256 tokens of prompt, 30 new "
         f"ones), without the start of the program. Grey: results of another machine, or none. The paper: {paper.CPU}; "
@@ -115,30 +110,30 @@ def table_1(runs):
 
 def gain_chart(runs):
     """(Chart, caption, footnote): the gains that sections 9.1 to 9.3 of the paper explain."""
-    (serial, _), _, _, (both, _) = paper.SECONDS.values()
     mpi = paper.MPI_SECONDS_IN_TEXT
-    changes = [  # title (section of the paper), slower and faster stage, [ratio in the paper's text], (ours, note)
-        ("serial to MPI, training (9.1)", 0, 1, [serial / mpi], gain_ranks(runs)),
-        ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_replicate(runs)),
+    changes = [  # title (section of the paper), slower and faster stage, [the paper's time of "MPI" in its text], ours
+        ("serial to MPI, training (9.1)", 0, 1, [mpi], gain_ranks(runs)),
+        ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_pair(runs, 0, 1, "inference", 1)),
         ("serial to CUDA, training (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "training")),
         ("serial to CUDA, inference (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "inference")),
-        ("one GPU to several, training (9.3)", 2, 3, [], gain_gpus()),
-        ("MPI to MPI and CUDA, training (9.3)", 1, 3, [mpi / both], gain_pair(runs, 1, 3, "training")),
+        ("one GPU to several, training (9.3)", 2, 3, [], shipped.gain_gpus()),
+        ("MPI to MPI and CUDA, training (9.3)", 1, 3, [mpi], gain_pair(runs, 1, 3, "training")),
         ("MPI to MPI and CUDA, inference (9.3)", 1, 3, [], gain_pair(runs, 1, 3, "inference")),
     ]
     rows, notes = [], []
     for title, slow, fast, in_text, (ours, note) in changes:
-        times = [paper.SECONDS[PAPER_NAMES[stage]]["inference" in title] for stage in (slow, fast)]
-        theirs, text = [times[0] / times[1], *in_text], "–"
+        a, b = (paper.SECONDS[PAPER_NAMES[stage]]["inference" in title] for stage in (slow, fast))
+        theirs, text = [a / b, *(time / b if slow else a / time for time in in_text)], "–"
         marks = [(ratio, f"paper: {ratio:.3g} times as fast", "soft", "o") for ratio in theirs]
-        if ours:
-            bad = ours.disturbed
-            if math.isfinite(ours.ideal):
-                marks.append((ours.ideal, f"ideal: {ours.ideal:g}", "ink", "|"))
-            said = f"disturbed: {ours.reason}" if bad else f"ours: {ours.times:.3g} times as fast"
-            marks.append((ours.times, said, "c1" if bad else "c0", "X" if bad else "o"))
-            text = f"disturbed ({number(ours.times)})" if bad else number(ours.times)
-        rows.append(Row(title, marks, text=f"{' or '.join(map(number, theirs))} → {text}"))
+        if ours and math.isfinite(ours.ideal):
+            marks.append((ours.ideal, f"ideal: {ours.ideal:g}", "ink", "|"))
+        if ours and ours.disturbed:
+            text = f"disturbed ({number(ours.times)})"
+            marks.append((ours.times, f"disturbed: {ours.reason}", "c1", "X"))
+        elif ours:
+            text = number(ours.times)
+            marks.append((ours.times, f"ours: {ours.times:.3g} times as fast", "c0", "o"))
+        rows.append(Row(title, marks, f"{' or '.join(map(number, theirs))} → {text}"))
         notes.append(f"{title}: {note}")
     alt = f"How many times as fast, paper → ours. {'; '.join(f'{row.label}: {row.text}' for row in rows)}."
     caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: above it, so disturbed."
@@ -146,72 +141,33 @@ def gain_chart(runs):
 
 
 def gain_ranks(runs):
-    one, ratios = runs.scaling_speedups() or (None, {})
-    if not (ratio := ratios.get(("ranks", 2))):
-        return None, runs.reason("scaling")
-    return ratio, f"two ranks of one thread, relative to one process with one thread: a step of {seconds(one)}"
+    one, two = runs.results("ranks") or (None, None)
+    if not one:
+        return None, runs.reason("ranks")
+    return Speedup(one / two, 2), f"two ranks of one thread, relative to one process with one thread ({seconds(one)})"
 
 
-def gain_replicate(runs):
-    ratio = runs.inference_speedups().get("infer1-replicate")
-    text = "two ranks with --mode replicate, where every rank computes all logits, relative to one process"
-    return ratio, text if ratio else runs.reason("infer1-replicate")
+def gain_pair(runs, slow, fast, what, ideal=math.inf):
+    """The times of two stages in Table 1. ideal: inf on different hardware."""
+    times = {stage: runs.run(what, stage) for stage in (slow, fast)}
+    for stage, run in times.items():
+        if not run:
+            return None, f"there is no {what} of stage {stage}: {runs.reason(PARTS[what][stage])}"
+    return Speedup(times[slow].value / times[fast].value, ideal), f"stages {slow} and {fast} of Table 1"
 
 
-def gain_pair(runs, slow, fast, what):
-    """The times of two stages in Table 1, on different hardware: a ratio without an ideal."""
-    a, b = runs.run(what, slow), runs.run(what, fast)
-    if not a or not b:
-        stage = fast if a else slow
-        return None, f"there is no {what} of stage {stage}: {runs.reason(PARTS[what][stage])}"
-    return Speedup(a.value / b.value, math.inf, misled=a.disturbed), f"stages {slow} and {fast} of Table 1"
-
-
-def gain_gpus():
-    _, (ranks, efficiency), *_ = shipped.scaling_rows()[0]
-    text = f"{ranks} GPUs, 64 sequences for each, GPT-2 124M; {shipped.origin('gpus/scaling_two', ranks)}"
-    return Speedup(ranks * efficiency, ranks), text
-
-
-# -- scaling, generated text, this machine -----------------------------------------------------------------------------
-
-
-def scaling(runs):
-    """(Chart, caption): the speed-up of threads, ranks and GPUs beside the ideal line."""
-    captions, found = [], {}  # found: {(what, count): Speedup}
-    if measured := runs.scaling_speedups():
-        one, ratios = measured
-        found |= {(KINDS[kind], count): ratio for (kind, count), ratio in ratios.items()}
-        preset = runs.results("scaling")["preset"]
-        captions.append(f"Stages 0 and 1: preset {preset}, one batch size; one thread: {seconds(one)} per step.")
-    efficiencies, files = shipped.scaling_rows()
-    found |= {(GPUS, count): Speedup(count * efficiency, count) for count, efficiency in efficiencies if count > 1}
-    captions.append(f"Stage 3: GPT-2 124M, 64 sequences for each GPU; {'; '.join(map(shipped.origin, files))}.")
-    bad = {key: each for key, each in found.items() if each.disturbed}
-    most = max(count for _, count in found)
-    lines = [Line("ideal", [1, most], [1, most], "soft", "--")]
-    for what, colour in zip((*KINDS.values(), GPUS), COLOURS, strict=False):
-        if points := {key[1]: each.times for key, each in found.items() if key[0] == what and key not in bad}:
-            lines.append(Line(what, [1, *points], [1.0, *points.values()], colour, marker="o"))
-    if bad:
-        points = [count for _, count in bad], [each.times for each in bad.values()]
-        lines.append(Line("disturbed, no results", *points, "c3", "", marker="x"))
-        captions += [f"Disturbed: {count} {what}, {each.reason}." for (what, count), each in bad.items()]
-    alt = "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
-    title, axes = "Speed-up of the training step", ("threads, ranks or GPUs", "times as fast as one")
-    return Chart("scaling", title, f"{alt}twice as fast.", *axes, lines), " ".join(captions)
+# -- generated text, this machine --------------------------------------------------------------------------------------
 
 
 def samples(runs):
-    modes = {"infer1-replicate": ", replicate", "infer1-tensor": ", tensor"}
     rows = [
         [f"paper, {name} (its Figure {number})", "its training", text]
         for number, (name, text) in enumerate(paper.SAMPLES.items(), 6)
     ]
-    for name in ("infer0", *modes, "infer2", "infer3", "train0", "train1-2"):
+    for name in (*PARTS["inference"], "train0", "train1"):
         if results := runs.results(name):
             weights = "shipped, 1200 updates" if "infer" in name else f"{runs.steps} updates, preset {runs.preset}"
-            rows.append([f"ours, stage {name[5]}{modes.get(name, '')}", weights, results["sample"]])
+            rows.append([f"ours, stage {name[5]}", weights, results["sample"]])
     caption = "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
     caption += "paper's corpus is another text."
     return Table(caption, ["program", "weights", "30 new tokens"], rows)
@@ -222,9 +178,8 @@ def machine(hardware, runs, titles):
     known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware
     known["memory_bytes"] = f"{hardware['memory_bytes']:,}"
     rows = [[name.replace("_", " "), value] for name, value in known.items() if value]
-    remarks = [[titles[name], f"not measured: {reason}"] for name, reason in runs.missing.items()]
-    remarks += [
-        [titles[name], f"measured {text}"] for name, each in runs.records.items() if (text := disturbance(each))
-    ]
+    remarks = {name: f"not measured: {reason}" for name, reason in runs.missing.items()}
+    remarks |= {name: f"measured {text}" for name, each in runs.records.items() if (text := disturbance(each))}
+    remarks = [[titles[name], text] for name, text in remarks.items()]
     tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]
     return tables + [Table("What was not measured, or not exactly.", ["part", "remark"], remarks)] * bool(remarks)

@@ -2,6 +2,7 @@
 
 import json
 
+from benchmarks.harness.speedups import Speedup
 from benchmarks.harness.table_format import load
 from benchmarks.report.trace import step_of
 from testing.jobs import ROOT
@@ -33,12 +34,12 @@ def runs():
     }
 
 
-def scaling_rows():
-    """[(GPUs, efficiency)] of stage 3 on GPT-2 124M with 64 sequences per GPU, and their sources."""
-    files = ["gpus/scaling_two", "gpus/scaling"]
-    rows = [row for name in files for row in load(name)["results"]["scaling"][0]["rows"]]
-    found = {row["ranks"]: row["efficiency"]["median"] for row in rows if row["name"].endswith("--zero 1")}
-    return sorted(({1: 1.0} | found).items()), files
+def gain_gpus():
+    """(Speedup of two GPUs over one, its source): stage 3 on GPT-2 124M."""
+    rows = load("gpus/scaling_two")["results"]["scaling"][0]["rows"]
+    row = next(each for each in rows if each["name"].endswith("--zero 1") and each["ranks"] == 2)
+    source = f"GPT-2 124M, 64 sequences a GPU; {origin('gpus/scaling_two', 2)}"
+    return Speedup(2 * row["efficiency"]["median"], 2), source
 
 
 def timelines():

@@ -9,22 +9,16 @@ from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
 SHORTEST = 5000  # a bar that is shorter than this part of the step is not drawn; so a phone stays fast
 PIPELINE = 4, 8  # ranks and micro-batches of the schedules
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
-TRACES = {  # {part: title}
-    "trace0": "stage 0",
-    "trace1-flat": "stage 1, 2 ranks, --dp flat",
-    "trace1-bucket": "stage 1, 2 ranks, --dp bucket",
-    "trace2": "stage 2",
-    "trace3": "stage 3",
-}
 
 
 def views(runs):
     """[view], in the order of the list."""
     found = [slices(recording) for recording in runs.results("recordings") or []]
     found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
-    for name, title in TRACES.items():
-        if step := runs.results(name):
-            found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
+    for name, record in runs.records.items():
+        if name.startswith("trace"):
+            title = record["title"].removeprefix("trace of a step, ")
+            found.append(training_step(f"{title}, preset {runs.preset}, this machine", record["results"]))
     if not runs.results("trace3"):
         for step in shipped.timelines():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
