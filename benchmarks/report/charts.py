@@ -16,9 +16,8 @@ from matplotlib.ticker import NullLocator
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
-SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
-ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
-LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
+# as wide as the page, and as a phone: width, height of `lines`, height of a row (inches), characters of a label's line
+SIZES = {"wide": (9.0, 4.0, 0.3, 40), "narrow": (4.1, 3.6, 0.42, 21)}
 
 
 class Line(NamedTuple):
@@ -93,13 +92,13 @@ def draw(chart, size, theme, title=""):
     """(Figure, [[x, y, text]] of its points as fractions of its width and height from the upper left corner)."""
     colours = {name: pair[theme] for name, pair in COLOURS.items()}
     style = figure_style(theme) | {"font.size": FONT, "font.family": "sans-serif", "axes.facecolor": "none"}
-    width, height = SIZES[size]
+    width, height, row, limit = SIZES[size]
     if chart.rows:
-        height = ROW[size] * (len(chart.rows) + 0.6) + 0.75
+        height = row * (len(chart.rows) + 0.6) + 0.75
     with matplotlib.rc_context(style | {"grid.linewidth": 0.6, "axes.axisbelow": True}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        points = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
+        points = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, limit)
         axes.set_xlabel(chart.x_label)
         axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:

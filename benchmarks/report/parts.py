@@ -1,6 +1,5 @@
 """The measured parts of the report: each is one JSON file, so that an interrupted report continues where it ended."""
 
-import functools
 import json
 import os
 import time
@@ -32,7 +31,8 @@ class Part:
 
     def identity(self):
         """What a saved record of this part must have."""
-        return {"title": self.title, "times": self.times, "arguments": self.arguments, "origin": origin()}
+        origin = {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
+        return {"title": self.title, "times": self.times, "arguments": self.arguments, "origin": origin}
 
     def load(self, folder):
         """The record of this part in the folder, or None if there is none, or none that fits."""
@@ -52,11 +52,6 @@ class Part:
         temporary.write_text(to_json(record), encoding="utf-8")
         temporary.replace(folder / f"{self.name}.json")  # in one operation: a reader never sees half a file
         return record
-
-
-@functools.cache
-def origin():
-    return {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
 
 
 def disturbance(record):

@@ -17,7 +17,6 @@
 
   const root = document.getElementById("step-player"), totals = document.getElementById("step-totals");
   const views = JSON.parse(document.getElementById("player-data").textContent);
-  const still = matchMedia("(prefers-reduced-motion: reduce)");
 
   // A value as text in the first of the units [[name, size]] that is not larger.
   function quantity(value, units, digits) {
@@ -50,28 +49,27 @@
     const before = frame;
     slider.value = root.dataset.frame = frame = Math.min(Math.max(number, 0), last);
     now.setAttribute("aria-live", timer ? "off" : "polite"); // a screen reader cannot follow a playing step
-    position.textContent = draw(frame, frame === before + 1 && !still.matches);
+    position.textContent = draw(frame, frame === before + 1 && !matchMedia("(prefers-reduced-motion: reduce)").matches);
     slider.setAttribute("aria-valuetext", position.textContent);
+    if (timer && frame === last) play(false);
   }
 
   function play(on) {
     clearInterval(timer);
-    timer = on ? setInterval(next, Number(root.dataset.milliseconds) || (view.lanes ? 60 : 1500)) : null;
+    timer = on ? setInterval(moves.next, Number(root.dataset.milliseconds) || (view.lanes ? 60 : 1500)) : null;
     button("play").textContent = on ? "Pause" : "Play";
   }
-  function next() {
-    show(frame + 1);
-    if (frame === last) play(false);
-  }
 
-  const moves = { first: () => 0, previous: () => frame - 1, next: () => frame + 1, last: () => last };
+  const moves = {
+    first: () => show(0), previous: () => show(frame - 1), next: () => show(frame + 1), last: () => show(last),
+    in: () => zoom(0.5), out: () => zoom(2),
+  };
   const keys = { ArrowLeft: "previous", ArrowRight: "next", Home: "first", End: "last", " ": "play" };
 
   function act(action) {
-    if (action === "in" || action === "out") return zoom(action === "in" ? 0.5 : 2);
     const playing = timer;
     play(false);
-    if (action !== "play") return show(moves[action]());
+    if (action !== "play") return moves[action]();
     if (!playing && frame === last) show(0);
     play(!playing);
   }
@@ -200,16 +198,16 @@
   function curveOf(live, length) {
     const most = Math.max(...live.map(([, count]) => count));
     const path = live.map(([time, count], k) => `${k ? `H${time}V` : `M${time} `}${most - count}`).join("");
-    const box = `0 0 ${length} ${most}`;
-    return html`<svg viewBox="${box}" preserveAspectRatio="none" aria-hidden="true"><path d="${path}"/></svg>`;
+    return html`<svg viewBox="0 0 ${length} ${most}" preserveAspectRatio="none" aria-hidden="true">
+      <path d="${path}"/></svg>`;
   }
 
   // -- a recorded collective: the slices of each rank, coloured by origin, and the slices that move -------------------
 
-  function openSlices({ frames, ranks: size }) {
+  function openSlices({ frames }) {
     const most = Math.max(...frames.flatMap(({ ranks }) => ranks.map(held)));
     return (number, moves) => {
-      const { phase, messages, ranks } = frames[number], many = messages.length > size; // between all ranks
+      const { phase, messages, ranks } = frames[number], many = messages.length > ranks.length; // between all
       const count = `${messages.length || "no"} messages`;
       drawing.innerHTML = html`<div class="ranks${many ? " many" : ""}" role="img" aria-label="${phase}: ${count}">
         ${ranks.map((state, rank) => card(state, rank, most))}${messages.map((message) => way(message, many))}</div>`;

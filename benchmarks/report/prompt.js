@@ -25,15 +25,12 @@
   const range = (length) => Array.from({ length }, (_, index) => index);
   const shade = (share) => `--share: ${Math.round(40 * share)}%`; // of the background
 
-  // The squares of the weights of a head, whose sides are 1, or only those that can be seen in a small picture.
-  function squares(layer, head, small) {
-    return range(count).map((query) => weights(layer, head, query).map((weight, key) => {
-      if (small && weight <= 0.02) return "";
-      const tip = `${shown(tokens[query])} attends to ${shown(tokens[key])}: ${percent(weight)}`;
-      const square = html`x="${key}" y="${query}" width="1" height="1" fill-opacity="${weight.toFixed(2)}"`;
-      return small ? html`<rect ${square}/>` : html`<rect ${square} data-tip="${tip}"/>`;
-    }));
-  }
+  // The squares of the weights of a head from `least` on. Their sides are 1.
+  const squares = (layer, head, least) => range(count).map((query) => weights(layer, head, query).map((weight, key) => {
+    const tip = `${shown(tokens[query])} attends to ${shown(tokens[key])}: ${percent(weight)}`;
+    return weight < least ? "" : html`<rect x="${key}" y="${query}" width="1" height="1"
+      fill-opacity="${weight.toFixed(2)}" data-tip="${tip}"/>`;
+  }));
 
   const drawn = { // {data-part of an element: its content}
     tokens() {
@@ -42,13 +39,11 @@
         aria-pressed="${index === state.token}" style="${shade(seen[index])}">${shown(token)}</button>`);
     },
     heads() {
-      const chosen = (layer, head) => layer === state.layer && head === state.head;
       const button = (layer, head) => html`<button type="button" data-head="${layer},${head}"
-        aria-pressed="${chosen(layer, head)}" aria-label="layer ${layer + 1}, head ${head + 1}">
-        <svg viewBox="0 0 ${count} ${count}" aria-hidden="true">${squares(layer, head, true)}</svg></button>`;
+        aria-pressed="${layer === state.layer && head === state.head}" aria-label="layer ${layer + 1}, head ${head + 1}">
+        <svg viewBox="0 0 ${count} ${count}" aria-hidden="true">${squares(layer, head, 0.02)}</svg></button>`;
       const row = (layer) => [html`<span>layer ${layer + 1}</span>`, range(heads).map((head) => button(layer, head))];
-      const head = range(heads).map((head) => html`<span class="name">${head + 1}</span>`);
-      return [html`<span>head</span>`, head, range(layers).map(row)];
+      return [html`<span>head</span>`, range(heads).map((head) => html`<span>${head + 1}</span>`), range(layers).map(row)];
     },
     "head-title": () => `layer ${state.layer + 1}, head ${state.head + 1}`,
     head() {
@@ -62,7 +57,7 @@
       const label = `${name}: a row is the token that attends, a column the token that it attends to`;
       return html`<svg viewBox="0 0 ${left + whole + 26} ${top + whole + 2}" role="img" aria-label="${label}">${labels}
         <g transform="translate(${left} ${top}) scale(${size})"><rect class="frame" width="${count}" height="${count}"/>
-        ${squares(state.layer, state.head, false)}
+        ${squares(state.layer, state.head, 0)}
         <rect class="row" y="${state.token}" width="${count}" height="1"/></g></svg>`;
     },
     stream() {

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from benchmarks.report.units import amount
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.data import Windows, even_slices
@@ -36,12 +37,12 @@ class Recorder:
     """A Communicator with only send_start and recv_start, which notes what a rank sends and has at each time.
 
     arrays: {name: (array of this rank, number of slices in it)}; the first one has a slice for each rank. Other arrays
-    in messages are temporary buffers. fixed: {name: bytes of an array without slices}. phases: {first time: name}.
+    in messages are temporary buffers. sizes: {name: bytes}. phases: {first time: name}.
     """
 
-    def __init__(self, comm, arrays, fixed=None):
+    def __init__(self, comm, arrays):
         self.comm, self.rank, self.size, self.arrays = comm, comm.rank, comm.size, arrays
-        self.sizes = {name: array.nbytes for name, (array, _) in arrays.items()} | (fixed or {})
+        self.sizes = {name: array.nbytes for name, (array, _) in arrays.items()}
         self.time, self.sent, self.states, self.phases = 0, [[]], [], {}  # sent, states: of each time
         self.buffers = weakref.WeakValueDictionary()  # {id: temporary buffer}
 
@@ -54,8 +55,7 @@ class Recorder:
     def send_start(self, x, to, tag=0):
         self.find_buffer(x)
         number, ranks = decoded(x, self.size)
-        message = {"from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks}
-        self.sent[-1].append(message)
+        self.sent[-1].append({"from": self.rank, "to": to, "bytes": x.nbytes, "slice": number, "ranks": ranks})
         return self.comm.send_start(x, to, tag)
 
     def recv_start(self, out, source, tag=0):
@@ -83,14 +83,6 @@ class Recorder:
         self.states.append({"cells": cells, "bytes": self.sizes | {BUFFERS: size}})
         self.sent.append([])
         self.time += 1
-
-
-def marked(size, rank, ranks):
-    """An array (size) of this rank whose slice j has the elements 2^(ranks * j + rank)."""
-    array = np.empty(size, np.float32)
-    for number, part in enumerate(even_slices(size, ranks)):
-        array[part] = 2.0 ** (ranks * number + rank)
-    return array
 
 
 def decoded(x, ranks):
@@ -135,7 +127,8 @@ def zero_1(comm, gradients):
     slice of the parameters. An all-gather copies all updated slices to all ranks."""
     own, parameters = even_slices(gradients.size, comm.size)[comm.rank], np.zeros_like(gradients)
     arrays = {"gradients": (gradients, comm.size), "parameters": (parameters, comm.size)}
-    recorder = Recorder(comm, arrays, {"AdamW moments of the own slice": MOMENTS * parameters[own].nbytes})
+    recorder = Recorder(comm, arrays)
+    recorder.sizes["AdamW moments of the own slice"] = MOMENTS * parameters[own].nbytes
     mark = gradients[own].copy()
     recorder.begin("reduce-scatter of the gradients")
     collectives.reduce_scatter(recorder, gradients, out=gradients[own], algorithm="ring")
@@ -154,7 +147,8 @@ def record(title, ranks=MAX_RANKS, preset="nano"):
     size = DividedArena(parameter_shapes(PRESETS[preset]), ranks).size
 
     def run(comm):
-        recorder = RECORDINGS[title](comm, marked(size, comm.rank, ranks))
+        marks = 2.0 ** (ranks * np.arange(ranks) + comm.rank)
+        recorder = RECORDINGS[title](comm, np.repeat(marks, size // ranks).astype(np.float32))
         recorder.next_time()
         return recorder
 
@@ -167,9 +161,12 @@ def record(title, ranks=MAX_RANKS, preset="nano"):
 
 
 def recorded(title, text, preset, size, frames):
-    """The JSON data of a recording. size: bytes of all parameters."""
-    sizes = {"bytes": size, "ranks": len(frames[0]["ranks"])}
-    return {"title": title, "text": " ".join(text.split()), "preset": preset, "frames": frames} | sizes
+    """A view of the step player. size: bytes of all parameters."""
+    text = (
+        f"{' '.join(text.split())} Recorded from arrays of {amount(size)} (preset {preset}). A slice has the colour of "
+        "the rank that it comes from; a sum has the stripes of all its ranks."
+    )
+    return {"group": "collectives and ZeRO", "title": title, "text": text, "bytes": size, "frames": frames}
 
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
@@ -222,14 +219,10 @@ class UnitRecorder:
         }
         states = []
         for rank in ranks:
-            shards = {unit: ([rank], rank) for unit in self.shards.parts}
             sums = dict.fromkeys(self.summed, (ranks, rank)) | dict.fromkeys(self.gradients.sums, ([rank], None))
-            cells = {
-                "parameters": shards | dict.fromkeys(whole, (ranks, None)),
-                "gradients": dict.fromkeys(shards, ([], None)) | sums,
-            }
-            rows = {name: [(unit, *content) for unit, content in found.items()] for name, found in cells.items()}
-            states.append({"cells": rows, "bytes": held})
+            parameters = [(unit, *((ranks, None) if unit in whole else ([rank], rank))) for unit in sizes]
+            gradients = [(unit, *sums.get(unit, ([], None))) for unit in sizes]
+            states.append({"cells": {"parameters": parameters, "gradients": gradients}, "bytes": held})
         self.frames.append({"phase": phase, "messages": messages, "ranks": states})
 
 

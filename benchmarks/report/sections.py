@@ -25,11 +25,9 @@ def largest_differences(runs):
 def equality(runs):
     """One sentence: how equal the curves of our stages are."""
     differences, first = largest_differences(runs), next(iter(runs.curves()), "no stage")
-    same, other = ([name for name in differences if bool(differences[name]) == wanted] for wanted in (False, True))
-    parts = [f"{first} and {', '.join(same)} have the same losses, bit for bit"] * bool(same)
-    if other:
-        largest = tiny(max(differences.values()))
-        parts.append(f"those of {' and '.join(other)} differ from {first} by at most {largest} of their value")
+    same, largest = [name for name in differences if not differences[name]], max(differences.values(), default=0)
+    parts = [f"{' and '.join([first, *same])} have the same losses, bit for bit"] * bool(same)
+    parts += [f"the largest difference between our curves is {tiny(largest)} of their value"] * bool(largest)
     text = "; ".join(parts) or f"only the losses of {first} were measured"
     return f"{text[0].upper()}{text[1:]}."
 
@@ -168,8 +166,9 @@ def samples(runs):
         if results := runs.results(name):
             weights = "shipped, 1200 updates" if "infer" in name else f"{runs.steps} updates, preset {runs.preset}"
             rows.append([f"ours, stage {name[5]}", weights, results["sample"]])
-    caption = "Greedy continuations of the first 256 tokens of the corpus, or of as many as the model's block has. The "
-    caption += "paper's corpus is another text."
+    caption = (
+        "Greedy continuations of the first tokens of the corpus (256 or a block). The paper's corpus is another text."
+    )
     return Table(caption, ["program", "weights", "30 new tokens"], rows)
 
 

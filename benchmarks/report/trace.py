@@ -1,8 +1,10 @@
-"""Read one training step from a trace, for the step player."""
+"""Read training steps from traces, for the step player."""
 
 import json
 from collections import defaultdict
 from pathlib import Path
+
+from testing.jobs import ROOT
 
 MICROSECONDS = 1e-6
 
@@ -29,3 +31,23 @@ def step_of(events):
             lanes[event["pid"], event["tid"]].append([event["name"], *fields])
     lanes = [{"rank": key[0], "name": names.get(key, ""), "events": found} for key, found in sorted(lanes.items())]
     return {"name": step["name"], "seconds": length * MICROSECONDS, "lanes": lanes}
+
+
+def shipped_steps():
+    """[step_of()] of the shipped trace of GPUs: a step of stage 3 on rank 0 of four GPUs, for each --dp."""
+    events = json.loads((ROOT / "results" / "gpus" / "timeline_trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    steps = []
+    for title in [event for event in events if event["name"] == "process_name"]:
+        own = [event | {"pid": 0} for event in events if event["pid"] == title["pid"]]
+        network = [event["tid"] for event in own if event.get("args", {}).get("name") == "communication"]
+        # the kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names
+        loss = max(event["ts"] for event in own if event["name"].startswith("forward_backward_kernel"))
+        update = min(event["ts"] for event in own if event["name"].startswith(("clip", "adamw")))
+        for event in own:
+            start = event.get("ts", 0)
+            phase = "forward" if start <= loss else "backward" if start < update else "optimizer"
+            event["cat"] = "collective" if event.get("tid") in network else phase
+        end = max(event["ts"] + event["dur"] for event in own if event["ph"] == "X")
+        step = {"ph": "X", "cat": "step", "name": title["args"]["name"], "pid": 0, "ts": 0, "dur": end}
+        steps.append(step_of([*own, step]))
+    return steps

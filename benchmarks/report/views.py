@@ -1,8 +1,8 @@
 """The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
 
 from benchmarks.report import shipped
-from benchmarks.report.trace import MICROSECONDS
-from benchmarks.report.units import amount, seconds
+from benchmarks.report.trace import MICROSECONDS, shipped_steps
+from benchmarks.report.units import seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
 
@@ -13,26 +13,16 @@ KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 
 def views(runs):
     """[view], in the order of the list."""
-    found = [slices(recording) for recording in runs.results("recordings") or []]
-    found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
+    found = [*(runs.results("recordings") or []), *(pipeline(name, *PIPELINE) for name in SCHEDULES)]
     for name, record in runs.records.items():
         if name.startswith("trace"):
             title = record["title"].removeprefix("trace of a step, ")
             found.append(training_step(f"{title}, preset {runs.preset}, this machine", record["results"]))
     if not runs.results("trace3"):
-        for step in shipped.timelines():
+        for step in shipped_steps():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
             found.append(training_step(text, step, f"Shipped result: {shipped.origin('gpus/timeline')}. "))
     return found
-
-
-def slices(recording):
-    """A recording of recording.py with its explanation."""
-    text = (
-        f"{recording['text']} Recorded from arrays of {amount(recording['bytes'])} (preset {recording['preset']}). A "
-        f"slice has the colour of the rank that it comes from; a sum has the stripes of all its ranks."
-    )
-    return recording | {"group": "collectives and ZeRO", "text": text}
 
 
 def pipeline(name, ranks, count):
