@@ -1,7 +1,5 @@
 """Measure what this machine can run of the paper's comparison, and write the report: one HTML page, PNG and SVG files.
 
-python -m benchmarks.report --out out/report
-
 The page needs no network. The measured parts are JSON files in OUT/parts: after an interruption, the same command
 continues. Without a GPU, the page shows the shipped measurements of stages 2 and 3, with their hardware and date.
 """
@@ -22,15 +20,15 @@ from gpt2core.presets import PRESETS
 
 def check_output(folder):
     """Create the directory of the report; raise ConfigError if it cannot be used."""
-    page, why = folder / "index.html", ""
+    page = folder / "index.html"
     try:
         (folder / "parts").mkdir(parents=True, exist_ok=True)
-        if page.exists() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]:
-            why = f"{page} is not a report of this program"
+        if not page.exists() or GENERATOR in page.read_text(encoding="utf-8", errors="replace")[:2000]:
+            return
+        why = f"{page} is not a report of this program"
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
-    if why:
-        raise ConfigError(f"--out {folder}: {why}: choose another directory")
+    raise ConfigError(f"--out {folder}: {why}: choose another directory")
 
 
 def make_report(args):

@@ -174,11 +174,11 @@
       return (found[`${category} ${op}`] ??= { op, category, calls: 0, bytes: 0, time: 0 });
     }
     for (const [event, outer] of lanes.flatMap(({ events }) => nested(events))) {
-      const row = rowOf(event), [, , taken, , , bytes] = event;
+      const row = rowOf(event), time = event[2] / ranks;
+      row.time += time;
+      row.bytes += event[5] / ranks;
       row.calls += 1 / ranks;
-      row.bytes += bytes / ranks;
-      row.time += taken / ranks;
-      if (outer.length > 1) rowOf(outer.at(-2)).time -= taken / ranks;
+      if (outer.length > 1) rowOf(outer.at(-2)).time -= time;
     }
     const shown = onGpu ? ["GPU", "collective", "wait"] : Object.keys(CATEGORIES).filter((each) => each !== "phase");
     const rows = Object.values(found).filter(({ category }) => shown.includes(category));

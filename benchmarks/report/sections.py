@@ -4,7 +4,7 @@ import math
 from itertools import zip_longest
 
 from benchmarks import paper
-from benchmarks.harness.speedups import Speedup
+from benchmarks.harness.speedups import Speedup, speedups
 from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
 from benchmarks.report.parts import disturbance
@@ -33,19 +33,19 @@ def equality(runs):
 
 
 def headline(runs):
-    """[(number, unit, sentence, footnote)]: the three numbers of the first screen."""
+    """[(number, sentence, footnote)]: the three numbers of the first screen."""
     found, last = [], [losses[-1] for losses in paper.LOSSES.values()]
     if differences := largest_differences(runs):
         text = f"is the largest relative difference between our {len(differences) + 1} loss curves."
         text += f" The paper's four differ by {100 * (max(last) / min(last) - 1):.0f} % at the last step."
         sources = "; ".join(f"{label}: {run.where}" for label, run in runs.curves().items())
-        found.append((tiny(max(differences.values())), "", text, sources))
+        found.append((tiny(max(differences.values())), text, sources))
     for stage, what in ((0, "training"), (3, "training"), (2, "training"), (0, "inference")):
         if run := runs.run(what, stage):
             of_what = f"{runs.steps} training steps of preset {runs.preset}" if what == "training" else "30 new tokens"
             theirs = paper.SECONDS[PAPER_NAMES[stage]][what == "inference"]
             beside = f" The paper: {seconds(theirs)}." if runs.is_paper or what == "inference" else ""
-            found.append((number(run.value), "s", f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
+            found.append((seconds(run.value), f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
     return found[:3]
 
 
@@ -111,7 +111,7 @@ def gain_chart(runs):
     mpi = paper.MPI_SECONDS_IN_TEXT
     changes = [  # title (section of the paper), slower and faster stage, [the paper's time of "MPI" in its text], ours
         ("serial to MPI, training (9.1)", 0, 1, [mpi], gain_ranks(runs)),
-        ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_pair(runs, 0, 1, "inference", 1)),
+        ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_pair(runs, 0, 1, "inference")),
         ("serial to CUDA, training (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "training")),
         ("serial to CUDA, inference (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "inference")),
         ("one GPU to several, training (9.3)", 2, 3, [], shipped.gain_gpus()),
@@ -145,13 +145,15 @@ def gain_ranks(runs):
     return Speedup(one / two, 2), f"two ranks of one thread, relative to one process with one thread ({seconds(one)})"
 
 
-def gain_pair(runs, slow, fast, what, ideal=math.inf):
-    """The times of two stages in Table 1. ideal: inf on different hardware."""
-    times = {stage: runs.run(what, stage) for stage in (slow, fast)}
-    for stage, run in times.items():
-        if not run:
+def gain_pair(runs, slow, fast, what):
+    """The times of two stages in Table 1, which are marked if a ratio to the same time is above its ideal."""
+    times = {stage: run.value for stage in STAGE_NAMES if (run := runs.run(what, stage))}
+    for stage in (slow, fast):
+        if stage not in times:
             return None, f"there is no {what} of stage {stage}: {runs.reason(PARTS[what][stage])}"
-    return Speedup(times[slow].value / times[fast].value, ideal), f"stages {slow} and {fast} of Table 1"
+    ideals = {1: 1} if (slow, what) == (0, "inference") else {}  # each rank computes all, on the same machine
+    ratios = speedups(times[slow], {stage: (time, ideals.get(stage, math.inf)) for stage, time in times.items()})
+    return ratios[fast], f"stages {slow} and {fast} of Table 1"
 
 
 # -- generated text, this machine --------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_slice_with_elements_of_two_slices_is_an_error():
 
 
 def test_zero_3_has_two_whole_units_at_most_and_ends_with_the_shards_of_the_sum():
-    recorded = recording.zero_3(RANKS)
+    recorded = recording.record("ZeRO-3", RANKS)
     frames, everyone = recorded["frames"], list(range(RANKS))
     phases = [frame["phase"] for frame in frames]
     units = [unit for unit, *_ in frames[0]["ranks"][0]["cells"]["parameters"]]
@@ -301,6 +301,7 @@ def test_a_speed_up_above_its_ideal_is_marked_and_not_stated_as_a_result():
     assert rows["serial to MPI, training"].marks[-1] == (3.96, above(3.96, 2), "c1", "X")
     assert rows["serial to MPI, inference"].marks[-1] == (7.48, above(7.48, 1), "c1", "X")
     assert rows["serial to MPI, training"].text.endswith("→ disturbed (3.96)")
+    assert "disturbed (" in rows["serial to CUDA, inference"].text  # also relative to the disturbed run of stage 0
     assert "X" in {mark for row in chart.rows for *_, mark in row.marks} and "disturbed (3.96)" in chart.inline()
 
 
