@@ -37,7 +37,7 @@ def make_report(args):
         raise ConfigError(f"--steps {args.steps}: the report needs 2 steps or more")
     check_output(args.out)
     environment()  # a missing package is an error before the measurements
-    parts, folder = parts_of(args.preset, args.steps, args.full), args.out / "parts"
+    parts, folder = parts_of(args.preset, args.steps), args.out / "parts"
     try:
         records, missing, failures = run_parts(parts, folder, args.no_measure, args.fresh)
     except KeyboardInterrupt:
@@ -60,7 +60,6 @@ def main(argv=None):
     parser = Parser(__doc__.splitlines()[0], examples, "python -m benchmarks.report")
     add, default = parser.add_argument, Path("out", "report")
     add("--out", type=to_path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
-    add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
     add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
     add("--no-measure", action="store_true", help="measure no times: write the page from the saved and shipped results")
     add("--preset", choices=PRESETS, default="paper", help="model of the measurements (default paper)")

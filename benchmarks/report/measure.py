@@ -4,16 +4,14 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import training_runs
 from benchmarks.harness.report import nvidia_smi
 from benchmarks.harness.training_runs import PACKAGES, inference_seconds, python_command
-from benchmarks.harness.training_runs import train as run_training
 from benchmarks.report.parts import Part
 from benchmarks.report.prompt import record_prompt
 from benchmarks.report.recording import record_all
-from benchmarks.report.runs import RANKS
-from benchmarks.report.trace import read_step
+from benchmarks.report.views import read_step
 from gpt2core.app.shipped import WEIGHTS
-from gpt2core.errors import counted
 
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
@@ -22,8 +20,8 @@ REPEATS = 3  # of each inference
 TIMEOUT = 1800  # seconds of one command
 
 
-def parts_of(preset, steps, full):
-    """The Parts for this machine. full: also train stage 1 on 1, 4 and 8 ranks."""
+def parts_of(preset, steps):
+    """The Parts for this machine."""
     gpus = len(nvidia_smi("name"))
     several = 1 << max(0, gpus.bit_length() - 1)  # a power of two
     found = [
@@ -37,9 +35,6 @@ def parts_of(preset, steps, full):
             Part(f"infer{stage}", f"inference, {of}", infer, [stage, ranks]),
             Part(f"trace{stage}", f"trace of a step, {of}", trace, [stage, ranks, preset]),
         ]
-    for ranks in RANKS if full else ():
-        title = f"training, {steps} steps, stage 1, {counted(ranks, 'rank')}"
-        found.append(Part(f"train1-{ranks}", title, train, [1, ranks, preset, steps]))
     bucket = ["--dp", "bucket", "--bucket-mb", "5"]  # about 8 messages with the gradients of `paper`
     return [
         *found,
@@ -51,7 +46,7 @@ def parts_of(preset, steps, full):
 def train(stage, ranks, preset, steps):
     """A training with its default flags, in fp32, and its sample text."""
     flags = {"preset": preset, "steps": steps, "sample": NEW_TOKENS} | ({"precision": "fp32"} if stage >= 2 else {})
-    rows, out = run_training("training", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
+    rows, out = training_runs.train("training", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
     losses, seconds = ([row[field] for row in rows] for field in ("loss", "seconds"))
     return {"ranks": ranks, "losses": losses, "seconds": sum(seconds), "sample": continuation(out)}
 
@@ -79,7 +74,7 @@ def two_ranks(preset):
     """The median step times of stage 0 with one thread, and of stage 1 on two ranks of one thread."""
     times, flags = [], {"preset": preset, "steps": SHORT_STEPS, "threads": 1}
     for stage, ranks in ((0, None), (1, 2)):
-        log, _ = run_training("speed of two ranks", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
+        log, _ = training_runs.train("speed of two ranks", PACKAGES[stage], TIMEOUT, ranks=ranks, **flags)
         times.append(statistics.median(row["seconds"] for row in log[1:]))
     return times
 
@@ -88,5 +83,5 @@ def trace(stage, ranks, preset, *flags):
     """The last of TRACE_STEPS steps of a training with --trace."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"trace": Path(folder, "trace.json"), "trace_steps": TRACE_STEPS, "steps": TRACE_STEPS}
-        run_training("trace", PACKAGES[stage], TIMEOUT, flags, ranks, preset=preset, **options)
+        training_runs.train("trace", PACKAGES[stage], TIMEOUT, flags, ranks, preset=preset, **options)
         return read_step(options["trace"])

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
-from benchmarks.report import architecture, sections
+from benchmarks.report import sections
 from benchmarks.report.charts import style_sheet
 from benchmarks.report.runs import STAGE_NAMES, Runs
 from benchmarks.report.views import views
@@ -40,7 +40,7 @@ def write_report(folder, records, missing, preset, steps, titles):
         return chart.inline()
 
     text = template.render(
-        s=sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR, colours=style_sheet(),
+        s=sections, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR, colours=style_sheet(),
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), views=views(runs), draw=draw, notes=notes,
         note=lambda text: notes.setdefault(text, len(notes) + 1),  # the number of a footnote
         tables=sections.machine(hardware(), runs, titles), prompt=runs.results("prompt"),

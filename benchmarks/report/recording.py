@@ -96,10 +96,7 @@ def size_of(ranks, config):
 
 
 def decoded(x, ranks):
-    """(number of the slice, [the ranks that x contains]) of marked elements; (None, []) for zeros.
-
-    Raises ValueError if the elements of x differ.
-    """
+    """(number of the slice, [ranks that x contains]) of marked elements; (None, []) for zeros. They must not differ."""
     value = int(x.flat[0])
     if not np.all(x == value):
         raise ValueError("a message or a slice has elements of several slices")
@@ -225,11 +222,7 @@ def record(title, ranks=MAX_RANKS, preset="nano"):
     for steps in zip(*run_ranks(ranks, lambda comm: RECORDINGS[title](comm, config)), strict=True):
         messages = [message for _, sent, _ in steps for message in sent]
         frames.append({"phase": steps[0][0], "messages": messages, "ranks": [state for _, _, state in steps]})
-    text = " ".join(RECORDINGS[title].__doc__.split())
-    text += (
-        f" Recorded from arrays of {amount(size)} (preset {preset}). A slice has the colour of the rank that it comes"
-    )
-    text += " from; a sum has the stripes of all its ranks."
+    text = f"{' '.join(RECORDINGS[title].__doc__.split())} Recorded from arrays of {amount(size)} (preset {preset})."
     return {"group": "collectives and ZeRO", "title": title, "text": text, "bytes": size, "frames": frames}
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.report import shipped
+from benchmarks.harness.speedups import Speedup
+from benchmarks.harness.table_format import load
 from benchmarks.report.parts import disturbance
-from gpt2core.errors import counted
 
 STAGE_NAMES = {
     0: "stage 0, NumPy",
@@ -19,7 +19,6 @@ PARTS = {  # {what is compared: the parts of stages 0 to 3}
     "inference": ("infer0", "infer1", "infer2", "infer3"),
 }
 PAPER_STEPS = 50
-RANKS = 1, 4, 8  # of the trainings of stage 1 with --full; the others are on 2 ranks
 THIS_MACHINE = "this machine"
 
 
@@ -63,16 +62,52 @@ class Runs:
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
-        found = shipped.runs().get((what, stage)) if what == "inference" or self.is_paper else None
+        found = shipped_runs().get((what, stage)) if what == "inference" or self.is_paper else None
         return self.measured(PARTS[what][stage], "seconds") or (found and Run(*found, shipped=True))
 
     def curves(self):
         """{label: Run with the losses} of all four stages."""
         parts = {"stage 0": "train0", "stage 1 on 2 ranks": "train1", "stage 2": "train2", "stage 3": "train3"}
-        parts |= {f"stage 1 on {counted(ranks, 'rank')}": f"train1-{ranks}" for ranks in RANKS}
         found = {label: run for label, name in parts.items() if (run := self.measured(name, "losses"))}
         if self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
             for stage, name, ranks in (("stage 2", "stage 2", 1), ("stage 3", "--deterministic", 2)):
-                source = f"fp32; {shipped.origin('gpus/parity', ranks)}"
-                found.setdefault(stage, Run(shipped.curve(name, ranks), source, True))
+                source = f"fp32; {origin('gpus/parity', ranks)}"
+                found.setdefault(stage, Run(shipped_curve(name, ranks), source, True))
         return found
+
+
+# -- shipped results of GPUs; each is marked with its source -----------------------------------------------------------
+
+
+def origin(name, used=None):
+    """Where and when results/NAME.json was measured, for a caption. used: how many of several GPUs were used."""
+    record = load(name)
+    where = f"{used} of " * bool(used) + record["machine"]
+    return f"{where}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
+
+
+def shipped_curve(name, ranks):
+    """The 50 losses of preset `paper` in fp32 of the first row with this name and number of ranks in gpus/parity."""
+    rows = load("gpus/parity")["results"]["runs"]
+    return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
+
+
+def shipped_runs():
+    """{(what, stage): (seconds, precision and source)}; a training has 50 steps of `paper`."""
+    step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
+    paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
+    decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
+    how = "fp32, 50 times the median step"
+    return {
+        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32')}"),
+        ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
+        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper')}"),
+    }
+
+
+def gain_gpus():
+    """(Speedup of two GPUs over one, its source): stage 3 on GPT-2 124M."""
+    rows = load("gpus/scaling_two")["results"]["scaling"][0]["rows"]
+    row = next(each for each in rows if each["name"].endswith("--zero 1") and each["ranks"] == 2)
+    source = f"GPT-2 124M, 64 sequences a GPU; {origin('gpus/scaling_two', 2)}"
+    return Speedup(2 * row["efficiency"]["median"], 2), source

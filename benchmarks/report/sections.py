@@ -5,14 +5,12 @@ from itertools import zip_longest
 
 from benchmarks import paper
 from benchmarks.harness.speedups import Speedup, speedups
-from benchmarks.report import shipped
 from benchmarks.report.charts import Chart, Line, Row
 from benchmarks.report.parts import disturbance
-from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES, THIS_MACHINE
+from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES, THIS_MACHINE, gain_gpus
 from benchmarks.report.units import Cell, Table, number, seconds, tiny
 
 SAME = 1e-3  # curves with smaller relative differences are one line of the chart
-COLOURS = "c0", "c1", "c2", "c3", "c4", "ink"
 # -- the first screen --------------------------------------------------------------------------------------------------
 
 
@@ -58,8 +56,7 @@ def loss_chart(runs):
     ours = {f"ours, {label}": run.value for label, run in runs.curves().items()}
     if len(ours) > 1 and max(largest_differences(runs).values()) < SAME:
         ours = {f"our {len(ours)} programs: equal curves": max(ours.values(), key=len)}
-    for (label, losses), colour in zip(ours.items(), COLOURS, strict=False):
-        lines.append(Line(label, losses, colour))
+    lines += [Line(label, losses, f"c{number}") for number, (label, losses) in enumerate(ours.items())]
     title = f"Loss of {runs.steps} steps, preset {runs.preset}"
     alt = f"Loss over the training step: the paper's four programs, and ours. {equality(runs)}"
     caption = f"{equality(runs)} The paper's programs start with other parameters and read another corpus."
@@ -72,6 +69,51 @@ def loss_table(runs):
     columns = zip_longest(*([f"{loss:.6f}" for loss in losses] for losses in curves.values()), fillvalue="")
     rows = [[step, *losses] for step, losses in enumerate(columns)]
     return Table("Table 2. Loss in nats per token.", ["step", *curves], rows, range(1, len(curves) + 1))
+
+
+# -- Figures 2 to 5 of the paper, for this program: the data flow of each stage, as one drawing ------------------------
+
+ALL, RANKS, GPUS = (0, 1, 2, 3), (1, 3), (2, 3)  # stages: all, those with many ranks, those on GPUs
+ADDS = {RANKS: "MPI", (1,): "MPI", GPUS: "CUDA", (3,): "MPI and CUDA"}  # what the rows of these stages need
+ONCE = [  # (text, kind, stages); kind: "host", "host root" (only rank 0), "gpu" (in stages 2 and 3), "net" (collective)
+    ("read the corpus and encode it as tokens", "host root", ALL),
+    ("broadcast of the tokens", "net", RANKS),
+    ("initial parameters from the seed", "host root", ALL),
+    ("broadcast of the parameters", "net", RANKS),
+]
+EVERY_STEP = [
+    ("batch: B × T tokens", "host", (0, 2)),
+    ("own rows: B/p × T tokens", "host", RANKS),
+    ("divide the batch into micro-batches", "host", (0, 1)),
+    ("sort the tokens for the gradient of the embedding", "host", GPUS),
+    ("copy to static input buffers of the CUDA graph", "gpu", GPUS),
+    ("forward: losses; threads divide the micro-batches", "host", (0, 1)),
+    ("backward: gradients, added in a fixed order", "host", (0, 1)),
+    ("forward: loss", "gpu", GPUS),
+    ("backward: gradients", "gpu", GPUS),
+    ("all-reduce of the gradients by MPI messages, added in a fixed order", "net", (1,)),
+    ("reduce-scatter of the gradients by NCCL: rank r receives slice r of the sum", "net", (3,)),
+    ("norm, clipping, AdamW", "gpu", (0, 1, 2)),
+    ("norm, clipping, AdamW on the own slice (ZeRO-1)", "gpu", (3,)),
+    ("all-gather of the updated slices by NCCL", "net", (3,)),
+    ("all-gather of losses and signals", "net", RANKS),
+    ("print and log the loss, save checkpoints", "host root", ALL),
+]
+
+
+def flow(stage):
+    """{"once" or "every step": [(text, kind, what it needs beside NumPy or "")]} of a stage."""
+    return {
+        when: [
+            (text, "host" if kind == "gpu" and stage not in GPUS else kind, ADDS.get(stages, ""))
+            for text, kind, stages in rows if stage in stages
+        ]
+        for when, rows in (("once", ONCE), ("every step", EVERY_STEP))
+    }  # fmt: skip
+
+
+def lanes(stage):
+    return ["rank 0", "ranks 1 to p − 1"] if stage in RANKS else ["one process"]
 
 
 # -- Table 1 -----------------------------------------------------------------------------------------------------------
@@ -114,7 +156,7 @@ def gain_chart(runs):
         ("serial to MPI, inference (9.1.2)", 0, 1, [], gain_pair(runs, 0, 1, "inference")),
         ("serial to CUDA, training (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "training")),
         ("serial to CUDA, inference (9.2)", 0, 2, [], gain_pair(runs, 0, 2, "inference")),
-        ("one GPU to several, training (9.3)", 2, 3, [], shipped.gain_gpus()),
+        ("one GPU to several, training (9.3)", 2, 3, [], gain_gpus()),
         ("MPI to MPI and CUDA, training (9.3)", 1, 3, [mpi], gain_pair(runs, 1, 3, "training")),
         ("MPI to MPI and CUDA, inference (9.3)", 1, 3, [], gain_pair(runs, 1, 3, "inference")),
     ]

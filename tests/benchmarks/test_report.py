@@ -16,13 +16,11 @@ from benchmarks.harness import speedups, training_runs
 from benchmarks.harness.processes import run_to_end
 from benchmarks.report import __main__ as report
 from benchmarks.report import (
-    architecture,
     measure,
     parts,
     prompt,
     recording,
     sections,
-    trace,
     units,
     views,
 )  # fmt: skip
@@ -133,7 +131,7 @@ def test_the_live_activations_of_a_pipeline_view_have_the_peaks_of_the_simulator
 
 
 def test_the_kernels_of_a_shipped_step_have_a_phase():
-    for step in trace.shipped_steps():
+    for step in views.shipped_steps():
         events = [event for lane in step["lanes"] for event in lane["events"]]
         assert {event[3] for event in events} == {"forward", "backward", "optimizer", "collective"}
         assert {event[3] for event in events if "adamw" in event[0]} == {"optimizer"}
@@ -157,7 +155,7 @@ def test_the_recorded_prompt_has_the_numbers_of_the_model():
 
 def test_without_the_shipped_weights_the_page_says_why_there_is_no_prompt(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "record_prompt", lambda: prompt.record_prompt(weights=tmp_path))
-    (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "prompt")
+    (part,) = (part for part in measure.parts_of("nano", 2) if part.name == "prompt")
     records, missing, failures = parts.run_parts([part], tmp_path)
     assert not records and failures == ["prompt"] and missing["prompt"].startswith(f"it failed: {tmp_path}")
 
@@ -202,7 +200,7 @@ EVENTS = [
 
 
 def test_the_last_step_of_a_trace_is_read():
-    step = trace.step_of(EVENTS)
+    step = views.step_of(EVENTS)
     assert (step["name"], round(1e6 * step["seconds"]), len(step["lanes"])) == ("step 1", 100, 4)
     assert step["lanes"][0]["events"][0] == ["forward", 0, 40, "phase", "", 0]
 
@@ -210,7 +208,7 @@ def test_the_last_step_of_a_trace_is_read():
 def test_the_trace_that_training_writes_can_be_read(train, corpus, tmp_path):
     flags = ("--preset", "nano", "--sample", 0, "--data", corpus, "--steps", 2, "--threads", 2)
     assert train(*flags, "--trace", tmp_path / "trace.json").code == 0
-    step = trace.read_step(tmp_path / "trace.json")
+    step = views.read_step(tmp_path / "trace.json")
     assert step["name"] == "step 1" and [lane["name"] for lane in step["lanes"]] == ["worker 0", "worker 1"]
     names = {name for lane in step["lanes"] for name, *_ in lane["events"]}
     assert {"linear_forward", "attention_backward", "adamw_step"} <= names
@@ -264,17 +262,17 @@ def test_without_mpi_the_parts_that_need_it_are_skipped(capsys, tmp_path, monkey
         raise ConfigError("mpi4py is not installed; pip install mpi4py mpich")
 
     monkeypatch.setattr(training_runs, "choose", no_mpi)
-    chosen = [part for part in measure.parts_of("nano", 2, True) if "1" in part.name]
+    chosen = [part for part in measure.parts_of("nano", 2) if "1" in part.name]
     records, missing, failures = parts.run_parts(chosen, tmp_path)
-    assert len(chosen) == 7 and missing.keys() == {part.name for part in chosen} and not records and not failures
+    assert len(chosen) == 4 and missing.keys() == {part.name for part in chosen} and not records and not failures
     assert set(missing.values()) == {"mpi4py is not installed; pip install mpi4py mpich"}
 
 
 def test_with_gpus_stages_2_and_3_are_measured(monkeypatch):
-    names = [part.name for part in measure.parts_of("paper", 50, False)]
+    names = [part.name for part in measure.parts_of("paper", 50)]
     monkeypatch.setattr(measure, "nvidia_smi", lambda *fields: [["NVIDIA H200"]] * 3)
-    with_gpus = {part.name: part.arguments for part in measure.parts_of("paper", 50, True)}
-    assert with_gpus.keys() - set(names) == {"train1-1", "train1-4", "train1-8"} | {
+    with_gpus = {part.name: part.arguments for part in measure.parts_of("paper", 50)}
+    assert with_gpus.keys() - set(names) == {
         f"{kind}{stage}" for kind in ("train", "infer", "trace") for stage in (2, 3)
     }
     assert with_gpus.keys() > set(names) and with_gpus["train3"][1] == 2  # a power of two
@@ -373,7 +371,7 @@ def small_records():
         "sample": "the <b>cats</b> & all",
     }
     inference = {"ranks": 2, "seconds": 1.5, "sample": "the loss"}
-    step = trace.step_of(EVENTS)
+    step = views.step_of(EVENTS)
     results = {
         "recordings": recording.record_all(),
         "prompt": prompt.record_prompt(),
@@ -475,7 +473,7 @@ def test_a_tab_shows_the_data_flow_of_a_stage_and_marks_what_it_adds(browser, pa
     assert browser.evaluate(f'{panel}.querySelector("h3").textContent') == f"Figure {stage + 2}: {STAGE_NAMES[stage]}"
     added = browser.evaluate(f'[...{panel}.querySelectorAll(".added b")].map(each => each.textContent)')
     assert set(added) == [set(), {"MPI"}, {"CUDA"}, {"MPI", "CUDA", "MPI and CUDA"}][stage]
-    rows = sum(len(rows) for rows in architecture.flow(stage).values())
+    rows = sum(len(rows) for rows in sections.flow(stage).values())
     assert browser.evaluate(f'{panel}.querySelectorAll("li").length') == rows
 
 
@@ -886,5 +884,5 @@ def test_an_interrupted_report_says_so_and_continues(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err and not (tmp_path / "index.html").exists()
     assert f"parts are saved in {tmp_path / 'parts'}; run the same command again to continue" in err
-    (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "train0")
+    (part,) = (part for part in measure.parts_of("nano", 2) if part.name == "train0")
     assert len(part.load(tmp_path / "parts")["results"]["losses"]) == 2  # the next run uses it
