@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, environment, write_report
 from benchmarks.report.parts import run_parts
+from benchmarks.report.runs import Runs
 from gpt2core.app.command import run_command
 from gpt2core.app.settings.flag_parser import Parser, to_path
 from gpt2core.communicator import Solo
@@ -39,12 +40,11 @@ def make_report(args):
     environment()  # a missing package is an error before the measurements
     parts, folder = parts_of(args.preset, args.steps), args.out / "parts"
     try:
-        records, missing, failures = run_parts(parts, folder, args.no_measure, args.fresh)
+        records, failures = run_parts(parts, folder, args.no_measure, args.fresh)
     except KeyboardInterrupt:
         print(f"\ninterrupted: parts are saved in {folder}; run the same command again to continue", file=sys.stderr)
         return 130
-    titles = {part.name: part.title for part in parts}
-    page = write_report(args.out, records, missing, args.preset, args.steps, titles)
+    page = write_report(args.out, Runs(records, args.preset, args.steps))
     print(f"written: {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")
     if failures:
         print(f"{counted(len(failures), 'part')} failed: {', '.join(failures)}; run the same command to try again")

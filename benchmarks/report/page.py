@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.harness.report import commit, hardware
 from benchmarks.report import sections
 from benchmarks.report.charts import style_sheet
-from benchmarks.report.runs import STAGE_NAMES, Runs
+from benchmarks.report.runs import STAGE_NAMES
 from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
@@ -28,12 +28,9 @@ def environment():
     return found
 
 
-def write_report(folder, records, missing, preset, steps, titles):
-    """Write index.html and the picture files to `folder`; returns the path of the page.
-
-    records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
-    """
-    template, runs, notes = environment().get_template("page.html"), Runs(records, missing, preset, steps), {}
+def write_report(folder, runs):
+    """Write index.html and the picture files of Runs to `folder`; returns the path of the page."""
+    template, notes = environment().get_template("page.html"), {}
 
     def draw(chart):
         chart.write(folder)
@@ -43,7 +40,7 @@ def write_report(folder, records, missing, preset, steps, titles):
         s=sections, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR, colours=style_sheet(),
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), views=views(runs), draw=draw, notes=notes,
         note=lambda text: notes.setdefault(text, len(notes) + 1),  # the number of a footnote
-        tables=sections.machine(hardware(), runs, titles), prompt=runs.results("prompt"),
+        tables=sections.machine(hardware(), runs), prompt=runs.results("prompt"),
     )  # fmt: skip
     page = folder / "index.html"
     page.write_text(text, encoding="utf-8")

@@ -54,19 +54,21 @@ class Part:
         return record
 
 
-def disturbance(record):
-    """ "while other programs used 1.7 cores", or "" if a part has no times or ran on an idle machine."""
+def remark(record):
+    """Why a part was not measured, or that other programs used cores meanwhile, or ""."""
+    if "missing" in record:
+        return f"not measured: {record['missing']}"
     cores = record["other_cores"] or 0  # None if it is not known
-    return f"while other programs used {cores:.1f} cores" * (record["times"] and cores > BUSY)
+    return f"measured while other programs used {cores:.1f} cores" * (record["times"] and cores > BUSY)
 
 
 def run_parts(parts, folder, only_saved=False, fresh=False):
-    """Measure the parts that no file has. Returns ({name: record}, {name of a missing part: why}, failures).
+    """Measure the parts that no file has. Returns ({name: record}, names of those that failed).
 
-    Prints a line for each part. A part that cannot run here or that fails does not stop the others; failures has the
-    names of those that failed. only_saved: run no part with times. fresh: measure all parts again.
+    Prints a line for each part. A part that cannot run here or that fails does not stop the others: its record is only
+    {"title", "missing": the reason}. only_saved: run no part with times. fresh: measure all parts again.
     """
-    records, missing, failures = {}, {}, []
+    records, failures = {}, []
     for number, part in enumerate(parts, 1):
         print(f"{number}/{len(parts)} {part.title}: ", end="", flush=True)
         try:
@@ -76,15 +78,15 @@ def run_parts(parts, folder, only_saved=False, fresh=False):
                 raise ConfigError("--no-measure was given")
             else:
                 record = part.run(folder)
-                said = f"{record['seconds']:.0f} s {disturbance(record)}".strip()
-            records[part.name] = record
+                said = f"{record['seconds']:.0f} s {remark(record)}".strip()
         except (ConfigError, ImportError) as error:  # for example, there is no MPI
-            missing[part.name] = f"{error}"
-            said = f"skipped: {error}"
+            record, said = {"title": part.title, "missing": f"{error}"}, f"skipped: {error}"
         except (BenchmarkFailed, UserError, AssertionError) as error:
             first, *others = str(error).splitlines() or [type(error).__name__]
             reason = next((line for line in others if line.startswith("error:")), others[-1] if others else "")
-            missing[part.name] = said = f"it failed: {first} {reason}".strip()
+            said = f"it failed: {first} {reason}".strip()
+            record = {"title": part.title, "missing": said}
             failures.append(part.name)
+        records[part.name] = record
         print(said, flush=True)
-    return records, missing, failures
+    return records, failures

@@ -160,7 +160,8 @@ function nested(events) {
 const barsOf = (events, unit, percent) => nested(events).map(([event, , depth]) => {
   const [, start, taken, category, , , mark = ""] = event, inset = Math.min(3 * (depth - 1), 9);
   const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${inset}px`;
-  return html`<div class="event" style="${place}; ${colour(category)}" data-tip="${describe(event, unit)}">${mark}</div>`;
+  const tip = describe(event, unit);
+  return html`<div class="event" style="${place}; ${colour(category)}" data-tip="${tip}">${mark}</div>`;
 });
 
 // The table of the kernels and collectives of a step. A time is without the bars inside. On a GPU, the other events
@@ -183,7 +184,7 @@ function tableOf(lanes, length, onGpu) {
   const number = (value) => (value < 100 ? value.toPrecision(3) : Math.round(value).toLocaleString("en"));
   const cells = (values, tag) => values.map((value) => html`<${tag} class="number">${value}</${tag}>`);
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Time by kernel"><table>
-    <caption><span>Time by kernel and collective: the sum over the threads of a rank, mean of the ranks.</span></caption>
+    <caption><span>Time by kernel and collective: sum over the threads of a rank, mean of the ranks.</span></caption>
     <thead><tr><th scope="col">name</th>${cells(["time (ms)", "of the step (%)", "calls", "bytes"], "th")}</tr></thead>
     <tbody>${rows.sort((a, b) => b.time - a.time).slice(0, ROWS).map(({ op, category, calls, bytes, time }) =>
       html`<tr><th scope="row"><span class="key" style="${colour(category)}"></span>${op}</th>
@@ -243,8 +244,8 @@ function card(state, rank, most) {
     const whole = members.length ? ranksText(members) : "empty or old";
     const origin = part === null ? whole : `only the part of rank ${part}`;
     return html`<div class="cell" style="${stripes(members, part, CORNERS.length)}" data-array="${name}"
-      data-slice="${rank} ${slice} ${members.join()}" data-tip="rank ${rank}, ${name}, ${slice ?? "no slice"}: ${origin}"
-      >${slice ?? ""}</div>`;
+      data-tip="rank ${rank}, ${name}, ${slice ?? "no slice"}: ${origin}"
+      data-slice="${rank} ${slice} ${members.join()}">${slice ?? ""}</div>`;
   };
   const arrays = Object.entries(state.cells).map(([name, cells]) =>
     html`<div>${name}</div><div class="cells">${cells.map((each) => cell(name, each))}</div>`);

@@ -40,7 +40,8 @@ const drawn = { // {data-part of an element: its content}
       aria-pressed="${layer === state.layer && head === state.head}" aria-label="layer ${layer + 1}, head ${head + 1}">
       <svg viewBox="0 0 ${count} ${count}" aria-hidden="true">${squares(layer, head, 0.02)}</svg></button>`;
     const row = (layer) => [html`<span>layer ${layer + 1}</span>`, range(heads).map((head) => button(layer, head))];
-    return [html`<span>head</span>`, range(heads).map((head) => html`<span>${head + 1}</span>`), range(layers).map(row)];
+    const names = range(heads).map((head) => html`<span>${head + 1}</span>`);
+    return [html`<span>head</span>`, names, range(layers).map(row)];
   },
   "head-title": () => `layer ${state.layer + 1}, head ${state.head + 1}`,
   head() {
@@ -50,8 +51,7 @@ const drawn = { // {data-part of an element: its content}
       return html`<text x="${left - 6}" y="${top + middle}" text-anchor="end" class="${style}">${shown(token)}</text>
         <text transform="translate(${left + middle} ${top - 6}) rotate(-60)">${shown(token)}</text>`;
     });
-    const name = `attention of ${drawn["head-title"]()}`;
-    const label = `${name}: a row is the token that attends, a column the token that it attends to`;
+    const label = "attention of the head: a row is the token that attends, a column the token that it attends to";
     return html`<svg viewBox="0 0 ${left + whole + 26} ${top + whole + 2}" role="img" aria-label="${label}">${labels}
       <g transform="translate(${left} ${top}) scale(${size})"><rect class="frame" width="${count}" height="${count}"/>
       ${squares(state.layer, state.head, 0)}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from benchmarks.harness.speedups import Speedup
 from benchmarks.harness.table_format import load
-from benchmarks.report.parts import disturbance
+from benchmarks.report.parts import remark
 
 STAGE_NAMES = {
     0: "stage 0, NumPy",
@@ -32,10 +32,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """The records of the measured parts, and the reasons of the missing ones. preset, steps: of the training runs."""
+    """The records that run_parts() returns. preset, steps: of the training runs."""
 
     records: dict
-    missing: dict
     preset: str
     steps: int
 
@@ -46,10 +45,11 @@ class Runs:
 
     def results(self, name):
         """The results of a part, or None."""
-        return self.records[name]["results"] if name in self.records else None
+        return self.records.get(name, {}).get("results")
 
     def reason(self, name):
-        return self.missing.get(name, "no GPU was found, and results/ has no run with this preset and number of steps")
+        no_gpu = "no GPU was found, and results/ has no run with this preset and number of steps"
+        return self.records.get(name, {}).get("missing", no_gpu)
 
     def measured(self, name, field):
         """A Run of this machine, or None: a field of the results of a part."""
@@ -57,7 +57,7 @@ class Runs:
             return None
         compiles = "with the compilation of the kernels" * (name in PARTS["training"][2:])
         ranks = f"{results['ranks']} ranks" if results["ranks"] else ""
-        where = "fp32", THIS_MACHINE, ranks, compiles, disturbance(self.records[name])
+        where = "fp32", THIS_MACHINE, ranks, compiles, remark(self.records[name])
         return Run(results[field], ", ".join(filter(None, where)))
 
     def run(self, what, stage):

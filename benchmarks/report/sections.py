@@ -6,7 +6,7 @@ from itertools import zip_longest
 from benchmarks import paper
 from benchmarks.harness.speedups import Speedup, speedups
 from benchmarks.report.charts import Chart, Line, Row
-from benchmarks.report.parts import disturbance
+from benchmarks.report.parts import remark
 from benchmarks.report.runs import PAPER_NAMES, PAPER_STEPS, PARTS, STAGE_NAMES, THIS_MACHINE, gain_gpus
 from benchmarks.report.units import Cell, Table, number, seconds, tiny
 
@@ -216,13 +216,11 @@ def samples(runs):
     return Table(caption, ["program", "weights", "30 new tokens"], rows)
 
 
-def machine(hardware, runs, titles):
-    """[Table]: hardware and versions, and the parts that are missing or disturbed. titles: {name of a part: title}."""
+def machine(hardware, runs):
+    """[Table]: hardware and versions, and the parts that are missing or disturbed."""
     known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware
     known["memory_bytes"] = f"{hardware['memory_bytes']:,}"
     rows = [[name.replace("_", " "), value] for name, value in known.items() if value]
-    remarks = {name: f"not measured: {reason}" for name, reason in runs.missing.items()}
-    remarks |= {name: f"measured {text}" for name, each in runs.records.items() if (text := disturbance(each))}
-    remarks = [[titles[name], text] for name, text in remarks.items()]
+    remarks = [[each["title"], text] for each in runs.records.values() if (text := remark(each))]
     tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]
     return tables + [Table("What was not measured, or not exactly.", ["part", "remark"], remarks)] * bool(remarks)

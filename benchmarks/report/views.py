@@ -19,7 +19,7 @@ def views(runs):
     """[view], in the order of the list."""
     found = [*(runs.results("recordings") or []), *(pipeline(name, 4, 8) for name in SCHEDULES)]
     for name, record in runs.records.items():
-        if name.startswith("trace"):
+        if name.startswith("trace") and "results" in record:
             title = record["title"].removeprefix("trace of a step, ")
             found.append(training_step(f"{title}, preset {runs.preset}, this machine", record["results"]))
     if not runs.results("trace3"):
@@ -52,18 +52,12 @@ def pipeline(name, ranks, count):
 
 
 def training_step(title, step, origin=""):
-    """A step of trace.py without the bars that are too short to be seen."""
+    """The view of a step of read_step(), without the bars that are too short to be seen."""
     length = step["seconds"] / MICROSECONDS
     least = length / SHORTEST
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    text = (
-        f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}. Pale "
-        f"bars have not begun. + and − zoom at the line of the present time."
-    )
+    text = f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}."
     return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": length}
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def read_step(path):

@@ -156,8 +156,8 @@ def test_the_recorded_prompt_has_the_numbers_of_the_model():
 def test_without_the_shipped_weights_the_page_says_why_there_is_no_prompt(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "record_prompt", lambda: prompt.record_prompt(weights=tmp_path))
     (part,) = (part for part in measure.parts_of("nano", 2) if part.name == "prompt")
-    records, missing, failures = parts.run_parts([part], tmp_path)
-    assert not records and failures == ["prompt"] and missing["prompt"].startswith(f"it failed: {tmp_path}")
+    records, failures = parts.run_parts([part], tmp_path)
+    assert failures == ["prompt"] and records["prompt"]["missing"].startswith(f"it failed: {tmp_path}")
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def test_a_saved_part_is_used_again_unless_its_arguments_or_its_file_changed(cap
         return {"value": len(calls)}
 
     def value(part, fresh=False):
-        records, missing, failures = parts.run_parts([part], tmp_path, fresh=fresh)
-        assert not missing and not failures
+        records, failures = parts.run_parts([part], tmp_path, fresh=fresh)
+        assert not failures
         return records[part.name]["results"]["value"]
 
     part = parts.Part("a", "part a", count, [2])
@@ -250,9 +250,10 @@ def test_a_skipped_and_a_failed_part_do_not_stop_the_others(capsys, tmp_path):
         parts.Part("b", "part b", fail),
         parts.Part("c", "part c", lambda: 3),
     ]
-    records, missing, failures = parts.run_parts(chosen, tmp_path)
-    assert records.keys() == {"c"} and failures == ["b"] and missing["a"] == "no MPI was found"
-    assert missing["b"].startswith("it failed: 'training' ended with status 1; ") and "error: no memory" in missing["b"]
+    records, failures = parts.run_parts(chosen, tmp_path)
+    assert records["c"]["results"] == 3 and failures == ["b"] and records["a"]["missing"] == "no MPI was found"
+    why = records["b"]["missing"]
+    assert why.startswith("it failed: 'training' ended with status 1; ") and "error: no memory" in why
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "1/3 part a: skipped: no MPI was found" and second.startswith("2/3 part b: it failed: ")
 
@@ -263,9 +264,9 @@ def test_without_mpi_the_parts_that_need_it_are_skipped(capsys, tmp_path, monkey
 
     monkeypatch.setattr(training_runs, "choose", no_mpi)
     chosen = [part for part in measure.parts_of("nano", 2) if "1" in part.name]
-    records, missing, failures = parts.run_parts(chosen, tmp_path)
-    assert len(chosen) == 4 and missing.keys() == {part.name for part in chosen} and not records and not failures
-    assert set(missing.values()) == {"mpi4py is not installed; pip install mpi4py mpich"}
+    records, failures = parts.run_parts(chosen, tmp_path)
+    assert len(chosen) == 4 and records.keys() == {part.name for part in chosen} and not failures
+    assert {each["missing"] for each in records.values()} == {"mpi4py is not installed; pip install mpi4py mpich"}
 
 
 def test_with_gpus_stages_2_and_3_are_measured(monkeypatch):
@@ -292,7 +293,7 @@ def test_a_speed_up_above_its_ideal_is_marked_and_not_stated_as_a_result():
     records["ranks"]["results"] = [3.96, 1.0]  # seconds of a step
     for name, seconds in {"infer0": 7.48, "infer1": 1.0}.items():
         records[name] = records["infer0"] | {"results": {"ranks": 2, "seconds": seconds, "sample": ""}}
-    runs = Runs(records, {}, "nano", 4)
+    runs = Runs(records, "nano", 4)
     chart, *_ = sections.gain_chart(runs)
     rows = {row.label.partition(" (")[0]: row for row in chart.rows}
     above = "disturbed: the ratio {} of the times is above the ideal {}".format
@@ -304,16 +305,16 @@ def test_a_speed_up_above_its_ideal_is_marked_and_not_stated_as_a_result():
 
 
 def test_speed_ups_up_to_their_ideals_are_results_beside_their_ideals():
-    runs = Runs(small_records(), {}, "nano", 4)
+    runs = Runs(small_records(), "nano", 4)
     row = sections.gain_chart(runs)[0].rows[0]
     assert row.marks[2:] == [(2, "ideal: 2", "ink", "|"), (2.0 / 1.05, "ours: 1.9 times as fast", "c0", "o")]
     assert row.text == "11.9 or 1.19 → 1.90"
-    titles, hardware = dict.fromkeys(runs.records, "a part"), {"memory_bytes": 1}
-    assert len(sections.machine(hardware, runs, titles)[1].rows) == len(runs.records)
+    hardware = {"memory_bytes": 1}
+    assert len(sections.machine(hardware, runs)[1].rows) == len(runs.records)
     for cores in (0.1, None):
         for record in runs.records.values():
             record["other_cores"] = cores
-        assert len(sections.machine(hardware, runs, titles)) == 1
+        assert len(sections.machine(hardware, runs)) == 1
     noise = speedups.speedups(2.0, {"two ranks": (0.96, 2)})  # 2.08: noise of less than 5 %
     assert str(noise["two ranks"]) == "2.08 times as fast (ideal: 2)" and noise["two ranks"].cell("2.08") == "2.08"
     assert speedups.Speedup(float("nan"), 2).disturbed
@@ -323,7 +324,7 @@ def test_speed_ups_up_to_their_ideals_are_results_beside_their_ideals():
 def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, lines):
     records = small_records()
     records["train1"]["results"]["losses"] = [factor * loss for loss in records["train0"]["results"]["losses"]]
-    runs = Runs(records, {}, "nano", 4)
+    runs = Runs(records, "nano", 4)
     drawn = [line.label for line in sections.loss_chart(runs)[0].lines]
     assert drawn[:4] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
     assert len(drawn[4:]) == lines and (drawn[4:] == ["our 2 programs: equal curves"]) == (lines == 1)
@@ -331,10 +332,10 @@ def test_curves_of_ours_that_cover_each_other_are_one_line_of_the_chart(factor, 
 
 
 def test_a_training_with_fewer_steps_than_the_papers_is_marked_in_table_1_and_in_the_chart():
-    table = sections.table_1(Runs(small_records(), {}, "paper", 4))
+    table = sections.table_1(Runs(small_records(), "paper", 4))
     assert [cell.text for cell in table.rows[1][1:3]] == ["1,288 or 12,878", "9.50"]
     assert table.head[1:3] == ["paper, 50 steps (s)", "ours, 4 steps (s)"]
-    lines = sections.loss_chart(Runs(small_records(), {}, "paper", 4))[0].lines
+    lines = sections.loss_chart(Runs(small_records(), "paper", 4))[0].lines
     assert [len(line.y) for line in lines] == [50] * 4 + [4, 4, 50, 50]  # the shipped runs show how ours continue
 
 
@@ -351,7 +352,7 @@ def test_the_cpu_time_of_other_programs_is_counted_and_that_of_own_programs_is_n
 
 
 def test_the_load_of_a_part_is_saved_and_printed(capsys, tmp_path, monkeypatch):
-    for cores, printed in ((1.26, "part a: 0 s while other programs used 1.3 cores"), (None, "part a: 0 s")):
+    for cores, printed in ((1.26, "part a: 0 s measured while other programs used 1.3 cores"), (None, "part a: 0 s")):
         monkeypatch.setattr(parts.OtherPrograms, "cores", lambda self, cores=cores: cores)
         parts.run_parts([parts.Part("a", "part a", lambda: 3)], tmp_path, fresh=True)
         assert json.loads((tmp_path / "a.json").read_text())["other_cores"] == cores
@@ -391,10 +392,8 @@ def small_records():
 def page(tmp_path_factory):
     """The path of a report with small_records(); one part is missing."""
     folder = tmp_path_factory.mktemp("report")
-    missing = {"infer2": "no MPI was found <here>"}
-    records = small_records()
-    titles = dict.fromkeys(records, "a part") | {"infer2": "inference, stage 2"}
-    return write_report(folder, records, missing, "nano", 4, titles)
+    missing = {"infer2": {"title": "inference, stage 2", "missing": "no MPI was found <here>"}}
+    return write_report(folder, Runs(small_records() | missing, "nano", 4))
 
 
 @pytest.fixture(scope="module")
