@@ -78,7 +78,7 @@ def run_parts(parts, folder, only_saved=False, fresh=False):
                 raise ConfigError("--no-measure was given")
             else:
                 record = part.run(folder)
-                said = f"{record['seconds']:.0f} s {remark(record)}".strip()
+                said = ", ".join(filter(None, (f"{record['seconds']:.0f} s", remark(record))))
         except (ConfigError, ImportError) as error:  # for example, there is no MPI
             record, said = {"title": part.title, "missing": f"{error}"}, f"skipped: {error}"
         except (BenchmarkFailed, UserError, AssertionError) as error:

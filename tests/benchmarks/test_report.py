@@ -352,7 +352,7 @@ def test_the_cpu_time_of_other_programs_is_counted_and_that_of_own_programs_is_n
 
 
 def test_the_load_of_a_part_is_saved_and_printed(capsys, tmp_path, monkeypatch):
-    for cores, printed in ((1.26, "part a: 0 s measured while other programs used 1.3 cores"), (None, "part a: 0 s")):
+    for cores, printed in ((1.26, "part a: 0 s, measured while other programs used 1.3 cores"), (None, "part a: 0 s")):
         monkeypatch.setattr(parts.OtherPrograms, "cores", lambda self, cores=cores: cores)
         parts.run_parts([parts.Part("a", "part a", lambda: 3)], tmp_path, fresh=True)
         assert json.loads((tmp_path / "a.json").read_text())["other_cores"] == cores
