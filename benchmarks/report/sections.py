@@ -43,7 +43,8 @@ def headline(runs):
             of_what = f"{runs.steps} training steps of preset {runs.preset}" if what == "training" else "30 new tokens"
             theirs = paper.SECONDS[PAPER_NAMES[stage]][what == "inference"]
             beside = f" The paper: {seconds(theirs)}." if runs.is_paper or what == "inference" else ""
-            found.append((seconds(run.value), f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
+            value = f"{number(run.value)}\N{NO-BREAK SPACE}s"
+            found.append((value, f"for {of_what} with {STAGE_NAMES[stage]}.{beside}", run.where))
     return found[:3]
 
 
