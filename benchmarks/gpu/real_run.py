@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
-from benchmarks.gpu.step import OURS, PEERS, TITLES
+from benchmarks.gpu.step import OURS, PEERS
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.result_tables import TABLES
@@ -77,9 +77,9 @@ def train_ours(recipe, stage, timeout):
 
 def train_torch(recipe, peer, stage, timeout):
     """Train PyTorch's program `peer` in a process of its own; return its curves, and "parameters"."""
-    _, precision, device = STAGES[stage]
-    options = {"recipe": recipe, "device": device, "precision": precision, **PEERS[peer]}
-    spec = ProcessSpec(TITLES[peer], "benchmarks.peers.torch_real_run", 4, options)
+    (_, precision, device), (title, options) = STAGES[stage], PEERS[peer]
+    options = {"recipe": recipe, "device": device, "precision": precision, **options}
+    spec = ProcessSpec(title, "benchmarks.peers.torch_real_run", 4, options)
     with BenchmarkProcess(spec, BENCHMARK, timeout) as process:
         return process.run_round()
 
@@ -138,7 +138,7 @@ def main():
     add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
     text = "2: bf16 on a GPU. 0: fp32 on the CPU, for a trial (default 2)"
     add("--stage", type=int, choices=STAGES, default=2, help=text)
-    choices = [peer for peer, options in PEERS.items() if options.get("graph") != "trees"]
+    choices = [peer for peer, (_, options) in PEERS.items() if options.get("graph") != "trees"]
     text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
     add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
     add("--n-embd", type=int, default=512, help="channels (default 512)")
@@ -150,7 +150,7 @@ def main():
     results = [result(OURS, recipe, functools.partial(train_ours, recipe, args.stage, args.timeout))]
     for peer in args.peers:
         train = functools.partial(train_torch, recipe, peer, args.stage, args.timeout)
-        results.append(result(TITLES[peer], recipe, train))
+        results.append(result(PEERS[peer][0], recipe, train))
         compare(results)
         path = save(results, args)  # after each program: an interrupted run keeps its results
     TABLES["gpu-real-run"].print(results)

@@ -24,25 +24,19 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
-PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
-    "compiled": {"compiled": True},
-    "eager": {"compiled": False},
-    "overhead": {"compiled": True, "graph": "trees"},  # PyTorch's CUDA graph trees: mode reduce-overhead
-    "graph": {"compiled": True, "graph": "step"},  # one CUDA graph of the whole step
-    "autotune": {"compiled": True, "autotune": True},  # products by cuBLAS or Triton, whichever is faster
-    "cudnn": {"compiled": True, "attention": "cudnn"},
-    "autotune-cudnn": {"compiled": True, "autotune": True, "attention": "cudnn"},
-    "autotune-cudnn-graph": {"compiled": True, "autotune": True, "attention": "cudnn", "graph": "step"},
+PEERS = {  # {name of a PyTorch program for --peers: (title, options of CudaSteps in peers/torch_gpt2_cuda.py)}
+    "compiled": ("torch compiled", {"compiled": True}),
+    "eager": ("torch eager", {"compiled": False}),
+    "overhead": ("torch compiled, reduce-overhead", {"compiled": True, "graph": "trees"}),  # PyTorch's graph trees
+    "graph": ("torch compiled + whole-step graph", {"compiled": True, "graph": "step"}),
+    # products by cuBLAS or Triton, whichever is faster
+    "autotune": ("torch compiled, max-autotune", {"compiled": True, "autotune": True}),
+    "cudnn": ("torch compiled, cuDNN attention", {"compiled": True, "attention": "cudnn"}),
 }
-TITLES = {
-    "compiled": "torch compiled",
-    "eager": "torch eager",
-    "overhead": "torch compiled, reduce-overhead",
-    "graph": "torch compiled + whole-step graph",
-    "autotune": "torch compiled, max-autotune",
-    "cudnn": "torch compiled, cuDNN attention",
-    "autotune-cudnn": "torch compiled, max-autotune, cuDNN attention",
-    "autotune-cudnn-graph": "torch compiled, max-autotune, cuDNN attention + whole-step graph",
+AUTOTUNE_CUDNN, OPTIONS = "torch compiled, max-autotune, cuDNN attention", PEERS["autotune"][1] | PEERS["cudnn"][1]
+PEERS |= {
+    "autotune-cudnn": (AUTOTUNE_CUDNN, OPTIONS),
+    "autotune-cudnn-graph": (f"{AUTOTUNE_CUDNN} + whole-step graph", OPTIONS | {"graph": "step"}),
 }
 # preset: (sequences per step, steps per round, names of the peers); other presets use the entry of gpt2
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
@@ -96,46 +90,38 @@ def driver_bytes():
     return sum(int(row[0]) for row in used) << 20 if used and all(row[0].isdigit() for row in used) else None
 
 
+def defaults(args, preset):
+    """(sequences per step, steps per round, names of the peers) of the flags, or else of DEFAULTS."""
+    given = args.batch_size, args.steps_per_round, args.peers
+    return [mine or other for mine, other in zip(given, DEFAULTS.get(preset, DEFAULTS["gpt2"]), strict=True)]
+
+
 def process_specs(args, preset, precision):
     """Yield a ProcessSpec for each row of a table: this project's programs, then PyTorch's in the order of --peers."""
-    sizes = {
-        "preset": preset,
-        "vocab_size": PRESETS[preset].vocab_size,
-        "batch_size": args.batch_size or DEFAULTS.get(preset, DEFAULTS["gpt2"])[0],
-        "seq_len": args.seq_len or PRESETS[preset].block_size,
-        "precision": precision,
-    }
-    yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, dict(sizes, unread=False))
-    if args.recompute:
-        options = dict(sizes, unread=False, recompute="block")
-        yield ProcessSpec(RECOMPUTING, "benchmarks.harness.ours", args.threads, options)
-    for peer in args.peers or DEFAULTS.get(preset, DEFAULTS["gpt2"])[2]:
-        if not (args.no_compile and PEERS[peer]["compiled"]):
-            options = dict(sizes, unread=True, **PEERS[peer])
-            yield ProcessSpec(TITLES[peer], "benchmarks.peers.torch_gpt2_cuda", args.threads, options)
+    config, (batch_size, _, peers) = PRESETS[preset], defaults(args, preset)
+    sizes = {"preset": preset, "vocab_size": config.vocab_size, "batch_size": batch_size}
+    sizes |= {"seq_len": args.seq_len or config.block_size, "precision": precision}
+    for name, options in {OURS: {}, RECOMPUTING: {"recompute": "block"}}.items():
+        if name == OURS or args.recompute:
+            yield ProcessSpec(name, "benchmarks.harness.ours", args.threads, dict(sizes, unread=False, **options))
+    for peer in peers:
+        title, options = PEERS[peer]
+        if not (args.no_compile and options["compiled"]):
+            options = dict(sizes, unread=True, **options)
+            yield ProcessSpec(title, "benchmarks.peers.torch_gpt2_cuda", args.threads, options)
 
 
 def measure(args, preset, precision):
     """Measure one preset and precision; return one result for each program, with the seconds of every step."""
     specs = list(process_specs(args, preset, precision))
-    steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
-    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": steps})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": defaults(args, preset)[1]})
     results = []
     for spec in specs:
         warm_up, rounds = measured[spec.name]["warm_up"], measured[spec.name]["rounds"]
-        results.append(
-            {
-                "name": spec.name,
-                "options": spec.options,
-                "seconds": [each["seconds"] for each in rounds],
-                "unread_seconds": [each["unread_seconds"] for each in rounds],  # per step, losses read at the end
-                "warm_up_seconds": warm_up["seconds"],
-                "last_loss": rounds[-1]["losses"][-1],
-                "allocated_bytes": rounds[-1].get("allocated_bytes"),
-                "held_bytes": rounds[-1]["held_bytes"],
-                "driver_bytes": warm_up["driver_bytes"],
-            }
-        )
+        result = {"name": spec.name, "options": spec.options, "warm_up_seconds": warm_up["seconds"]}
+        result |= {field: [each[field] for each in rounds] for field in ("seconds", "unread_seconds")}
+        result |= {field: rounds[-1].get(field) for field in ("allocated_bytes", "held_bytes")}
+        results.append(result | {"last_loss": rounds[-1]["losses"][-1], "driver_bytes": warm_up["driver_bytes"]})
     return results
 
 

@@ -23,7 +23,7 @@ from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import check_device
+from benchmarks.torch.models import parsed
 
 TERM, COUNT = 0.01, 1000
 # {title: (dtype of the sum, dtype of the number, dtype in which the number is added)}
@@ -101,8 +101,7 @@ def layernorm_row(dtype, title, device):
 def main():
     parser = benchmark_parser("benchmarks.torch.accumulation", __doc__, device="cuda")
     add_row_flags(parser)
-    args = parser.parse_args()
-    check_device(args)
+    args = parsed(parser)
     device = args.device
     cases = {f"sum / {title} / {device}": functools.partial(sum_row, title, device) for title in SUMS}
     for name in ("float16", "bfloat16"):

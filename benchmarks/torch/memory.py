@@ -30,16 +30,7 @@ from benchmarks.torch.memory_events import (
     saved_by_block,
     thinned,
 )
-from benchmarks.torch.models import (
-    PRECISIONS,
-    SIZES,
-    check_device,
-    chosen_models,
-    config_of,
-    model_parser,
-    release_memory,
-    use_checkpoints,
-)
+from benchmarks.torch.models import PRECISIONS, SIZES, chosen_models, config_of, model_parser, parsed, use_checkpoints
 from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
@@ -49,15 +40,10 @@ IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def peaks_row(implementation, size, context, precision, args):
     """{kind: {"peak": bytes of tensors, "held": bytes of the allocator}, "residual": bytes of one activation}."""
-    release_memory()
-    width = SIZES[size][0]
     measure = our_peaks if implementation == OURS else torch_peaks
-    residual = {"residual": 4 * args.batch * context * width}  # float32 (B, T, C)
+    residual = {"residual": 4 * args.batch * context * SIZES[size][0]}  # float32 (B, T, C)
     return residual | measure(implementation, size, context, precision, args)
 
 
@@ -66,7 +52,7 @@ def torch_peaks(implementation, size, context, precision, args):
     found = {FORWARD: measured(lambda: torch_peak(passes, FORWARD))}
     if "oom" not in found[FORWARD]:
         found[STEP] = measured(lambda: second_step_peak(passes))
-    return found | {"parameters": sum(p.numel() * p.element_size() for p in passes.model.parameters())}
+    return found | {"parameters": sum(p.nbytes for p in passes.model.parameters())}
 
 
 def torch_peak(passes, kind):
@@ -86,7 +72,6 @@ def second_step_peak(passes):
 
 def checkpoint_row(size, context, precision, count, args):
     """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
-    release_memory()
     passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
     use_checkpoints(passes.model, count)
     return {"blocks": count, STEP: measured(lambda: second_step_peak(passes))}
@@ -94,10 +79,9 @@ def checkpoint_row(size, context, precision, count, args):
 
 def saved_row(implementation, size, context, precision, args):
     """{"saved": bytes that one block saves for backward, "sources": {line: its bytes}, "gradients": bytes}."""
-    release_memory()
     passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
     saved, block = saved_by_block(passes, (args.batch, context, SIZES[size][0])), passes.model.h[0]
-    gradients = sum(p.numel() * p.element_size() for p in block.parameters())
+    gradients = sum(p.nbytes for p in block.parameters())
     return {"saved": sum(saved.values()), "sources": dict(saved.most_common(LARGEST)), "gradients": gradients}
 
 
@@ -120,7 +104,6 @@ def our_peaks(implementation, size, context, precision, args):
 
 def timeline_row(implementation, size, context, precision, kind, args):
     """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
-    release_memory()
     if implementation == OURS:
         passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
         for _ in range(2):
@@ -145,9 +128,6 @@ def timeline_row(implementation, size, context, precision, kind, args):
     }
 
 
-# -- the figure ------------------------------------------------------------------------------------------------------
-
-
 def draw(rows, path):
     """Draw the timelines of the rows one below the other. The axis of a forward pass does not begin at 0."""
     rows = [row for row in rows if row["name"].startswith("timeline / ") and "GiB" in row]
@@ -167,9 +147,6 @@ def draw(rows, path):
             panel.set(ylabel="GiB", xticks=[], xlim=(0, len(values)), ylim=(bottom, high + 0.25 * (high - bottom)))
             panel.set_title(row["name"].removeprefix("timeline / "), fontsize=10)
         axes[-1, 0].set_xlabel("allocations and frees, in their order")
-
-
-# -- which rows ------------------------------------------------------------------------------------------------------
 
 
 def selected(args):
@@ -212,8 +189,7 @@ def main():
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    args = parser.parse_args()
-    check_device(args)
+    args = parsed(parser)
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))

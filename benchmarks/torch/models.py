@@ -136,11 +136,13 @@ def chosen_models(args, precisions=PRECISIONS):
     return [(size, context, precision) for precision, context, size in lists]
 
 
-def check_device(args):
-    """Raise ConfigError if the device of --device does not exist."""
+def parsed(parser):
+    """The flags of the command line; raises ConfigError if the device of --device does not exist."""
+    args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sizes = " --sizes toy" * hasattr(args, "sizes")
         raise ConfigError(f"--device cuda: PyTorch found no GPU: use --device cpu{sizes} for a trial")
+    return args
 
 
 def device_of_rank():
@@ -164,7 +166,12 @@ def timed(function, device):
 
 
 def release_memory():
-    """Free the memory of the last case: its parameters and their hooks are in reference cycles."""
+    """Free the memory of the last case: its parameters and their hooks are in reference cycles.
+
+    Also forget compiled code, because torch.compile limits the number of its compilations.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.collect()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()

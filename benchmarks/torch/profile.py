@@ -26,16 +26,7 @@ from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import mean_and_deviation, run_rows
-from benchmarks.torch.models import (
-    SIZES,
-    check_device,
-    chosen_models,
-    model_parser,
-    naive_attention,
-    named_range,
-    release_memory,
-    timed,
-)
+from benchmarks.torch.models import SIZES, chosen_models, model_parser, naive_attention, parsed, timed
 from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
@@ -87,22 +78,17 @@ def summary(activities):
 
 def pass_functions(passes):
     """{name: (prepare, function of its result)}: function is what is measured, after prepare()."""
-
-    def loss():
-        passes.optimizer.zero_grad(set_to_none=True)
-        return passes.loss()
-
     return {
         "forward only": (lambda: None, lambda _: passes.forward()),
         "forward": (lambda: None, lambda _: passes.loss()),
-        "backward": (loss, passes.backward),
+        "backward": (passes.new_loss, passes.backward),
         "optimizer": (lambda: None, lambda _: passes.update()),
     }
 
 
 def run_passes(passes, warm_up, repeats):
     """Run the passes in their NVTX ranges and return {name: [seconds of each run]}."""
-    with named_range("warm-up", passes.device):
+    with passes.range("warm-up"):
         for _ in range(warm_up):
             passes.run(STEP)
     found = {}
@@ -117,7 +103,6 @@ def run_passes(passes, warm_up, repeats):
 
 def profile_row(size, context, precision, args):
     """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
-    release_memory()
     passes = TorchPasses(args.attention, size, context, precision, args.device, args.batch)
     wall = run_passes(passes, args.warm_up, args.repeats)
     result = {}
@@ -175,8 +160,7 @@ def main():
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
     parser.add_flags(warm_up=2, repeats=5)
-    args = parser.parse_args()
-    check_device(args)
+    args = parsed(parser)
     settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():
