@@ -33,17 +33,13 @@ def prepare(module, preset, batch_size, seq_len, threads, **options):
 
 
 def process_specs(args, threads):
-    """Yield a ProcessSpec for each row of the table.
-
-    This project uses `threads` Python threads with one BLAS thread each; PyTorch uses `threads` OpenMP threads.
-    """
+    """Yield a ProcessSpec for each row: ours with Python threads, PyTorch with OpenMP threads."""
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "seq_len": args.seq_len, "threads": threads}
-    yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
+    variants = {OURS: dict(deterministic=True), "ours --no-deterministic": dict(deterministic=False)}
     if NumpyBackend().runtime.blas == "mkl":
-        yield ProcessSpec(
-            "ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True, blas="openblas")
-        )
-    yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
+        variants["ours --blas openblas"] = dict(deterministic=True, blas="openblas")
+    for name, options in variants.items():
+        yield ProcessSpec(name, "benchmarks.harness.ours", 1, sizes | options)
     yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:
         yield ProcessSpec("torch compiled", "benchmarks.peers.torch_gpt2", threads, dict(sizes, compiled=True))
@@ -79,9 +75,7 @@ def measure(args, threads, specs):
     times = step_results(measured)
     return [
         {
-            "name": name,
-            "preset": args.preset,
-            "threads": threads,
+            **dict(name=name, preset=args.preset, threads=threads),
             **times[name],
             "warm_up_seconds": answers["warm_up"]["seconds"],
             "final_loss": answers["rounds"][-1]["losses"][-1],

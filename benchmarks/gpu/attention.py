@@ -1,19 +1,14 @@
 """Is causal attention, forward and backward, faster than PyTorch's own, FlashAttention-2 and cuDNN?
 
 This project's kernels read q, k and v from one packed projection (B, T, 3C) and write one packed gradient. PyTorch
-reads three arrays (B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each
-program captures several calls in a CUDA graph, which is timed by device events, in interleaved rounds.
+reads three arrays (B, H, T, D) and writes three gradients. Each program captures several calls in a CUDA graph.
 
-TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
-products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
-that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
-stage2_cuda/attention/launches.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
-among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels. With --designs the rows are
-the plain Triton kernels and the two designs of the Gluon kernels, without PyTorch.
+TFLOP/s: forward counts as 2 B H T T D floating-point operations, half of those of its two matrix products, because half
+of the scores are masked. Backward counts as 2.5 times as many. "ours" uses the tiles that a training run chooses by
+timing, "ours, the table's tiles" those of a run with --deterministic, "ours, plain Triton" no Gluon kernels.
 
     python -m benchmarks.gpu.attention                                  # all shapes and peers
     python -m benchmarks.gpu.attention --shape 8x12x1024x64 --rounds 3  # one shape
-    python -m benchmarks.gpu.attention --packed                         # PyTorch reads views of one projection
     python -m benchmarks.gpu.attention --designs --shape 1x16x16384x64 64x12x1024x64 --save-as gluon_ladder  # on Hopper
 """
 
@@ -131,7 +126,7 @@ def process_specs(args):
     for name, options in (DESIGNS if args.designs else OURS).items():
         yield ProcessSpec(name, BENCHMARK, args.threads, options)
     for peer in () if args.designs else args.peers:
-        options = {"backend": peer, "packed": args.packed}
+        options = {"backend": peer, "packed": False}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
 
 
@@ -166,7 +161,6 @@ def main():
     add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
-    add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
     add("--designs", action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU")
     parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()

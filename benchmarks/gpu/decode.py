@@ -13,7 +13,7 @@ import statistics
 
 import numpy as np
 
-from benchmarks.gpu.candidates import first_line
+from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main

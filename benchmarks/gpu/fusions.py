@@ -16,7 +16,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.candidates import time_functions
+from benchmarks.gpu.timing import time_functions
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save

@@ -7,11 +7,11 @@ python -m benchmarks.gpu.positions --device cpu --preset paper  # tokens on a CP
 """
 
 import statistics
-import time
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.gpu.timing import LEAD_IN, step_timer, time_calls
 from benchmarks.harness.ours import CudaSteps
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, paired_ratio, save
@@ -24,30 +24,7 @@ from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import generate
 
-LEAD_IN = 3  # steps, and tokens, that are not timed
 TOKENS = 64  # timed tokens before the end of the block, and after it
-
-
-def step_function(config, batch_size, steps):
-    """Return run_round(): the median seconds of `steps` steps on random tokens."""
-    program, rng = CudaSteps(config, batch_size, config.block_size), np.random.default_rng(SEED)
-
-    def run_round():
-        batches = [random_batch(rng, config.vocab_size, batch_size, config.block_size) for _ in range(LEAD_IN + steps)]
-        program.announce(batches)
-        return statistics.median(time_calls(lambda batch: program(*batch), batches))
-
-    return run_round
-
-
-def time_calls(function, arguments):
-    """The seconds of each call of `function` with one of the `arguments`, without the first LEAD_IN calls."""
-    seconds = []
-    for argument in arguments:
-        started = time.perf_counter()
-        function(argument)
-        seconds.append(time.perf_counter() - started)
-    return seconds[LEAD_IN:]
 
 
 def token_function(config, backend):
@@ -108,7 +85,10 @@ def main():
 
 
 def measure_steps(configs, args):
-    functions = {name: step_function(each, args.batch_size, args.steps_per_round) for name, each in configs.items()}
+    functions = {
+        name: step_timer(CudaSteps(each, args.batch_size, each.block_size), each, args.batch_size, args.steps_per_round)
+        for name, each in configs.items()
+    }
     seconds = interleaved(functions, args.rounds)
     times = paired_ratio(seconds["rotary"], seconds["learned"])
     print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")

@@ -1,13 +1,9 @@
 """Are the matrix products of a training step as fast as torch.matmul's?
 
 Each linear layer has three products of 2 N C K floating-point operations: forward x w, input gradient dy w^T, weight
-gradient x^T dy. Each program captures several calls in a CUDA graph, which is timed by device events, in interleaved
-rounds.
-
-This project calls cublasLt with the algorithm that is the fastest in a timing. In fp32 it splits each operand into two
-fp16 arrays, and computes a product as three fp16 products on tensor cores. The measured time includes splitting both
-operands of each product. A training step is faster: it splits an operand only once for several products. The weight
-gradient of this project is float32; that of PyTorch has the dtype of the operands, as in autograd.
+gradient x^T dy. Each program captures several calls in a CUDA graph. In fp32 this project computes a product as three
+fp16 products on tensor cores; the time includes splitting both operands, which a training step does only once for
+several products. The weight gradient of this project is float32; that of PyTorch has the dtype of the operands.
 
     python -m benchmarks.gpu.products                                  # both models
     python -m benchmarks.gpu.products --preset paper --precision bf16  # one model

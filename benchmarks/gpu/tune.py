@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.gpu.candidates import time_functions
+from benchmarks.gpu.timing import time_functions
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import benchmark_parser, save
 from benchmarks.harness.rounds import SEED
@@ -67,9 +67,6 @@ class Arrays:
 def grid(**values):
     """[candidates]: {} (the current constants) and every combination of these values, {constant: value}."""
     return [{}, *(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))]
-
-
-# -- the kernels: each function yields the fields of Cases, without the title -----------------------------------------
 
 
 def cross_entropy_cases(arrays, rows, channels, vocab, width):

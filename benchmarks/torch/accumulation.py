@@ -1,13 +1,9 @@
 """What does a sum in half precision lose, and which dtype does each layer have under autocast?
 
-sum         0.01 added 1000 times, with the number and the sum in float32 or float16: the assignment's four sums, and
-            the same in bfloat16. The exact result is 10.
-dtypes      ToyModel (Linear, ReLU, LayerNorm, Linear) with float32 parameters under autocast.
-layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance computed in the dtype of the input or in
-            float32: the largest error of an output relative to float64. Float16 overflows where a square exceeds
-            65,504; bfloat16 has the range of float32, but 8 bits of precision, which the subtraction of a large mean
-            loses. Therefore autocast on a GPU computes LayerNorm in float32, and bfloat16 needs this too, for the
-            precision. (Autocast on the CPU returns half precision; its kernel has statistics in float32.)
+sum: 0.01 added 1000 times; the exact result is 10. dtypes: of ToyModel under autocast. layernorm: the largest error of
+an output relative to float64, with the mean and the variance in the dtype of the input or in float32. Float16 overflows
+where a square exceeds 65,504; bfloat16 loses precision where a large mean is subtracted. Therefore autocast on a GPU
+computes LayerNorm in float32. (On the CPU it returns half precision; its kernel has statistics in float32.)
 
     python -m benchmarks.torch.accumulation               # on a GPU
     python -m benchmarks.torch.accumulation --device cpu  # on the CPU

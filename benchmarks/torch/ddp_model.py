@@ -2,16 +2,14 @@
 
     s bytes of gradients, w bytes per second of an all-reduce, o seconds per call, n buckets of b = s / n bytes
 
-Assumption: the backward of a bucket takes as long as its all-reduce. Then the all-reduce of each bucket runs during the
-backward of the next one; only that of the last bucket is exposed, and every call adds its overhead:
+If the backward of a bucket takes as long as its all-reduce, the all-reduce of each bucket runs during the backward of
+the next one; only that of the last bucket is exposed, and every call adds its overhead:
 
     overhead(n) = s / (n w) + n o          smallest at  n = sqrt(s / (w o)),  b = s / n = sqrt(s w o)
 
-If backward takes another time, a bucket waits for the bucket before it or for its gradients. `pipelined` computes that
-case from the time of backward: with a fast network only the last bucket is exposed, so small buckets are the best;
-with a slow network most of s / w is exposed, whatever n is.
-
-w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compared with the result.
+`pipelined` computes the other cases from the time of backward: with a fast network only the last bucket is exposed, so
+small buckets are the best; with a slow network most of s / w is exposed, whatever n is. w and o are fitted to the rows
+of `all_reduce` only; the rows of `ddp` are compared with the result.
 
     python -m benchmarks.torch.ddp_model            # after all_reduce and ddp
     python -m benchmarks.torch.ddp_model --ranks 4  # for four ranks

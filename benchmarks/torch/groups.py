@@ -4,10 +4,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation
-from benchmarks.torch.models import SIZES, timed
+from benchmarks.torch.models import SIZES, batch_of, build, device_of_rank, loss_of, release_memory, timed
 from testing.torch_ranks import RanksFailed, TorchRanks
 
 BACKENDS = {  # name: options of TorchRanks
@@ -54,6 +55,41 @@ class Groups:
         """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank; args: of group_parser()."""
         settings = args.size, args.context, args.batch, args.warm_up, args.repeats
         return self.run(args.backend, ranks, steps, way, *settings)
+
+
+class Training:
+    """A model of a size on this rank; step() trains one step and keeps its loss in `losses`.
+
+    wrap(module, optimizer_options) returns (model, optimizer); the model has finish_gradient_synchronization().
+    """
+
+    def __init__(self, wrap, size, context, batch):
+        release_memory()
+        self.device, self.losses = device_of_rank(), []
+        self.bytes_before = allocated(self.device)
+        options = dict(lr=1e-4, fused=self.device.type == "cuda")
+        self.model, self.optimizer = wrap(build(size, context, self.device), options)
+        self.batch = batch_of(batch, context, self.device, dist.get_rank())
+
+    def step(self, finish=None, look=lambda moment: None):
+        """finish(): called instead of the model's finish_gradient_synchronization(). look(moment): see MOMENTS."""
+        with record_function("zero_grad"):
+            self.optimizer.zero_grad(set_to_none=True)
+        with record_function("forward"):
+            loss = loss_of(self.model, *self.batch)
+        with record_function("backward"):
+            loss.backward()
+        self.losses.append(loss.detach())
+        del loss
+        (finish or self.model.finish_gradient_synchronization)()
+        look("before step")
+        with record_function("optimizer"):
+            self.optimizer.step()
+        look("after step")
+
+
+def allocated(device):
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def slowest(found, field):

@@ -1,11 +1,8 @@
 """Which tile is the fastest for D = ReLU(A B + C), and how fast is it beside PyTorch and cublasLt?
 
-A grid search over BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages and the time at which C is read. It prints the
-ranking with the resources of each tile, why the first one wins, and a comparison in interleaved rounds with
-torch.relu(a @ b + c), the same under torch.compile, and cublasLt with a fused ReLU. PyTorch has no such function:
-torch._addmm_activation fuses a bias vector only. cublasLt is therefore called directly (stage2_cuda/gemm/cublaslt.py).
-
-Device time in milliseconds, from CUDA graphs of several calls. Run the command again until no tile is missing.
+A grid search over the fields of MatmulTile. It prints the ranking with the resources of each tile, why the first one
+wins, and a comparison in interleaved rounds with PyTorch, eager and compiled, and with cublasLt and a fused ReLU
+(PyTorch's _addmm_activation fuses a bias vector only). Device time in milliseconds, from CUDA graphs of several calls.
 
     python -m benchmarks.torch.matmul_search                         # M = N = K = 2048
     python -m benchmarks.torch.matmul_search --size 1024 --rounds 3  # a smaller size
@@ -44,9 +41,6 @@ RANKING = """
     registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
 def tiles():
     """The MatmulTiles of the grid that fit: their operands into shared memory, their sums into registers."""
     for tile in itertools.starmap(MatmulTile, itertools.product(*GRID)):
@@ -64,9 +58,6 @@ def resident(registers, shared, warps):
     """The number of programs that one multiprocessor runs at the same time."""
     per_program = -(-registers // 8) * 8 * 32 * warps  # registers are allocated in units of eight per thread
     return min(REGISTERS // per_program, WARPS // warps, (SHARED + 1024) // (shared + 1024))
-
-
-# -- timing ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -165,9 +156,6 @@ def compare(size, tile, rounds):
     peer = min(us.keys() - {OURS}, key=us.get)
     found = {"tile": text(tile), "size": size, "ms": ms, "us": us[OURS]}
     return {**found, "peer": {"name": peer, "us": us[peer]}, "ratio": paired_ratio(ms[peer], ms[OURS])}
-
-
-# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def print_ranking(size, rows):

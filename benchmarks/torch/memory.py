@@ -1,16 +1,10 @@
 """How much memory do forward and a training step of the assignment's models need, when, and for what?
 
-Peaks are those of the allocated tensors. The forward pass is without a graph for gradients, and holds the parameters
-only; the step holds the gradients and the state of AdamW too. "torch naive" has the assignment's attention, with the
-(T, T) matrices in memory. "ours" is stage 2; its forward pass is counted with one copy of the parameters in the
-precision of the kernels.
-
-The rows "checkpoint" are training steps of "torch naive" that keep only the input of every group of N blocks, and
-compute the blocks again in backward.
-
-The rows "timeline" record every allocation of one forward pass or one step, PyTorch's by its memory snapshot, ours by
-a hook of CuPy's memory pool. The figure shows the allocated memory after each allocation, and the table the largest
-allocations with their source. The snapshot is written to out/results/torch/*.pickle, for pytorch.org/memory_viz.
+Peaks are those of the allocated tensors. The forward pass is without a graph for gradients. "torch naive" has the
+assignment's attention, with the (T, T) matrices in memory; "ours" is stage 2. The rows "checkpoint" are steps that keep
+only the input of every group of N blocks. The rows "timeline" record every allocation of one pass: the figure shows the
+allocated memory after each, and the table the largest ones with their source. PyTorch's memory snapshot is written to
+out/results/torch/*.pickle, for pytorch.org/memory_viz.
 """
 
 import argparse

@@ -1,15 +1,9 @@
 """Which kernels take the time of forward, backward and optimizer, and how much of it are matrix products?
 
-The model is PyTorch's in eager mode, with attention as in the assignment's model ("torch naive"): the (T, T) matrices
-are in memory, so softmax is a kernel of its own. CUPTI records the kernels of one pass; the wall time of the pass is
-measured without recording. On the CPU the operations of PyTorch take the place of the kernels.
-
-    forward only    without a graph for gradients, as in inference
-    forward         keeps what backward needs
-    backward, optimizer
-
-The second table has the kernels of the attention of one layer, between the projections, in the forward pass. Its
-products have 4 B H T T D operations, softmax has 5 B H T T (maximum, difference, exponential, sum, quotient).
+The model is PyTorch's in eager mode, with attention as in the assignment's model: the (T, T) matrices are in memory, so
+softmax is a kernel of its own. CUPTI records the kernels of one pass; the wall time of the pass is measured without
+recording. "forward only" is without a graph for gradients. On the CPU the operations of PyTorch take the place of the
+kernels. The second table has the kernels of the attention of one layer in the forward pass.
 
 Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profiler can show the same passes:
 

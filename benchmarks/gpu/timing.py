@@ -1,11 +1,51 @@
-"""Times several functions that compute the same on one GPU, for example a kernel with other tiles."""
+"""Times functions on one GPU: calls in a row, training steps, and kernels that compute the same."""
 
 import contextlib
+import statistics
+import time
 
 import numpy as np
 
+from benchmarks.harness.rounds import SEED, random_batch
 from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, launcher
-from stage2_cuda.tuning.tuner import capture_calls, difference, medians
+from stage2_cuda.tuning.tuner import capture_calls, difference, medians, milliseconds
+
+LEAD_IN = 3  # calls that are not timed
+
+
+def time_calls(function, arguments):
+    """The seconds of each call of `function` with one of the `arguments`, without the first LEAD_IN calls."""
+    seconds = []
+    for argument in arguments:
+        started = time.perf_counter()
+        function(argument)
+        seconds.append(time.perf_counter() - started)
+    return seconds[LEAD_IN:]
+
+
+def step_timer(program, config, batch_size, steps, overlap=True):
+    """Return a function without arguments: the median seconds of `steps` steps of a CudaSteps on random tokens.
+
+    overlap: begin each step before the loss of the previous step is read.
+    """
+    rng = np.random.default_rng(SEED)
+
+    def run_round():
+        batches = [random_batch(rng, config.vocab_size, batch_size, config.block_size) for _ in range(LEAD_IN + steps)]
+        if overlap:
+            program.announce(batches)
+        return statistics.median(time_calls(lambda batch: program(*batch), batches))
+
+    return run_round
+
+
+def device_seconds(xp, function, min_total=0.02):
+    """Seconds of one call of function(), by device events: the mean of calls that take at least `min_total` s."""
+    stream, calls, seconds = xp.cuda.get_current_stream(), 1, 0.0
+    while seconds < min_total:
+        seconds = 1e-3 * milliseconds(xp, stream, lambda calls=calls: [function() for _ in range(calls)])
+        calls *= 2
+    return seconds / (calls // 2)
 
 
 def first_line(error):
