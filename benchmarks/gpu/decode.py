@@ -226,10 +226,8 @@ def main():
     add = parser.add_argument
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
-    text = (
-        "PyTorch's programs. graph: torch.compile, each step in a CUDA graph. overhead: torch.compile with mode "
-        "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
-    )
+    described = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
+    text = f"PyTorch's programs. {described} (default graph overhead eager)"
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
     parser.add_flags(threads=4, rounds=7, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"

@@ -24,6 +24,7 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
+TUNED = {"compiled": True, "autotune": True, "attention": "cudnn"}
 PEERS = {  # {name of a PyTorch program for --peers: (title, options of CudaSteps in peers/torch_gpt2_cuda.py)}
     "compiled": ("torch compiled", {"compiled": True}),
     "eager": ("torch eager", {"compiled": False}),
@@ -32,11 +33,11 @@ PEERS = {  # {name of a PyTorch program for --peers: (title, options of CudaStep
     # products by cuBLAS or Triton, whichever is faster
     "autotune": ("torch compiled, max-autotune", {"compiled": True, "autotune": True}),
     "cudnn": ("torch compiled, cuDNN attention", {"compiled": True, "attention": "cudnn"}),
-}
-AUTOTUNE_CUDNN, OPTIONS = "torch compiled, max-autotune, cuDNN attention", PEERS["autotune"][1] | PEERS["cudnn"][1]
-PEERS |= {
-    "autotune-cudnn": (AUTOTUNE_CUDNN, OPTIONS),
-    "autotune-cudnn-graph": (f"{AUTOTUNE_CUDNN} + whole-step graph", OPTIONS | {"graph": "step"}),
+    "autotune-cudnn": ("torch compiled, max-autotune, cuDNN attention", TUNED),
+    "autotune-cudnn-graph": (
+        "torch compiled, max-autotune, cuDNN attention + whole-step graph",
+        TUNED | {"graph": "step"},
+    ),
 }
 # preset: (sequences per step, steps per round, names of the peers); other presets use the entry of gpt2
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
@@ -156,12 +157,8 @@ def main():
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
     add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    text = (
-        "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
-        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph. autotune: torch.compile with mode "
-        "max-autotune-no-cudagraphs. cudnn: torch.compile with cuDNN's attention. The other names combine these "
-        "(default compiled; for preset paper: graph compiled eager)"
-    )
+    described = "; ".join(f"{name}: {title}" for name, (title, _) in PEERS.items())
+    text = f"PyTorch's programs. {described} (default compiled; for preset paper: graph compiled eager)"
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
     parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)

@@ -9,10 +9,10 @@ The row "none" trains without synchronisation; the exposed time of another row i
 """
 
 import functools
+import re
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.drawing import draw_timeline
@@ -22,6 +22,7 @@ from benchmarks.harness.rows import run_rows
 from benchmarks.harness.table_format import percent
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, group_parser, seconds_of, settings_of, slowest
 from benchmarks.torch.models import loss_of, timed
+from benchmarks.torch.profile import activities_of
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
 NONE, TORCH = "none", "torch DDP"
@@ -86,28 +87,17 @@ def way_row(groups, way, args):
 
 
 def intervals(way, size, context, batch, warm_up):
-    """[(lane, start, end)] in ms of one step of this rank, from PyTorch's profiler.
-
-    On a GPU a lane has kernels; on the CPU it has the parts of the step and gloo's messages.
-    """
+    """[(lane, start, end)] in ms of the kernels of one step of this rank; on the CPU, of its operations."""
     training = Training(functools.partial(wrap, way), size, context, batch)
-    device = training.device
     for _ in range(warm_up):
         training.step()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities) as recorded:
-        timed(training.step, device)
+    activities = activities_of(training.step, training.device)
     found = []
-    for event in recorded.events():
-        name, span = event.name.lower(), event.time_range
-        on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if on_device == (device.type == "cuda"):
-            if "nccl" in name or name.startswith("gloo:"):
-                found.append((COMMUNICATION, span.start / 1e3, span.end / 1e3))
-            elif on_device or name in ("forward", "backward", "optimizer"):
-                found.append((COMPUTE, span.start / 1e3, span.end / 1e3))
-    first = min((start for _, start, _ in found), default=0)
-    return joined((lane, start - first, end - first) for lane, start, end in found)
+    for each in activities:
+        lane = COMMUNICATION if re.search("nccl|gloo:", each.name.lower()) else COMPUTE
+        start = each.start - activities[0].start
+        found.append((lane, start / 1e3, (start + each.duration) / 1e3))
+    return joined(found)
 
 
 def joined(found):

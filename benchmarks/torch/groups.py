@@ -4,7 +4,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation
@@ -73,18 +72,14 @@ class Training:
 
     def step(self, finish=None, look=lambda moment: None):
         """finish(): called instead of the model's finish_gradient_synchronization(). look(moment): see MOMENTS."""
-        with record_function("zero_grad"):
-            self.optimizer.zero_grad(set_to_none=True)
-        with record_function("forward"):
-            loss = loss_of(self.model, *self.batch)
-        with record_function("backward"):
-            loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.model, *self.batch)
+        loss.backward()
         self.losses.append(loss.detach())
         del loss
         (finish or self.model.finish_gradient_synchronization)()
         look("before step")
-        with record_function("optimizer"):
-            self.optimizer.step()
+        self.optimizer.step()
         look("after step")
 
 

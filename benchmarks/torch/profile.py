@@ -36,8 +36,11 @@ def activities_of(function, device):
         return cupti.recorded(function, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         function()
-    events = (event for event in recorded.events() if event.self_cpu_time_total > 0)
-    return [cupti.Activity(e.time_range.start, e.self_cpu_time_total, e.name) for e in events]
+    found = []
+    for event in recorded.events():
+        duration = event.time_range.elapsed_us() if event.is_async else event.self_cpu_time_total
+        found += [cupti.Activity(event.time_range.start, duration, event.name)] * (duration > 0)
+    return sorted(found)
 
 
 def is_product(activity):
@@ -80,31 +83,24 @@ def pass_functions(passes):
     }
 
 
-def run_passes(passes, warm_up, repeats):
-    """Run the passes in their NVTX ranges and return {name: [seconds of each run]}."""
+def run_passes(passes, warm_up, repeats, record=lambda call: None):
+    """Run the passes in their NVTX ranges; return {name: ([seconds of each run], record() of one more run)}."""
     with passes.range("warm-up"):
         for _ in range(warm_up):
             passes.run(STEP)
     found = {}
     for name, (prepare, function) in pass_functions(passes).items():
-        found[name] = []
-        for _ in range(repeats):
-            call = functools.partial(function, prepare())
-            found[name].append(timed(call, passes.device)[0])
-            del call  # and the graph of the loss
+        seconds = [timed(functools.partial(function, prepare()), passes.device)[0] for _ in range(repeats)]
+        found[name] = seconds, record(functools.partial(function, prepare()))
     return found
 
 
 def profile_row(size, context, precision, args):
     """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
-    passes = TorchPasses(args.attention, size, context, precision, args.device, args.batch)
-    wall = run_passes(passes, args.warm_up, args.repeats)
-    result = {}
-    for name, (prepare, function) in pass_functions(passes).items():
-        call = functools.partial(function, prepare())
-        activities = activities_of(call, passes.device)
-        result[name] = {"wall": mean_and_deviation([1e3 * seconds for seconds in wall[name]]), **summary(activities)}
-        del call
+    passes, result = TorchPasses(args.attention, size, context, precision, args.device, args.batch), {}
+    record = functools.partial(activities_of, device=passes.device)
+    for name, (seconds, activities) in run_passes(passes, args.warm_up, args.repeats, record).items():
+        result[name] = {"wall": mean_and_deviation([1e3 * each for each in seconds]), **summary(activities)}
     attention = attention_of_layer(passes, size, context, precision, args.batch)
     return {"passes": result, "step": step_shares(result), "attention": attention}
 
