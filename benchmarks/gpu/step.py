@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.gpu.timing import LEAD_IN, time_calls
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import add_peer, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
 from benchmarks.harness.result_tables import TABLES
@@ -22,7 +23,6 @@ from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
-LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
 TUNED = {"compiled": True, "autotune": True, "attention": "cudnn"}
 PEERS = {  # {name of a PyTorch program for --peers: (title, options of CudaSteps in peers/torch_gpt2_cuda.py)}
@@ -53,20 +53,14 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     rng, bytes_before = np.random.default_rng(SEED), functools.cache(driver_bytes)  # the same tokens in every process
 
     def run_round(steps):
-        before, step, seconds, losses = bytes_before(), build(), [], []
+        before, step, losses = bytes_before(), build(), []
         # Every process draws the same number of batches; only PyTorch's, with unread=True, use the last `steps`.
-        sizes = vocab_size, batch_size, seq_len
-        all_batches = [random_batch(rng, *sizes) for _ in range(LEAD_IN + 2 * steps)]
+        all_batches = [random_batch(rng, vocab_size, batch_size, seq_len) for _ in range(LEAD_IN + 2 * steps)]
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
         # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
         if hasattr(step, "announce"):
             step.announce(all_batches if unread else all_batches[: LEAD_IN + steps])
-        for batch in all_batches[:LEAD_IN]:
-            step(*batch)
-        for batch in all_batches[LEAD_IN : LEAD_IN + steps]:
-            started = time.perf_counter()
-            losses.append(step(*batch))
-            seconds.append(time.perf_counter() - started)
+        seconds = time_calls(lambda batch: losses.append(step(*batch)), all_batches[: LEAD_IN + steps])
         answer = {"seconds": seconds, "losses": losses, "unread_seconds": None, **step.memory()}
         if unread:
             started = time.perf_counter()

@@ -10,7 +10,7 @@ from benchmarks.harness.rounds import SEED, random_batch
 from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, launcher
 from stage2_cuda.tuning.tuner import capture_calls, difference, medians, milliseconds
 
-LEAD_IN = 3  # calls that are not timed
+LEAD_IN = 3  # calls that are not timed, because the GPU was idle or ran another process before
 
 
 def time_calls(function, arguments):
