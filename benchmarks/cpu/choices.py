@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from gpt2core.optimizer import AdamW
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.presets import PRESETS
@@ -116,8 +116,9 @@ def overrides(backend, config):
     return {kernel.__name__: kernel for kernel in kernels}
 
 
-def main():
-    args = benchmark_parser("benchmarks.cpu.choices", __doc__, rounds=15).parse_args()
+@benchmark(__doc__, rounds=15)
+def main(parser):
+    args = parser.parse_args()
     limit_blas(1)
     results = []
     for name, naive, ours in choices():
@@ -128,7 +129,3 @@ def main():
         results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
     TABLES["cpu-choices"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

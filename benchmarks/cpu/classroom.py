@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.processes import peak_bytes, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import peak_bytes
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from gpt2core.app.shipped import WEIGHTS
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
@@ -85,8 +86,8 @@ def measure_all(commands, rounds, directory=ROOT):
     return results
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.classroom", __doc__, rounds=1)
+@benchmark(__doc__, rounds=1)
+def main(parser):
     text = "only the first two commands of a new user: training `tiny`, and the paper's inference"
     parser.add_argument("--first", action="store_true", help=text)
     args = parser.parse_args()
@@ -98,7 +99,3 @@ def main():
             results = measure_all(commands(Path(folder)), args.rounds)
     TABLES["first-run" if args.first else "classroom"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_peer, benchmark_parser, paired_ratio, save_each, summary
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_rounds
+from benchmarks.harness.report import add_peer, paired_ratio, save_each, summary
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from gpt2core.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -126,14 +127,9 @@ def summarise(results):
             result["times_as_fast_as_recomputing"] = medians[0] / medians[1]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.decode", __doc__)
-    parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
+@benchmark(__doc__, preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
+def main(parser):
     parser.add_argument("--new", type=int, default=30, help="number of new tokens (default 30)")
     args = parser.parse_args()
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
     save_each(args, tables, summarise, TABLES["cpu-decode"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

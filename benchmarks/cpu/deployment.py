@@ -13,10 +13,10 @@ import re
 import sys
 
 from benchmarks.cpu.classroom import measure
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from gpt2core.app.settings.flag_parser import to_path
 from gpt2core.app.shipped import NANO_WEIGHTS
 from testing.jobs import ROOT
@@ -41,8 +41,8 @@ def run(arguments, checkout):
     return found | {"modules": len(own), "ms": sum(own) / 1e3}
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.deployment", __doc__, rounds=7)
+@benchmark(__doc__, rounds=7)
+def main(parser):
     add = parser.add_argument
     add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
     add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
@@ -60,7 +60,3 @@ def main():
             results.append({"program": program, "version": version, **found})
     TABLES["cpu-deployment"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -10,10 +10,11 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
 
 import math
 
-from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
+from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
+from benchmarks.harness.script import benchmark
 from benchmarks.peers import llmc
 from gpt2core.communicator import Solo
 from gpt2core.presets import PRESETS
@@ -98,10 +99,9 @@ def summarise(results):
         ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians[OURS])
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.train_step", __doc__)
-    parser.add_flags(preset="paper", threads=[1, 2])
-    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
+@benchmark(__doc__, preset="paper", threads=[1, 2], batch_size=16, rounds=5, steps_per_round=2, warm_up=2)
+def main(parser):
+    parser.add_flags(timeout=900, no_compile=False)
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
     text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
     parser.add_argument("--bf16", action="store_true", help=text)
@@ -110,7 +110,3 @@ def main():
     args = parser.parse_args()
     tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
     save_each(args, tables, summarise, TABLES["cpu-step"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -19,14 +19,14 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.script import benchmark
 
 # B batch, H heads, T time, D head size, C = H * D
 
-BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
 # {row: options of CausalAttention}; the others are compared with the first row
 OURS = {"ours": {}, "ours, the table's tiles": {"tuned": False}, "ours, plain Triton": {"gluon": False}}
 DESIGNS = {
@@ -124,7 +124,7 @@ class CausalAttention(ours.Graphs):
 
 def process_specs(args):
     for name, options in (DESIGNS if args.designs else OURS).items():
-        yield ProcessSpec(name, BENCHMARK, args.threads, options)
+        yield ProcessSpec(name, args.benchmark, args.threads, options)
     for peer in () if args.designs else args.peers:
         options = {"backend": peer, "packed": False}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
@@ -154,19 +154,14 @@ def parse_shape(text):
     return tuple(int(size) for size in sizes)
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+@benchmark(__doc__, threads=4, rounds=15, milliseconds=30.0, timeout=300)
+def main(parser):
     add = parser.add_argument
     text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
     add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--designs", action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU")
-    parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
     args = parser.parse_args()
     shapes = measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS)
     save_each(args, shapes, summarise, TABLES["gpu-attention"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

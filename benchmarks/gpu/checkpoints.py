@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from testing.jobs import ROOT
 
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
@@ -41,8 +42,8 @@ def seconds_of(words, steps, timeout):
     return seen[steps - 1] - seen[LEAD_IN]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.checkpoints", __doc__)
+@benchmark(__doc__)
+def main(parser):
     parser.add_flags(
         preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300
     )  # fmt: skip
@@ -71,7 +72,3 @@ def main():
     ]
     TABLES["gpu-checkpoints"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

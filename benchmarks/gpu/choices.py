@@ -12,10 +12,10 @@ import functools
 import numpy as np
 
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
+from benchmarks.harness.report import paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.presets import PRESETS
 
@@ -110,15 +110,10 @@ def measure(preset, precision, rounds):
     ]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.choices", __doc__)
+@benchmark(__doc__, precision="bf16", rounds=5)
+def main(parser):
     parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
-    parser.add_flags(precision="bf16", rounds=5)
     args = parser.parse_args()
     check_gpu()
     tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
     save_each(args, tables, TABLES["gpu-choices"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -18,10 +18,10 @@ import triton.language as tl
 
 from benchmarks.gpu.timing import time_functions
 from benchmarks.harness.ours import check_gpu
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.gluon_launch import gluon_kind
@@ -181,8 +181,8 @@ def gluon_rows(fusion, results):
         yield row | ({"us": 1e3 * found["ms"]} if "ms" in found else {"error": found["failed"]})
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.fusions", __doc__, rounds=5)
+@benchmark(__doc__, rounds=5)
+def main(parser):
     text = "compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"
     parser.add_argument("--gluon", action="store_true", help=text)
     args = parser.parse_args()
@@ -213,7 +213,3 @@ def main():
             TABLES["gpu-gelu"].print(results)
     save(results, args)
     return int(any("error" in result for result in results))
-
-
-if __name__ == "__main__":
-    run_main(main)

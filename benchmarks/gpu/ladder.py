@@ -15,9 +15,10 @@ import triton.language as tl
 
 from benchmarks.gpu.timing import device_seconds
 from benchmarks.harness.ours import check_gpu
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import save
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
@@ -183,13 +184,10 @@ def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
     return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
 
 
-def main():
-    args = benchmark_parser("benchmarks.gpu.ladder", __doc__, rounds=7).parse_args()
+@benchmark(__doc__, rounds=7)
+def main(parser):
+    args = parser.parse_args()
     check_gpu()
     results = measure(args.rounds)
     Table("", TABLE, base="True").print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -16,10 +16,11 @@ import triton.language as tl
 from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, KernelPair, check_close
 from benchmarks.gpu.timing import device_seconds, step_timer
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from gpt2core.presets import PRESETS
 
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
@@ -110,8 +111,9 @@ def comparisons(xp):
     yield from generation()
 
 
-def main():
-    args = benchmark_parser("benchmarks.gpu.lesson", __doc__, rounds=7).parse_args()
+@benchmark(__doc__, rounds=7)
+def main(parser):
+    args = parser.parse_args()
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)
@@ -121,7 +123,3 @@ def main():
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
     TABLES["gpu-lesson"].print(results)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -9,10 +9,11 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import benchmark_parser, save_each
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
+from benchmarks.harness.report import save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.memory.gpu import CONTEXT, training_memory
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
@@ -69,8 +70,8 @@ def measure(case, timeout):
     return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, timeout=300)
+@benchmark(__doc__, timeout=300)
+def main(parser):
     presets = list(dict.fromkeys(preset for preset, *_ in CASES))
     parser.add_argument("--preset", choices=presets, nargs="+", default=presets, help="models (default all)")
     args = parser.parse_args()
@@ -81,7 +82,3 @@ def main():
     wrong = [result for result in results if abs(result["difference"]) > MAX_DIFFERENCE]
     if wrong:
         sys.exit(f"{len(wrong)} of {len(results)} cases differ by more than {MAX_DIFFERENCE:.0%}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.gpu.timing import LEAD_IN, step_timer, time_calls
 from benchmarks.harness.ours import CudaSteps
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
@@ -56,11 +56,29 @@ def long_context(preset, length, steps):
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.positions", __doc__)
+def measure_steps(configs, args):
+    functions = {
+        name: step_timer(CudaSteps(each, args.batch_size, each.block_size), each, args.batch_size, args.steps_per_round)
+        for name, each in configs.items()
+    }
+    seconds = interleaved(functions, args.rounds)
+    times = paired_ratio(seconds["rotary"], seconds["learned"])
+    print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")
+    return {"seconds": seconds, "rotary_times": times}
+
+
+def measure_tokens(configs, backend, args):
+    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
+    for name, rounds in interleaved(functions, args.rounds).items():
+        before, after = zip(*rounds, strict=True)
+        results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
+    return results
+
+
+@benchmark(__doc__, preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
+def main(parser):
     add = parser.add_argument
     add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
-    parser.add_flags(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
     args = parser.parse_args()
 
     config = PRESETS[args.preset]
@@ -82,26 +100,3 @@ def main():
     results["tokens"] = measure_tokens(configs, backend, args)
     TABLES["gpu-positions"].print(results)
     save(results, args)
-
-
-def measure_steps(configs, args):
-    functions = {
-        name: step_timer(CudaSteps(each, args.batch_size, each.block_size), each, args.batch_size, args.steps_per_round)
-        for name, each in configs.items()
-    }
-    seconds = interleaved(functions, args.rounds)
-    times = paired_ratio(seconds["rotary"], seconds["learned"])
-    print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")
-    return {"seconds": seconds, "rotary_times": times}
-
-
-def measure_tokens(configs, backend, args):
-    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
-    for name, rounds in interleaved(functions, args.rounds).items():
-        before, after = zip(*rounds, strict=True)
-        results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
-    return results
-
-
-if __name__ == "__main__":
-    run_main(main)

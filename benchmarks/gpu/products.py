@@ -14,14 +14,14 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.script import benchmark
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
-BENCHMARK = "benchmarks.gpu.products"  # the name under which the benchmark processes import this file
 OURS, PEER = "ours", "torch.matmul"
 KINDS = ("forward", "input", "weight")  # input, weight: the products that compute these gradients
 # preset: [(N, C, K, transposed)]. gpt2: the layers of GPT-2 124M with 64 x 1024 tokens; the last entry is lm_head for a
@@ -88,7 +88,7 @@ def measure(args, precision):
 
     "ms" of a result has the milliseconds of each round.
     """
-    modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
+    modules = {OURS: args.benchmark, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
     shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
     pairs = measure_shapes(specs, args, shapes, KINDS)
@@ -109,17 +109,12 @@ def summarise(pair):
     compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+@benchmark(__doc__, threads=4, rounds=7, milliseconds=20.0, timeout=300)
+def main(parser):
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
     args = parser.parse_args()
     tables = (measure(args, precision) for precision in args.precision)
     save_each(args, tables, TABLES["gpu-products"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, median_seconds, random_batch
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from gpt2core.presets import PRESETS
@@ -271,8 +271,8 @@ def profile(config, args):
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.profile", __doc__, preset="gpt2", precision="bf16", steps=5)
+@benchmark(__doc__, preset="gpt2", precision="bf16", steps=5)
+def main(parser):
     parser.add_argument("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
@@ -285,7 +285,3 @@ def main():
     if not result["launches_agree"]:
         print("the kernels that CUPTI recorded do not match the launches by Python; the rows have their names")
     save(result, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -15,9 +15,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from benchmarks.gpu.step import OURS, PEERS
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.shipped import BOOK, TOKENIZERS
@@ -131,8 +132,8 @@ def curves_of(results):
     return curves
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
+@benchmark(__doc__, batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
+def main(parser):
     add = parser.add_argument
     text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
     add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
@@ -142,7 +143,6 @@ def main():
     text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
     add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
     add("--n-embd", type=int, default=512, help="channels (default 512)")
-    parser.add_flags(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
     args = parser.parse_args()
     names = "data", "n_embd", "seq_len", "batch_size", "steps", "eval_every"
     recipe = RECIPE | {name: getattr(args, name) for name in names}
@@ -156,7 +156,3 @@ def main():
     TABLES["gpu-real-run"].print(results)
     title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {results[0]['tokens'] / 1e6:.1f} M tokens"
     write_plot(curves_of(results), title, path.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

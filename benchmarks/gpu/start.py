@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.cpu.classroom import measure as run
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from testing.jobs import ROOT
 
 COMMANDS = {  # {out} is a new directory
@@ -57,15 +58,11 @@ def measure(command, rounds):
     return results
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.start", __doc__, rounds=3)
+@benchmark(__doc__, rounds=3)
+def main(parser):
     text = "commands to time (default all)"
     parser.add_argument("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help=text)
     args = parser.parse_args()
     results = {command: measure(command, args.rounds) for command in args.commands}
     TABLES["start"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -14,10 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.gpu.timing import LEAD_IN, time_calls
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import add_peer, nvidia_smi, paired_ratio, round_medians, save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import flops_per_token
 from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -143,8 +144,8 @@ def summarise(results):
     add_peer(results[0], peers, results[0]["times_as_fast"])
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.step", __doc__)
+@benchmark(__doc__, threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
+def main(parser):
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"
@@ -155,14 +156,9 @@ def main():
     text = f"PyTorch's programs. {described} (default compiled; for preset paper: graph compiled eager)"
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
-    parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
     args = parser.parse_args()
 
     tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
     save_each(args, tables, summarise, TABLES["gpu-step"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)

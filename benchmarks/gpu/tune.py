@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.gpu.timing import time_functions
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
@@ -232,8 +232,8 @@ def show(case, rows, limit=6):
     Table("", f"{columns} | TB/s = {{{case.bytes} / ms / 1e9:.3g}} | error = {{error:.0e}}").print(shown)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.tune", __doc__)
+@benchmark(__doc__)
+def main(parser):
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
@@ -246,7 +246,3 @@ def main():
         results[case.title] = measure(case)
         show(case, results[case.title])
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

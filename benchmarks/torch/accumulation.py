@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.torch.models import parsed
 
 TERM, COUNT = 0.01, 1000
@@ -94,8 +93,8 @@ def layernorm_row(dtype, title, device):
     return {"own dtype": error(layernorm(x)), "float32": error(layernorm(x.float()).to(dtype))}
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.accumulation", __doc__, device="cuda")
+@benchmark(__doc__, device="cuda")
+def main(parser):
     add_row_flags(parser)
     args = parsed(parser)
     device = args.device
@@ -106,7 +105,3 @@ def main():
         for title in INPUTS:
             cases[f"layernorm / {name} / {title} / {device}"] = functools.partial(layernorm_row, dtype, title, device)
     print_tables(run_rows(args, cases), "sums", "autocast", "layernorm")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -21,10 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.peers.torch_graphs import captured
 from benchmarks.torch.models import attention_scores
 from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2TritonCompiled
@@ -165,8 +164,8 @@ def cases(args):
     return found
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.attention", __doc__)
+@benchmark(__doc__)
+def main(parser):
     add = parser.add_argument
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
@@ -175,7 +174,3 @@ def main():
     rows = run_rows(args, cases(args))
     TABLES["torch-kernels"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -17,9 +17,8 @@ import torch
 import triton
 from triton import OutOfResources
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers.torch_graphs import captured
 from stage2_cuda.attention.launches import AttentionTiles, TileConfig
@@ -97,8 +96,8 @@ def print_rankings(rows):
         RANKING.print([row | {"fastest": ranked[0]["time"]["mean"]} for row in shown], case)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.attention_tiles", __doc__)
+@benchmark(__doc__)
+def main(parser):
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--head-size", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
@@ -108,7 +107,3 @@ def main():
     add_row_flags(parser)
     args = parser.parse_args()
     print_rankings(run_rows(args, cases(args)))
-
-
-if __name__ == "__main__":
-    run_main(main)

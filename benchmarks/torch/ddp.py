@@ -16,11 +16,11 @@ from torch import nn
 
 from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.drawing import draw_timeline
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import percent
-from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, group_parser, seconds_of, settings_of, slowest
+from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, add_group_flags, seconds_of, settings_of, slowest
 from benchmarks.torch.models import loss_of, timed
 from benchmarks.torch.profile import activities_of
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
@@ -143,9 +143,9 @@ def timeline(args, settings, groups):
     draw_intervals(spans, path.with_suffix(".png"))
 
 
-def main():
-    described = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU"
-    parser = group_parser("benchmarks.torch.ddp", __doc__, TIMED_BACKENDS, described, ranks=2)
+@benchmark(__doc__, batch=4, context=128, ranks=2, warm_up=5, repeats=10)
+def main(parser):
+    add_group_flags(parser, TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
     add = parser.add_argument
     text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
@@ -157,7 +157,3 @@ def main():
             return timeline(args, settings, groups)
         cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
         print_tables(run_rows(args, cases), "ddp")
-
-
-if __name__ == "__main__":
-    run_main(main)

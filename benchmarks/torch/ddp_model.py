@@ -21,9 +21,9 @@ from math import sqrt
 import numpy as np
 
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table, save
+from benchmarks.harness.report import print_table, save
 from benchmarks.harness.rows import saved_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.data.bucket_size import best_bucket
 
@@ -127,8 +127,8 @@ def draw(found, s, w, o, backward, title, path):
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.ddp_model", __doc__)
+@benchmark(__doc__)
+def main(parser):
     add = parser.add_argument
     add("--size", default="xl", help="model of the rows of ddp (default xl)")
     add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
@@ -154,7 +154,3 @@ def main():
     results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best}
     path = save({**results, "backward_ms": backward, "fastest_bucket_mb": measured, "rows": found}, args)
     draw(found, s, w, o, backward / 1e3, settings, path.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

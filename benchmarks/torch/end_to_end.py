@@ -15,9 +15,10 @@ import shutil
 import sys
 
 from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_tables
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
 from benchmarks.harness.rows import mean_and_deviation, measured, run_rows
-from benchmarks.torch.models import chosen_models, model_parser, parsed, release_memory
+from benchmarks.harness.script import benchmark
+from benchmarks.torch.models import add_model_flags, chosen_models, model_examples, parsed, release_memory
 from benchmarks.torch.passes import BLOCKS, COMPILED, EAGER, IMPLEMENTATIONS, NAIVE, OURS, make_passes, times_of
 
 AFTER_WARM_UP = 10  # measured steps
@@ -85,18 +86,14 @@ def without_compiler(args):
     return args.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")))
 
 
-def main():
-    parser = model_parser("benchmarks.torch.end_to_end", __doc__, "fp32 is without TF32 (default: see above)")
+@benchmark(__doc__ + model_examples("end_to_end"), batch=4, device="cuda", warm_up=3, repeats=5)
+def main(parser):
+    add_model_flags(parser, "fp32 is without TF32 (default: see above)")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
     text = f"{described} (default: above)"
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=text)
-    parser.add_flags(warm_up=3, repeats=5)
     args = parsed(parser)
     if without_compiler(args):
         print("note: there is no C++ compiler, so torch.compile runs in eager mode", file=sys.stderr)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the process of a row
     print_tables(run_rows(args, cases(args)), "end-to-end", "warm-up", "end-to-end-bf16")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -5,7 +5,6 @@ import os
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation
 from benchmarks.torch.models import SIZES, batch_of, build, device_of_rank, loss_of, release_memory, timed
 from testing.torch_ranks import RanksFailed, TorchRanks
@@ -51,7 +50,7 @@ class Groups:
             raise
 
     def run_way(self, args, ranks, steps, way):
-        """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank; args: of group_parser()."""
+        """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank."""
         settings = args.size, args.context, args.batch, args.warm_up, args.repeats
         return self.run(args.backend, ranks, steps, way, *settings)
 
@@ -103,19 +102,13 @@ def seconds_of(function, device, warm_up, repeats):
     return seconds
 
 
-def group_parser(benchmark, docstring, backends, described, ranks):
-    """The parser of a command that trains a model on a group of ranks; the other arguments are parts of help texts.
-
-    described: the backends. ranks: the default of --ranks.
-    """
-    parser = benchmark_parser(benchmark, docstring)
+def add_group_flags(parser, backends, described):
+    """Add the flags of a command that trains a model on a group of ranks. described: the backends, for --help."""
     parser.add_argument("--size", choices=SIZES, default="xl", help="model (default xl)")
     parser.add_argument("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
-    parser.add_flags(batch=4, context=128, ranks=ranks, warm_up=5, repeats=10)
     add_row_flags(parser)
-    return parser
 
 
 def settings_of(args, ranks):
-    """The settings of group_parser() as the beginning of the names of rows."""
+    """The settings of add_group_flags() as the beginning of the names of rows."""
     return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"

@@ -17,11 +17,11 @@ import statistics
 import torch
 from triton import OutOfResources
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers import torch_graphs
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
@@ -183,8 +183,8 @@ def explain(size, best, times):
     print("", *lines, sep="\n")
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.matmul_search", __doc__)
+@benchmark(__doc__)
+def main(parser):
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
     add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
@@ -205,7 +205,3 @@ def main():
             compared = run_rows(again, comparison)
             explain(size, best, compared[0]["ms"])
             TABLES["torch-matmul"].print(compared)
-
-
-if __name__ == "__main__":
-    run_main(main)

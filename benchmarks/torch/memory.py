@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_tables
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import measured, rows_path, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.torch.memory_events import (
     allocated_after,
     allocated_by_ours,
@@ -24,7 +24,16 @@ from benchmarks.torch.memory_events import (
     saved_by_block,
     thinned,
 )
-from benchmarks.torch.models import PRECISIONS, SIZES, chosen_models, config_of, model_parser, parsed, use_checkpoints
+from benchmarks.torch.models import (
+    PRECISIONS,
+    SIZES,
+    add_model_flags,
+    chosen_models,
+    config_of,
+    model_examples,
+    parsed,
+    use_checkpoints,
+)
 from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
@@ -176,9 +185,9 @@ def cases(args):
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
-def main():
-    precisions = "bf16 is autocast over fp32 parameters (default: both)"
-    parser = model_parser("benchmarks.torch.memory", __doc__, precisions)
+@benchmark(__doc__ + model_examples("memory"), batch=4, device="cuda")
+def main(parser):
+    add_model_flags(parser, "bf16 is autocast over fp32 parameters (default: both)")
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
@@ -187,7 +196,3 @@ def main():
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -18,9 +18,17 @@ import torch
 
 from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import mean_and_deviation, run_rows
-from benchmarks.torch.models import SIZES, chosen_models, model_parser, naive_attention, parsed, timed
+from benchmarks.harness.script import benchmark
+from benchmarks.torch.models import (
+    SIZES,
+    add_model_flags,
+    chosen_models,
+    model_examples,
+    naive_attention,
+    parsed,
+    timed,
+)
 from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
@@ -143,13 +151,12 @@ def selected(args):
     return chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
-def main():
-    precisions = "fp32 is without TF32 (default bf16, two rows of fp32)"
-    parser = model_parser("benchmarks.torch.profile", __doc__, precisions)
+@benchmark(__doc__ + model_examples("profile"), batch=4, device="cuda", warm_up=2, repeats=5)
+def main(parser):
+    add_model_flags(parser, "fp32 is without TF32 (default bf16, two rows of fp32)")
     add = parser.add_argument
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    parser.add_flags(warm_up=2, repeats=5)
     args = parsed(parser)
     settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
@@ -163,7 +170,3 @@ def main():
     rows = run_rows(args, cases)
     print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
     print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.assignment_tables import MOMENTS, print_tables
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.torch.ddp import Unsynchronized
 from benchmarks.torch.groups import (
     BACKENDS,
     Groups,
     Training,
+    add_group_flags,
     allocated,
-    group_parser,
     seconds_of,
     settings_of,
     slowest,
@@ -114,9 +114,11 @@ def way_row(groups, way, ranks, args):
     return values | {"first loss": found[0]["losses"][0], "last loss": found[0]["losses"][-1]}
 
 
-def main():
+@benchmark(__doc__, batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
+def main(parser):
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    args = group_parser("benchmarks.torch.sharding", __doc__, BACKENDS, text, ranks=[2]).parse_args()
+    add_group_flags(parser, BACKENDS, text)
+    args = parser.parse_args()
 
     cases = {}
     with Groups() as groups:
@@ -124,7 +126,3 @@ def main():
             for way in WAYS:
                 cases[f"{settings_of(args, ranks)}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
         print_tables(run_rows(args, cases), "sharding")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -27,7 +27,7 @@ SCRIPTS = [
     # A folder with __main__.py is one command with flags of its own, and its other files are no scripts.
     if path.parent.name not in LIBRARIES
     and not path.with_name("__main__.py").exists()
-    and "__main__" in path.read_text()
+    and re.search("__main__|^@benchmark", path.read_text(), re.M)
 ]
 
 
