@@ -11,6 +11,7 @@ compared with those of the current constants. A training run itself times a few 
 import contextlib
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,23 +51,12 @@ class Case(NamedTuple):
     bytes: int  # that the function must read and write
 
 
-class Arrays:
-    """Makes arrays on the device: normal() random bf16 inputs, floats() uninitialised fp32 outputs."""
-
-    def __init__(self):
-        self.xp, self.bf16 = array_module(), dtype_of("bfloat16")
-        self.rng = self.xp.random.default_rng(SEED)
-
-    def normal(self, *shape):
-        return self.rng.standard_normal(shape, dtype=np.float32).astype(self.bf16)
-
-    def floats(self, *shape):
-        return self.xp.empty(shape, np.float32)
-
-
 def grid(**values):
     """[candidates]: {} (the current constants) and every combination of these values, {constant: value}."""
     return [{}, *(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))]
+
+
+# Each of these functions yields the fields of Cases without the title; arrays: see cases().
 
 
 def cross_entropy_cases(arrays, rows, channels, vocab, width):
@@ -184,7 +174,13 @@ KERNELS = {
 
 def cases(args):
     """Yield the Cases of --kernel and --shape. A shape that a kernel does not have is skipped."""
-    arrays = Arrays()
+    xp, bf16 = array_module(), dtype_of("bfloat16")
+    rng = xp.random.default_rng(SEED)
+    arrays = SimpleNamespace(
+        xp=xp,
+        normal=lambda *shape: rng.standard_normal(shape, dtype=np.float32).astype(bf16),
+        floats=lambda *shape: xp.empty(shape, np.float32),
+    )
     for kernel, shape in itertools.product(args.kernel, args.shape):
         sizes = (HEADS if kernel == "attention" else SHAPES).get(shape)
         for number, case in enumerate(KERNELS[kernel](arrays, *sizes) if sizes else (), 1):

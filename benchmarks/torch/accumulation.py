@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.rows import run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.torch.models import parsed
 
@@ -93,9 +93,8 @@ def layernorm_row(dtype, title, device):
     return {"own dtype": error(layernorm(x)), "float32": error(layernorm(x.float()).to(dtype))}
 
 
-@benchmark(__doc__, device="cuda")
+@benchmark(__doc__, rows=True, device="cuda")
 def main(parser):
-    add_row_flags(parser)
     args = parsed(parser)
     device = args.device
     cases = {f"sum / {title} / {device}": functools.partial(sum_row, title, device) for title in SUMS}

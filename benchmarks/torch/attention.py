@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.peers.torch_graphs import captured
 from benchmarks.torch.models import attention_scores
@@ -164,12 +164,11 @@ def cases(args):
     return found
 
 
-@benchmark(__doc__)
+@benchmark(__doc__, rows=True)
 def main(parser):
     add = parser.add_argument
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
-    add_row_flags(parser)
     args = parser.parse_args()
     rows = run_rows(args, cases(args))
     TABLES["torch-kernels"].print(rows, "leaderboard")

@@ -143,7 +143,7 @@ def timeline(args, settings, groups):
     draw_intervals(spans, path.with_suffix(".png"))
 
 
-@benchmark(__doc__, batch=4, context=128, ranks=2, warm_up=5, repeats=10)
+@benchmark(__doc__, rows=True, batch=4, context=128, ranks=2, warm_up=5, repeats=10)
 def main(parser):
     add_group_flags(parser, TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
     add = parser.add_argument

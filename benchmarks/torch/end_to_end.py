@@ -86,7 +86,7 @@ def without_compiler(args):
     return args.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")))
 
 
-@benchmark(__doc__ + model_examples("end_to_end"), batch=4, device="cuda", warm_up=3, repeats=5)
+@benchmark(__doc__ + model_examples("end_to_end"), rows=True, batch=4, device="cuda", warm_up=3, repeats=5)
 def main(parser):
     add_model_flags(parser, "fp32 is without TF32 (default: see above)")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())

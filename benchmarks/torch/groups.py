@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation
+from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.torch.models import SIZES, batch_of, build, device_of_rank, loss_of, release_memory, timed
 from testing.torch_ranks import RanksFailed, TorchRanks
 
@@ -106,7 +106,6 @@ def add_group_flags(parser, backends, described):
     """Add the flags of a command that trains a model on a group of ranks. described: the backends, for --help."""
     parser.add_argument("--size", choices=SIZES, default="xl", help="model (default xl)")
     parser.add_argument("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
-    add_row_flags(parser)
 
 
 def settings_of(args, ranks):

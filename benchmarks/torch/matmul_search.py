@@ -20,7 +20,7 @@ from triton import OutOfResources
 from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
-from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.rows import run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers import torch_graphs
@@ -183,12 +183,10 @@ def explain(size, best, times):
     print("", *lines, sep="\n")
 
 
-@benchmark(__doc__)
+@benchmark(__doc__, rows=True, rounds=15)
 def main(parser):
     add = parser.add_argument
     add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
-    add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
-    add_row_flags(parser)
     args = parser.parse_args()
     cases = {
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)

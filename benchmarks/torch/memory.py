@@ -185,7 +185,7 @@ def cases(args):
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
-@benchmark(__doc__ + model_examples("memory"), batch=4, device="cuda")
+@benchmark(__doc__ + model_examples("memory"), rows=True, batch=4, device="cuda")
 def main(parser):
     add_model_flags(parser, "bf16 is autocast over fp32 parameters (default: both)")
     add = parser.add_argument

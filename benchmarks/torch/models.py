@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.rows import add_row_flags
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
@@ -125,7 +124,6 @@ def add_model_flags(parser, precisions):
     add("--sizes", nargs="+", choices=SIZES, help=f"models {without}")
     add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}")
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
-    add_row_flags(parser)
 
 
 def chosen_models(args, precisions=PRECISIONS):

@@ -151,7 +151,7 @@ def selected(args):
     return chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
-@benchmark(__doc__ + model_examples("profile"), batch=4, device="cuda", warm_up=2, repeats=5)
+@benchmark(__doc__ + model_examples("profile"), rows=True, batch=4, device="cuda", warm_up=2, repeats=5)
 def main(parser):
     add_model_flags(parser, "fp32 is without TF32 (default bf16, two rows of fp32)")
     add = parser.add_argument

@@ -114,7 +114,7 @@ def way_row(groups, way, ranks, args):
     return values | {"first loss": found[0]["losses"][0], "last loss": found[0]["losses"][-1]}
 
 
-@benchmark(__doc__, batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
+@benchmark(__doc__, rows=True, batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
 def main(parser):
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
     add_group_flags(parser, BACKENDS, text)
