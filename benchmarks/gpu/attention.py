@@ -18,11 +18,12 @@ import statistics
 
 import numpy as np
 
+from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
 from benchmarks.harness.processes import ProcessSpec
 from benchmarks.harness.report import compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.rounds import measure_shapes
 from benchmarks.harness.script import benchmark
 
 # B batch, H heads, T time, D head size, C = H * D
@@ -47,18 +48,13 @@ TOLERANCE = 1e-2  # largest relative difference between the norms of two impleme
 KINDS = ("forward", "both")  # both: forward and backward
 
 
-def random_inputs(B, H, T, D):
-    """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
-    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    return np.resize(numbers, (B, T, 3 * H * D)), np.resize(numbers[::-1], (B, T, H * D))
-
-
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's CausalAttention.
+    """Called in each process. Return run_round(shape, milliseconds), that of the module's CausalAttention."""
 
-    options: of this CausalAttention.
-    """
-    build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
+    @functools.cache
+    def build(B, H, T, D):
+        return module.CausalAttention(*random_arrays((B, T, 3 * H * D), (B, T, H * D)), H, **options)
+
     return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 

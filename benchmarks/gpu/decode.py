@@ -77,11 +77,9 @@ SEVERAL_SEQUENCES = {
 def prepare(module, preset, batch, precision, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
-    prompt, new: numbers of prompt tokens and of new tokens. The first round is a cold start, because it builds the
-    CudaGenerator of the module and compiles. run_round() returns the generated "ids" and seconds: "first" until the
-    first new token, "total" for all new tokens, "token" for each token after the first.
-
-    run_round(prompt, new, **variant) has further options of CudaGenerator; if they fail, it returns the "error".
+    The first round is a cold start, because it builds the CudaGenerator of the module and compiles. run_round() returns
+    the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens, "token" for each
+    token after the first. Further arguments are options of CudaGenerator; if they fail, it returns the "error".
     """
     config = PRESETS[preset]
     build = functools.cache(lambda **variant: module.CudaGenerator(config, batch, precision, **options, **variant))
@@ -144,8 +142,6 @@ def search(run, values_of, rounds, start=()):
 
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
-
-    A result of a compiled program of PyTorch has the "tried" variants, and the fastest of them, its "variant".
 
     Raises SystemExit if this project's program does not generate the same tokens in every round.
     """

@@ -53,8 +53,8 @@ def prepare(module, preset, batch_size, precision, micro_batches, recompute):
 def measure(case, timeout):
     """Measure one of CASES; return its result, a dictionary.
 
-    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
-    process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
+    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory of the
+    process, and "terms" the predicted parts of this memory, {name: bytes}.
     """
     progress(" ".join(map(str, case)))
     preset, batch_size, precision, micro_batches, recompute = case

@@ -9,15 +9,17 @@ several products. The weight gradient of this project is float32; that of PyTorc
     python -m benchmarks.gpu.products --preset paper --precision bf16  # one model
 """
 
+import functools
 import statistics
 
 import numpy as np
 
+from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
 from benchmarks.harness.processes import ProcessSpec
 from benchmarks.harness.report import compare_norms, paired_ratio, save_each
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.rounds import measure_shapes
 from benchmarks.harness.script import benchmark
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
@@ -40,24 +42,18 @@ TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # largest relative diff
 
 
 def random_inputs(N, C, K, transposed):
-    """x, w and dy, float32, the same in every process: one million random numbers, repeated."""
-    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    shapes = (N, C), (K, C) if transposed else (C, K), (N, K)
-    return [np.resize(numbers[offset:], shape) for offset, shape in enumerate(shapes)]
+    """x, w and dy."""
+    return random_arrays((N, C), (K, C) if transposed else (C, K), (N, K))
 
 
 def prepare(module, precision):
     """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's Linear."""
-    linears = {}  # {shape: Linear} of the last shape
 
-    def run_round(shape, milliseconds):
-        shape = tuple(shape)
-        if shape not in linears:
-            linears.clear()  # the largest arrays take several gigabytes
-            linears[shape] = module.Linear(random_inputs(*shape), shape[3], precision)
-        return linears[shape].run_round(milliseconds)
+    @functools.lru_cache(maxsize=1)  # the largest arrays take several gigabytes
+    def build(*shape):
+        return module.Linear(random_inputs(*shape), shape[3], precision)
 
-    return run_round
+    return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 
 class Linear(ours.Graphs):
@@ -84,16 +80,11 @@ class Linear(ours.Graphs):
 
 
 def measure(args, precision):
-    """Measure all shapes; return for each shape two results, of this project and of PyTorch.
-
-    "ms" of a result has the milliseconds of each round.
-    """
+    """Measure all shapes; return for each shape two results, of this project and of PyTorch."""
     modules = {OURS: args.benchmark, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
-    shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
-    pairs = measure_shapes(specs, args, shapes, KINDS)
-    results = []
-    for pair in pairs:
+    shapes, results = [shape for preset in args.preset for shape in SHAPES[preset]], []
+    for pair in measure_shapes(specs, args, shapes, KINDS):
         results += [result | {"precision": precision} for result in pair]
         summarise(results[-2:])
     return results

@@ -253,12 +253,8 @@ def profile(config, args):
     listed, agree = match_launches(replays, launches * args.steps)
     busy_seconds = sum(activity.duration for activity in replays) / args.steps / 1e6
     return {
-        "preset": args.preset,
-        "precision": args.precision,
-        "batch_size": args.batch_size,
-        "seq_len": config.block_size,
-        "vocab_size": config.vocab_size,
-        "steps": args.steps,
+        **{name: getattr(args, name) for name in ("preset", "precision", "batch_size", "steps")},
+        **{"seq_len": config.block_size, "vocab_size": config.vocab_size},
         # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
         "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,

@@ -13,6 +13,12 @@ from stage2_cuda.tuning.tuner import capture_calls, difference, medians, millise
 LEAD_IN = 3  # calls that are not timed, because the GPU was idle or ran another process before
 
 
+def random_arrays(*shapes):
+    """A float32 array of each shape, the same in every process: one million normal random numbers, repeated."""
+    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
+    return [np.resize(numbers[offset:], shape) for offset, shape in enumerate(shapes)]
+
+
 def time_calls(function, arguments):
     """The seconds of each call of `function` with one of the `arguments`, without the first LEAD_IN calls."""
     seconds = []
