@@ -16,24 +16,7 @@ from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_table
 from benchmarks.harness.drawing import panels
 from benchmarks.harness.rows import measured, rows_path, run_rows
 from benchmarks.harness.script import benchmark
-from benchmarks.torch.memory_events import (
-    allocated_after,
-    allocated_by_ours,
-    allocated_by_torch,
-    largest_allocations,
-    saved_by_block,
-    thinned,
-)
-from benchmarks.torch.models import (
-    PRECISIONS,
-    SIZES,
-    add_model_flags,
-    chosen_models,
-    config_of,
-    model_examples,
-    parsed,
-    use_checkpoints,
-)
+from benchmarks.torch import memory_events, models
 from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
@@ -46,7 +29,7 @@ POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in
 def peaks_row(implementation, size, context, precision, args):
     """{kind: {"peak": bytes of tensors, "held": bytes of the allocator}, "residual": bytes of one activation}."""
     measure = our_peaks if implementation == OURS else torch_peaks
-    residual = {"residual": 4 * args.batch * context * SIZES[size][0]}  # float32 (B, T, C)
+    residual = {"residual": 4 * args.batch * context * models.SIZES[size][0]}  # float32 (B, T, C)
     return residual | measure(implementation, size, context, precision, args)
 
 
@@ -60,8 +43,8 @@ def torch_peaks(implementation, size, context, precision, args):
 
 def torch_peak(passes, kind):
     if passes.device.type == "cpu":
-        events, _, before = allocated_by_torch(passes, kind, None)
-        return {"peak": before + max(allocated_after(events)), "held": None}
+        events, _, before = memory_events.allocated_by_torch(passes, kind, None)
+        return {"peak": before + max(memory_events.allocated_after(events)), "held": None}
     torch.cuda.reset_peak_memory_stats()
     passes.run(kind)
     return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.max_memory_reserved()}
@@ -76,14 +59,14 @@ def second_step_peak(passes):
 def checkpoint_row(size, context, precision, count, args):
     """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
     passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
-    use_checkpoints(passes.model, count)
+    models.use_checkpoints(passes.model, count)
     return {"blocks": count, STEP: measured(lambda: second_step_peak(passes))}
 
 
 def saved_row(implementation, size, context, precision, args):
     """{"saved": bytes that one block saves for backward, "sources": {line: its bytes}, "gradients": bytes}."""
     passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
-    saved, block = saved_by_block(passes, (args.batch, context, SIZES[size][0])), passes.model.h[0]
+    saved, block = memory_events.saved_by_block(passes, (args.batch, context, models.SIZES[size][0])), passes.model.h[0]
     gradients = sum(p.nbytes for p in block.parameters())
     return {"saved": sum(saved.values()), "sources": dict(saved.most_common(LARGEST)), "gradients": gradients}
 
@@ -94,10 +77,10 @@ def our_peaks(implementation, size, context, precision, args):
     passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
     found = {}
     for kind in KINDS:
-        allocated_by_ours(passes, kind)  # compiles the kernels
-        events, _, before = allocated_by_ours(passes, kind)
-        found[kind] = {"peak": before + max(allocated_after(events)), "held": None}
-    terms = training_memory(config_of(size, context), args.batch, context, precision)
+        memory_events.allocated_by_ours(passes, kind)  # compiles the kernels
+        events, _, before = memory_events.allocated_by_ours(passes, kind)
+        found[kind] = {"peak": before + max(memory_events.allocated_after(events)), "held": None}
+    terms = training_memory(models.config_of(size, context), args.batch, context, precision)
     for _ in range(3):  # the second is captured: its memory is a pool of its own
         passes.run(STEP)
     found[STEP]["held"] = passes.backend.runtime.peak_memory()
@@ -110,7 +93,7 @@ def timeline_row(implementation, size, context, precision, kind, args):
     if implementation == OURS:
         passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
         for _ in range(2):
-            events, marks, before = allocated_by_ours(passes, kind)
+            events, marks, before = memory_events.allocated_by_ours(passes, kind)
     else:
         passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
         for _ in range(2):
@@ -118,16 +101,16 @@ def timeline_row(implementation, size, context, precision, kind, args):
         name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
         path = rows_path(argparse.Namespace(**{**vars(args), "save": False, "save_as": name}), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
-        events, marks, before = allocated_by_torch(passes, kind, path)
-    after = [before + count for count in allocated_after(events)]
-    points, marks = thinned(after, marks, POINTS)
+        events, marks, before = memory_events.allocated_by_torch(passes, kind, path)
+    after = [before + count for count in memory_events.allocated_after(events)]
+    points, marks = memory_events.thinned(after, marks, POINTS)
     return {
         "before": before,
         "peak": max(after),
         "allocations": sum(size > 0 for size, _ in events),
         "GiB": " ".join(f"{count / GIB:.4f}" for count in points),
         "marks": marks,
-        "largest": largest_allocations(events, LARGEST),
+        "largest": memory_events.largest_allocations(events, LARGEST),
     }
 
 
@@ -154,16 +137,16 @@ def draw(rows, path):
 
 def selected(args):
     """([(implementation, size, context, precision)], [the same and kind] of the timelines), the main ones first."""
-    if chosen := chosen_models(args):
+    if chosen := models.chosen_models(args):
         names = [name for name in args.implementations or IMPLEMENTATIONS if args.device == "cuda" or name != OURS]
         peaks = [(name, *model) for name in names for model in chosen]
         return peaks, [(name, *chosen[-1], kind) for name in names for kind in KINDS]
     contexts, others = (128, 256, 512), ("xl", "small", "medium", "large")
-    peaks = [(NAIVE, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
-    peaks += [(OURS, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
-    peaks += [(NAIVE, size, 512, precision) for size in others for precision in PRECISIONS]
-    peaks += [(EAGER, "2.7B", T, precision) for precision in PRECISIONS for T in (512, 2048)]
-    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in PRECISIONS]
+    peaks = [(NAIVE, "2.7B", T, precision) for precision in models.PRECISIONS for T in contexts]
+    peaks += [(OURS, "2.7B", T, precision) for precision in models.PRECISIONS for T in contexts]
+    peaks += [(NAIVE, size, 512, precision) for size in others for precision in models.PRECISIONS]
+    peaks += [(EAGER, "2.7B", T, precision) for precision in models.PRECISIONS for T in (512, 2048)]
+    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in models.PRECISIONS]
     names = args.implementations or IMPLEMENTATIONS
     timelines = [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
     return ([each for each in rows if each[0] in names] for rows in (peaks, timelines))
@@ -185,14 +168,14 @@ def cases(args):
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
-@benchmark(__doc__ + model_examples("memory"), rows=True, batch=4, device="cuda")
+@benchmark(__doc__ + models.model_examples("memory"), rows=True, batch=4, device="cuda")
 def main(parser):
-    add_model_flags(parser, "bf16 is autocast over fp32 parameters (default: both)")
+    models.add_model_flags(parser, "bf16 is autocast over fp32 parameters (default: both)")
     add = parser.add_argument
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
     text = "blocks per checkpoint (default 1 2 4 8)"
     add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    args = parsed(parser)
+    args = models.parsed(parser)
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))

@@ -8,16 +8,7 @@ step                 the same and AdamW
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GRADIENTS, STEP
-from benchmarks.torch.models import (
-    NaiveAttention,
-    batch_of,
-    build,
-    config_of,
-    loss_of,
-    named_range,
-    release_memory,
-    timed,
-)
+from benchmarks.torch import models
 
 EAGER, NAIVE, BLOCKS, COMPILED, OURS = "torch eager", "torch naive", "torch compiled blocks", "torch compiled", "ours"
 IMPLEMENTATIONS = {
@@ -38,21 +29,21 @@ class TorchPasses:
     RANGES = "forward", "backward", "optimizer"
 
     def __init__(self, implementation, size, context, precision, device, batch):
-        release_memory()
+        models.release_memory()
         self.device = torch.device(device)
-        naive = NaiveAttention if implementation == NAIVE else None
-        self.model = self.called = build(size, context, device, attention=naive)
+        naive = models.NaiveAttention if implementation == NAIVE else None
+        self.model = self.called = models.build(size, context, device, attention=naive)
         if implementation == COMPILED:
             self.called = torch.compile(self.model)
         if implementation == BLOCKS:
             for block in self.model.h:
                 block.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
-        self.batch, self.precision = batch_of(batch, context, device, 0), precision
+        self.batch, self.precision = models.batch_of(batch, context, device, 0), precision
 
     def range(self, name):
         """A context manager: a profiler of NVIDIA shows the work inside under this name."""
-        return named_range(name, self.device)
+        return models.named_range(name, self.device)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -63,7 +54,7 @@ class TorchPasses:
 
     def loss(self):
         with self.range("forward"), self.autocast():
-            return loss_of(self.called, *self.batch)
+            return models.loss_of(self.called, *self.batch)
 
     def forward(self):
         with torch.no_grad():
@@ -100,15 +91,15 @@ def our_passes(size, context, precision, device, batch, deterministic=False):
     """
     from benchmarks.harness.ours import Passes
 
-    release_memory()
-    tokens = (ids.cpu().numpy() for ids in batch_of(batch, context, "cpu", 0))
+    models.release_memory()
+    tokens = (ids.cpu().numpy() for ids in models.batch_of(batch, context, "cpu", 0))
     if device == "cpu":
         from stage0_serial.numpy_backend import NumpyBackend
 
-        return Passes(config_of(size, context), NumpyBackend(), *tokens)
+        return Passes(models.config_of(size, context), NumpyBackend(), *tokens)
     from stage2_cuda.cuda_backend import CudaBackend
 
-    return Passes(config_of(size, context), CudaBackend(precision, deterministic), *tokens)
+    return Passes(models.config_of(size, context), CudaBackend(precision, deterministic), *tokens)
 
 
 def make_passes(implementation, size, context, precision, device, batch):
@@ -122,4 +113,4 @@ def times_of(passes, kind, device, warm_up, repeats):
     """Milliseconds of each of `repeats` runs of a kind, with the device's work, after `warm_up` runs."""
     for _ in range(warm_up):
         passes.run(kind)
-    return [1e3 * timed(lambda: passes.run(kind), torch.device(device))[0] for _ in range(repeats)]
+    return [1e3 * models.timed(lambda: passes.run(kind), torch.device(device))[0] for _ in range(repeats)]

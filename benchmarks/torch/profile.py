@@ -20,15 +20,7 @@ from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
 from benchmarks.harness.rows import mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
-from benchmarks.torch.models import (
-    SIZES,
-    add_model_flags,
-    chosen_models,
-    model_examples,
-    naive_attention,
-    parsed,
-    timed,
-)
+from benchmarks.torch import models
 from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
@@ -98,7 +90,7 @@ def run_passes(passes, warm_up, repeats, record=lambda call: None):
             passes.run(STEP)
     found = {}
     for name, (prepare, function) in pass_functions(passes).items():
-        seconds = [timed(functools.partial(function, prepare()), passes.device)[0] for _ in range(repeats)]
+        seconds = [models.timed(functools.partial(function, prepare()), passes.device)[0] for _ in range(repeats)]
         found[name] = seconds, record(functools.partial(function, prepare()))
     return found
 
@@ -126,13 +118,13 @@ def step_shares(passes):
 
 def attention_of_layer(passes, size, context, precision, batch):
     """{part: {"ms", "operations"}} of the attention of one layer in the forward pass, without its projections."""
-    width, _, heads = SIZES[size]
+    width, _, heads = models.SIZES[size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     q, k, v = torch.randn(3, batch, heads, context, width // heads, device=passes.device, dtype=dtype)
 
     def attend():
         with torch.no_grad(), passes.autocast():
-            naive_attention(q, k, v)
+            models.naive_attention(q, k, v)
 
     attend()
     spent = dict.fromkeys(ATTENTION_PARTS, 0.0)
@@ -148,16 +140,16 @@ def selected(args):
     """[(size, context, precision)], the most informative first."""
     first = [(size, 512, "bf16") for size in ("small", "xl", "2.7B", "medium", "large")]
     others = [(size, context, "bf16") for size in ("small", "xl") for context in (1024, 128, 256)]
-    return chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
+    return models.chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
-@benchmark(__doc__ + model_examples("profile"), rows=True, batch=4, device="cuda", warm_up=2, repeats=5)
+@benchmark(__doc__ + models.model_examples("profile"), rows=True, batch=4, device="cuda", warm_up=2, repeats=5)
 def main(parser):
-    add_model_flags(parser, "fp32 is without TF32 (default bf16, two rows of fp32)")
+    models.add_model_flags(parser, "fp32 is without TF32 (default bf16, two rows of fp32)")
     add = parser.add_argument
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    args = parsed(parser)
+    args = models.parsed(parser)
     settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():

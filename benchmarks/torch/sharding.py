@@ -17,17 +17,8 @@ import torch.distributed as dist
 from benchmarks.harness.assignment_tables import MOMENTS, print_tables
 from benchmarks.harness.rows import run_rows
 from benchmarks.harness.script import benchmark
+from benchmarks.torch import groups
 from benchmarks.torch.ddp import Unsynchronized
-from benchmarks.torch.groups import (
-    BACKENDS,
-    Groups,
-    Training,
-    add_group_flags,
-    allocated,
-    seconds_of,
-    settings_of,
-    slowest,
-)
 from benchmarks.torch.models import build
 from torch_bridge.ddp import BucketedDDP
 from torch_bridge.fsdp import FSDP
@@ -70,16 +61,16 @@ def counted(model, optimizer):
 
 def steps(way, size, context, batch, warm_up, repeats):
     """{"seconds": of each measured step, "losses": of every step, "counted", "allocated": {moment: bytes}, "peak"}."""
-    training, sizes, memory = Training(functools.partial(wrap, way), size, context, batch), {}, {}
+    training, sizes, memory = groups.Training(functools.partial(wrap, way), size, context, batch), {}, {}
     device, before = training.device, training.bytes_before
 
     def look(moment):
         if moment not in sizes:  # in the first step
             sizes[moment] = counted(training.model, training.optimizer)
-            memory[moment] = allocated(device) - before
+            memory[moment] = groups.allocated(device) - before
 
     look("init")
-    seconds = seconds_of(functools.partial(training.step, look=look), device, warm_up, repeats)
+    seconds = groups.seconds_of(functools.partial(training.step, look=look), device, warm_up, repeats)
     mean = torch.stack(training.losses)
     dist.all_reduce(mean)
     return {
@@ -99,10 +90,10 @@ def predicted(way, parameters, ranks):
     return dict(zip(MOMENTS, (weights, 2 * weights, 2 * weights + state), strict=True))
 
 
-def way_row(groups, way, ranks, args):
+def way_row(processes, way, ranks, args):
     """The values of a row: the largest memory of a rank, the time of the slowest rank, the mean loss of the ranks."""
-    found = groups.run_way(args, ranks, steps, way)
-    values = {"way": way, "ranks": ranks, "step": slowest(found, "seconds")}
+    found = processes.run_way(args, ranks, steps, way)
+    values = {"way": way, "ranks": ranks, "step": groups.slowest(found, "seconds")}
     wanted = predicted(way, found[0]["parameters"], ranks)
     for moment in MOMENTS:
         values[f"predicted GB {moment}"] = wanted[moment] / 1e9
@@ -117,12 +108,13 @@ def way_row(groups, way, ranks, args):
 @benchmark(__doc__, rows=True, batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
 def main(parser):
     text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    add_group_flags(parser, BACKENDS, text)
+    groups.add_group_flags(parser, groups.BACKENDS, text)
     args = parser.parse_args()
 
-    cases = {}
-    with Groups() as groups:
-        for ranks in args.ranks:
-            for way in WAYS:
-                cases[f"{settings_of(args, ranks)}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
+    with groups.Groups() as processes:
+        cases = {
+            f"{groups.settings_of(args, ranks)}, {way}": functools.partial(way_row, processes, way, ranks, args)
+            for ranks in args.ranks
+            for way in WAYS
+        }
         print_tables(run_rows(args, cases), "sharding")
