@@ -15,8 +15,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.harness.ours import build_trainer, train_step
-from benchmarks.harness.report import paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import SEED, interleaved, mean_seconds, random_batch
 from benchmarks.harness.script import benchmark
 from gpt2core.plain_backend import PlainBackend
@@ -104,9 +103,8 @@ def kernel_choices(rounds):
             yield f"{kernel}: formula -> override", seconds
 
 
-@benchmark(__doc__, rounds=15)
-def main(parser):
-    args = parser.parse_args()
+@benchmark("cpu-choices", rounds=15)
+def main(args):
     limit_blas(1)
     measured = []
     for name, naive, ours in choices():
@@ -116,5 +114,4 @@ def main(parser):
         measured.append((name, interleaved(timers, args.rounds)))
     measured += kernel_choices(args.rounds)
     results = [{"choice": name, **sides, "gain": paired_ratio(*sides.values())} for name, sides in measured]
-    TABLES["cpu-choices"].print(results)
-    save(results, args)
+    return results

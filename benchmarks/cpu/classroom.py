@@ -86,11 +86,14 @@ def measure_all(commands, rounds, directory=ROOT):
     return results
 
 
-@benchmark(__doc__, rounds=1)
-def main(parser):
-    text = "only the first two commands of a new user: training `tiny`, and the paper's inference"
-    parser.add_argument("--first", action="store_true", help=text)
-    args = parser.parse_args()
+@benchmark(
+    common=dict(rounds=1),
+    first=dict(
+        action="store_true",
+        help="only the first two commands of a new user: training `tiny`, and the paper's inference",
+    ),
+)
+def main(args):
     if args.first:
         results = measure_all(FIRST, args.rounds, ROOT / "stage0_serial")
         results = {"seconds": {result["name"]: result["seconds"] for result in results}}

@@ -30,9 +30,8 @@ def curves_with_the_paper(losses):
     return [*paper_curves(), Curve("stage 0, NumPy", list(range(len(losses))), losses, {"color": "C0"})]
 
 
-@benchmark(__doc__, threads=[1, 2])
-def main(parser):
-    args = parser.parse_args()
+@benchmark(threads=[1, 2])
+def main(args):
     logs = {threads: train_on(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_rounds
-from benchmarks.harness.report import add_peer, paired_ratio, save_each, summary
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_peer, paired_ratio, summary
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.script import benchmark
 from gpt2core.presets import PRESETS
@@ -127,9 +126,13 @@ def summarise(results):
             result["times_as_fast_as_recomputing"] = medians[0] / medians[1]
 
 
-@benchmark(__doc__, preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
-def main(parser):
-    parser.add_argument("--new", type=int, default=30, help="number of new tokens (default 30)")
-    args = parser.parse_args()
-    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(args, tables, summarise, TABLES["cpu-decode"].print)
+@benchmark(
+    "cpu-decode",
+    common=dict(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False),
+    new=dict(type=int, default=30, help="number of new tokens (default 30)"),
+)
+def main(args):
+    for threads in args.threads:
+        results = measure(args, threads, list(process_specs(args, threads)))
+        summarise(results)
+        yield results

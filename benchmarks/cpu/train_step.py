@@ -11,8 +11,7 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
 import math
 
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
-from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
 from benchmarks.harness.script import benchmark
 from benchmarks.peers import llmc
@@ -99,14 +98,17 @@ def summarise(results):
         ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians[OURS])
 
 
-@benchmark(__doc__, preset="paper", threads=[1, 2], batch_size=16, rounds=5, steps_per_round=2, warm_up=2)
-def main(parser):
-    parser.add_flags(timeout=900, no_compile=False)
-    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
-    text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
-    parser.add_argument("--bf16", action="store_true", help=text)
-    text = "also measure llm.c: a checkout of github.com/karpathy/llm.c, which gcc compiles"
-    parser.add_argument("--llmc", metavar="DIR", help=text)
-    args = parser.parse_args()
-    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(args, tables, summarise, TABLES["cpu-step"].print)
+@benchmark(
+    "cpu-step",
+    common=dict(preset="paper", threads=[1, 2], batch_size=16, rounds=5, steps_per_round=2, warm_up=2),
+    timeout=900,
+    no_compile=False,
+    seq_len=dict(type=int, help="tokens per sequence (default: the block size of the model)"),
+    bf16=dict(action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX"),
+    llmc=dict(metavar="DIR", help="also measure llm.c: a checkout of github.com/karpathy/llm.c, which gcc compiles"),
+)
+def main(args):
+    for threads in args.threads:
+        results = measure(args, threads, list(process_specs(args, threads)))
+        summarise(results)
+        yield results

@@ -21,8 +21,7 @@ import numpy as np
 from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
 from benchmarks.harness.processes import ProcessSpec
-from benchmarks.harness.report import compare_norms, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import compare_norms, paired_ratio
 from benchmarks.harness.rounds import measure_shapes
 from benchmarks.harness.script import benchmark
 
@@ -150,14 +149,14 @@ def parse_shape(text):
     return tuple(int(size) for size in sizes)
 
 
-@benchmark(__doc__, threads=4, rounds=15, milliseconds=30.0, timeout=300)
-def main(parser):
-    add = parser.add_argument
-    text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
-    add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
-    text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
-    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
-    add("--designs", action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU")
-    args = parser.parse_args()
-    shapes = measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS)
-    save_each(args, shapes, summarise, TABLES["gpu-attention"].print)
+@benchmark(
+    "gpu-attention",
+    common=dict(threads=4, rounds=15, milliseconds=30.0, timeout=300),
+    shape=dict(type=parse_shape, nargs="+", metavar="BxHxTxD", help="one table for each shape (default: six shapes)"),
+    peers=dict(choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's programs (default flash cudnn)"),
+    designs=dict(action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU"),
+)
+def main(args):
+    for results in measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS):
+        summarise(results)
+        yield results

@@ -12,8 +12,7 @@ import functools
 import numpy as np
 
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
-from benchmarks.harness.report import paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
 from benchmarks.harness.script import benchmark
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -110,10 +109,12 @@ def measure(preset, precision, rounds):
     ]
 
 
-@benchmark(__doc__, precision="bf16", rounds=5)
-def main(parser):
-    parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
-    args = parser.parse_args()
+@benchmark(
+    "gpu-choices",
+    common=dict(precision="bf16", rounds=5),
+    preset=dict(choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)"),
+)
+def main(args):
     check_gpu()
-    tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
-    save_each(args, tables, TABLES["gpu-choices"].print)
+    for preset in args.preset:
+        yield measure(preset, args.precision, args.rounds)

@@ -17,8 +17,7 @@ from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
-from benchmarks.harness.report import add_peer, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_peer, paired_ratio, save
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from benchmarks.harness.script import benchmark
 from gpt2core.errors import UserError
@@ -218,19 +217,23 @@ def time_constants(args, case):
     return [{"case": case, **each} for each in tried]
 
 
-@benchmark(__doc__, threads=4, rounds=7, timeout=500)
-def main(parser):
-    add = parser.add_argument
-    text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
-    add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
-    described = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
-    text = f"PyTorch's programs. {described} (default graph overhead eager)"
-    add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
-    add("--variants", action="store_true", help=text)
-    args = parser.parse_args()
+DEFAULTS = ["graph", "overhead", "eager"]
+TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
 
+
+@benchmark(
+    "gpu-decode",
+    common=dict(threads=4, rounds=7, timeout=500),
+    cases=dict(choices=CASES, nargs="+", default=list(CASES), help="a table for each (default all)"),
+    peers=dict(choices=PEERS, nargs="*", default=DEFAULTS, help=f"{TITLES} (default {' '.join(DEFAULTS)})"),
+    variants=dict(action="store_true", help="time constants of this project's kernels, instead of PyTorch's programs"),
+)
+def main(args):
     if args.variants:
-        return save_each(args, (time_constants(args, case) for case in args.cases))
-    tables = (measure(args, case, precision) for case in args.cases for precision in CASES[case][-1])
-    save_each(args, tables, summarise, TABLES["gpu-decode"].print)
+        save(sum((time_constants(args, case) for case in args.cases), []), args)
+        return
+    for case in args.cases:
+        for precision in CASES[case][-1]:
+            results = measure(args, case, precision)
+            summarise(results)
+            yield results

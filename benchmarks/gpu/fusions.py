@@ -181,11 +181,11 @@ def gluon_rows(fusion, results):
         yield row | ({"us": 1e3 * found["ms"]} if "ms" in found else {"error": found["failed"]})
 
 
-@benchmark(__doc__, rounds=5)
-def main(parser):
-    text = "compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"
-    parser.add_argument("--gluon", action="store_true", help=text)
-    args = parser.parse_args()
+@benchmark(
+    common=dict(rounds=5),
+    gluon=dict(action="store_true", help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"),
+)
+def main(args):
     from stage2_cuda.cuda_backend import CudaBackend
 
     check_gpu()

@@ -184,9 +184,8 @@ def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
     return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
 
 
-@benchmark(__doc__, rounds=7)
-def main(parser):
-    args = parser.parse_args()
+@benchmark(rounds=7)
+def main(args):
     check_gpu()
     results = measure(args.rounds)
     Table("", TABLE, base="True").print(results)

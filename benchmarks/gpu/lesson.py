@@ -111,9 +111,8 @@ def comparisons(xp):
     yield from generation()
 
 
-@benchmark(__doc__, rounds=7)
-def main(parser):
-    args = parser.parse_args()
+@benchmark(rounds=7)
+def main(args):
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)

@@ -70,11 +70,14 @@ def measure(case, timeout):
     return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
 
 
-@benchmark(__doc__, timeout=300)
-def main(parser):
-    presets = list(dict.fromkeys(preset for preset, *_ in CASES))
-    parser.add_argument("--preset", choices=presets, nargs="+", default=presets, help="models (default all)")
-    args = parser.parse_args()
+MODELS = list(dict.fromkeys(preset for preset, *_ in CASES))
+
+
+@benchmark(
+    common=dict(timeout=300),
+    preset=dict(choices=MODELS, nargs="+", default=MODELS, help="models (default all)"),
+)
+def main(args):
     results = save_each(args, ([measure(case, args.timeout)] for case in CASES if case[0] in args.preset))
     TABLES["gpu-memory"].print(results)
     context = f"{CONTEXT / 2**30:.2f} GiB"

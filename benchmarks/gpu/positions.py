@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.gpu.timing import LEAD_IN, step_timer, time_calls
 from benchmarks.harness.ours import CudaSteps
-from benchmarks.harness.report import paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
 from benchmarks.harness.script import benchmark
 from gpt2core.architecture import POSITIONS
@@ -75,12 +74,12 @@ def measure_tokens(configs, backend, args):
     return results
 
 
-@benchmark(__doc__, preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
-def main(parser):
-    add = parser.add_argument
-    add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
-    args = parser.parse_args()
-
+@benchmark(
+    "gpu-positions",
+    common=dict(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64),
+    contexts=dict(type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence"),
+)
+def main(args):
     config = PRESETS[args.preset]
     if config.block_size <= TOKENS + LEAD_IN:
         shortest = TOKENS + LEAD_IN + 1
@@ -98,5 +97,4 @@ def main(parser):
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    TABLES["gpu-positions"].print(results)
-    save(results, args)
+    return results

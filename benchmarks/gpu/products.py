@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
 from benchmarks.harness.processes import ProcessSpec
-from benchmarks.harness.report import compare_norms, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import compare_norms, paired_ratio
 from benchmarks.harness.rounds import measure_shapes
 from benchmarks.harness.script import benchmark
 
@@ -100,12 +99,12 @@ def summarise(pair):
     compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
-@benchmark(__doc__, threads=4, rounds=7, milliseconds=20.0, timeout=300)
-def main(parser):
-    add = parser.add_argument
-    add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
-    text = "precisions, one table for each (default all)"
-    add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    args = parser.parse_args()
-    tables = (measure(args, precision) for precision in args.precision)
-    save_each(args, tables, TABLES["gpu-products"].print)
+@benchmark(
+    "gpu-products",
+    common=dict(threads=4, rounds=7, milliseconds=20.0, timeout=300),
+    preset=dict(choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)"),
+    precision=dict(choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help="a table for each (default all)"),
+)
+def main(args):
+    for precision in args.precision:
+        yield measure(args, precision)

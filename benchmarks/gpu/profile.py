@@ -267,10 +267,11 @@ def profile(config, args):
     }
 
 
-@benchmark(__doc__, preset="gpt2", precision="bf16", steps=5)
-def main(parser):
-    parser.add_argument("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
-    args = parser.parse_args()
+@benchmark(
+    common=dict(preset="gpt2", precision="bf16", steps=5),
+    batch_size=dict(type=int, help="sequences per step (default 64; for preset paper: 16)"),
+)
+def main(args):
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     result = profile(PRESETS[args.preset], args)
     result["groups"] = list(group_rows(result))

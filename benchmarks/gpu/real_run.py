@@ -132,18 +132,21 @@ def curves_of(results):
     return curves
 
 
-@benchmark(__doc__, batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
-def main(parser):
-    add = parser.add_argument
-    text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
-    add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
-    text = "2: bf16 on a GPU. 0: fp32 on the CPU, for a trial (default 2)"
-    add("--stage", type=int, choices=STAGES, default=2, help=text)
-    choices = [peer for peer, (_, options) in PEERS.items() if options.get("graph") != "trees"]
-    text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
-    add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
-    add("--n-embd", type=int, default=512, help="channels (default 512)")
-    args = parser.parse_args()
+CHOICES = [peer for peer, (_, options) in PEERS.items() if options.get("graph") != "trees"]
+
+
+@benchmark(
+    common=dict(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300),
+    data=dict(
+        default=os.path.relpath(BOOK, ROOT), help="output of data/prepare.py, or a text file (default: the book)"
+    ),
+    stage=dict(type=int, choices=STAGES, default=2, help="2: bf16 on a GPU (default). 0: fp32 on the CPU, for a trial"),
+    peers=dict(
+        choices=CHOICES, nargs="+", default=["compiled", "graph"], help="see gpu/step.py (default compiled graph)"
+    ),
+    n_embd=dict(type=int, default=512, help="channels (default 512)"),
+)
+def main(args):
     names = "data", "n_embd", "seq_len", "batch_size", "steps", "eval_every"
     recipe = RECIPE | {name: getattr(args, name) for name in names}
 

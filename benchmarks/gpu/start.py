@@ -17,8 +17,6 @@ from pathlib import Path
 
 from benchmarks.cpu.classroom import measure as run
 from benchmarks.harness.processes import progress
-from benchmarks.harness.report import save
-from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.script import benchmark
 from testing.jobs import ROOT
 
@@ -58,11 +56,11 @@ def measure(command, rounds):
     return results
 
 
-@benchmark(__doc__, rounds=3)
-def main(parser):
-    text = "commands to time (default all)"
-    parser.add_argument("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help=text)
-    args = parser.parse_args()
+@benchmark(
+    "start",
+    common=dict(rounds=3),
+    commands=dict(choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)"),
+)
+def main(args):
     results = {command: measure(command, args.rounds) for command in args.commands}
-    TABLES["start"].print(results)
-    save(results, args)
+    return results

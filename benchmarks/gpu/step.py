@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.gpu.timing import LEAD_IN, time_calls
 from benchmarks.harness.processes import ProcessSpec
-from benchmarks.harness.report import add_peer, nvidia_smi, paired_ratio, round_medians, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import add_peer, nvidia_smi, paired_ratio, round_medians
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
 from benchmarks.harness.script import benchmark
 from gpt2core.architecture import flops_per_token
@@ -144,21 +143,22 @@ def summarise(results):
     add_peer(results[0], peers, results[0]["times_as_fast"])
 
 
-@benchmark(__doc__, threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
-def main(parser):
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
-    text = "precisions, one table for each (default bf16)"
-    add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
-    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
-    add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    described = "; ".join(f"{name}: {title}" for name, (title, _) in PEERS.items())
-    text = f"PyTorch's programs. {described} (default compiled; for preset paper: graph compiled eager)"
-    add("--peers", choices=PEERS, nargs="+", help=text)
-    add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
-    text = "timed steps of each process in a round (default 10; for preset paper: 200)"
-    add("--steps-per-round", type=int, help=text)
-    args = parser.parse_args()
+TITLES = "; ".join(f"{name}: {title}" for name, (title, _) in PEERS.items())
 
-    tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
-    save_each(args, tables, summarise, TABLES["gpu-step"].print)
+
+@benchmark(
+    "gpu-step",
+    common=dict(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False),
+    preset=dict(choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)"),
+    precision=dict(choices=PRECISIONS, nargs="+", default=["bf16"], help="one table for each (default bf16)"),
+    batch_size=dict(type=int, help="sequences per step (default 64; for preset paper: 16)"),
+    seq_len=dict(type=int, help="tokens per sequence; may exceed the block size (default: the block size)"),
+    peers=dict(choices=PEERS, nargs="+", help=f"{TITLES} (default compiled; for preset paper: graph compiled eager)"),
+    recompute=dict(action="store_true", help="also measure this project's program with --recompute block"),
+    steps_per_round=dict(type=int, help="timed steps of each process in a round (default 10; for preset paper: 200)"),
+)
+def main(args):
+    for preset, precision in itertools.product(args.preset, args.precision):
+        results = measure(args, preset, precision)
+        summarise(results)
+        yield results

@@ -228,12 +228,11 @@ def show(case, rows, limit=6):
     Table("", f"{columns} | TB/s = {{{case.bytes} / ms / 1e9:.3g}} | error = {{error:.0e}}").print(shown)
 
 
-@benchmark(__doc__)
-def main(parser):
-    add = parser.add_argument
-    add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
-    add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
-    args = parser.parse_args()
+@benchmark(
+    kernel=dict(choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)"),
+    shape=dict(choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)"),
+)
+def main(args):
     if args.shape == ["long"] and "attention" not in args.kernel:
         asked = " ".join(args.kernel)
         raise ConfigError(f"--shape long: only attention has this size, but --kernel is {asked}; use --shape gpt2")

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.rows import run_rows
+from benchmarks.harness.rows import ROW_FLAGS, run_rows
 from benchmarks.harness.script import benchmark
-from benchmarks.torch.models import parsed
+from benchmarks.torch.models import check_device
 
 TERM, COUNT = 0.01, 1000
 # {title: (dtype of the sum, dtype of the number, dtype in which the number is added)}
@@ -93,9 +93,9 @@ def layernorm_row(dtype, title, device):
     return {"own dtype": error(layernorm(x)), "float32": error(layernorm(x.float()).to(dtype))}
 
 
-@benchmark(__doc__, rows=True, device="cuda")
-def main(parser):
-    args = parsed(parser)
+@benchmark(common=ROW_FLAGS | dict(device="cuda"))
+def main(args):
+    check_device(args)
     device = args.device
     cases = {f"sum / {title} / {device}": functools.partial(sum_row, title, device) for title in SUMS}
     for name in ("float16", "bfloat16"):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.rows import mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, seconds_of, slowest
 from benchmarks.torch.models import device_of_rank
@@ -58,14 +58,13 @@ def with_bandwidth(ranks, size, milliseconds):
     }
 
 
-@benchmark(__doc__, rows=True, warm_up=5, repeats=10)
-def main(parser):
-    add = parser.add_argument
-    add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
-    add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)")
-    args = parser.parse_args()
-
+@benchmark(
+    common=ROW_FLAGS | dict(warm_up=5, repeats=10),
+    libraries=dict(nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)"),
+    ranks=dict(type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)"),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)"),
+)
+def main(args):
     cases = {}
     with Groups() as groups:
         for library in args.libraries:

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rows import mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.peers.torch_graphs import captured
 from benchmarks.torch.models import attention_scores
@@ -164,12 +164,12 @@ def cases(args):
     return found
 
 
-@benchmark(__doc__, rows=True)
-def main(parser):
-    add = parser.add_argument
-    add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
-    add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS,
+    warmup=dict(type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)"),
+    rep=dict(type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)"),
+)
+def main(args):
     rows = run_rows(args, cases(args))
     TABLES["torch-kernels"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")

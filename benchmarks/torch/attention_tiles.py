@@ -17,7 +17,7 @@ import torch
 import triton
 from triton import OutOfResources
 
-from benchmarks.harness.rows import mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers.torch_graphs import captured
@@ -96,13 +96,13 @@ def print_rankings(rows):
         RANKING.print([row | {"fastest": ranked[0]["time"]["mean"]} for row in shown], case)
 
 
-@benchmark(__doc__, rows=True)
-def main(parser):
-    add = parser.add_argument
-    add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
-    add("--head-size", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
-    add("--length", type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)")
-    add("--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)")
-    add("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)")
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS,
+    dtype=dict(nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)"),
+    head_size=dict(type=int, nargs="+", default=[64, 128], help="D (default 64 128)"),
+    length=dict(type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)"),
+    parts=dict(type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)"),
+    kernel=dict(nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)"),
+)
+def main(args):
     print_rankings(run_rows(args, cases(args)))

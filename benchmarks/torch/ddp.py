@@ -20,7 +20,7 @@ from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import percent
-from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, add_group_flags, seconds_of, settings_of, slowest
+from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, group_flags, seconds_of, settings_of, slowest
 from benchmarks.torch.models import loss_of, timed
 from benchmarks.torch.profile import activities_of
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
@@ -143,14 +143,13 @@ def timeline(args, settings, groups):
     draw_intervals(spans, path.with_suffix(".png"))
 
 
-@benchmark(__doc__, rows=True, batch=4, context=128, ranks=2, warm_up=5, repeats=10)
-def main(parser):
-    add_group_flags(parser, TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
-    add = parser.add_argument
-    text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
-    add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
-    add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
-    args = parser.parse_args()
+@benchmark(
+    common=group_flags(TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
+    | dict(batch=4, context=128, ranks=2, warm_up=5, repeats=10),
+    buckets_mb=dict(type=float, nargs="+", default=BUCKETS_MB, help="sizes in 2^20 bytes (default 1 10 100 1000)"),
+    timeline=dict(action="store_true", help="draw one step of naive above one of overlapped"),
+)
+def main(args):
     settings = settings_of(args, args.ranks)
     with Groups() as groups:
         if args.timeline:

@@ -127,18 +127,16 @@ def draw(found, s, w, o, backward, title, path):
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
-@benchmark(__doc__)
-def main(parser):
-    add = parser.add_argument
-    add("--size", default="xl", help="model of the rows of ddp (default xl)")
-    add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
-    add("--ranks", type=int, default=2, help="ranks of both files' rows (default 2)")
-    add("--batch", type=int, default=4, help="sequences of a rank in the rows of ddp (default 4)")
-    add("--context", type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)")
-    add("--all-reduce", default="all_reduce", help="name of the file to fit (default all_reduce)")
-    add("--ddp", default="ddp", help="name of the file to compare with (default ddp)")
-    args = parser.parse_args()
-
+@benchmark(
+    size=dict(default="xl", help="model of the rows of ddp (default xl)"),
+    backend=dict(default="nccl", help="backend of both files' rows (default nccl)"),
+    ranks=dict(type=int, default=2, help="ranks of both files' rows (default 2)"),
+    batch=dict(type=int, default=4, help="sequences of a rank in the rows of ddp (default 4)"),
+    context=dict(type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)"),
+    all_reduce=dict(default="all_reduce", help="name of the file to fit (default all_reduce)"),
+    ddp=dict(default="ddp", help="name of the file to compare with (default ddp)"),
+)
+def main(args):
     w, o = fit(read(args, args.all_reduce), args.backend, args.ranks)
     settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
     found, base, s = compare(read(args, args.ddp), settings, w, o)

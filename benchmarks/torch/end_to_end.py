@@ -18,7 +18,7 @@ from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_ta
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
 from benchmarks.harness.rows import mean_and_deviation, measured, run_rows
 from benchmarks.harness.script import benchmark
-from benchmarks.torch.models import add_model_flags, chosen_models, model_examples, parsed, release_memory
+from benchmarks.torch.models import check_device, chosen_models, model_examples, model_flags, release_memory
 from benchmarks.torch.passes import BLOCKS, COMPILED, EAGER, IMPLEMENTATIONS, NAIVE, OURS, make_passes, times_of
 
 AFTER_WARM_UP = 10  # measured steps
@@ -86,13 +86,19 @@ def without_compiler(args):
     return args.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")))
 
 
-@benchmark(__doc__ + model_examples("end_to_end"), rows=True, batch=4, device="cuda", warm_up=3, repeats=5)
-def main(parser):
-    add_model_flags(parser, "fp32 is without TF32 (default: see above)")
-    described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
-    text = f"{described} (default: above)"
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=text)
-    args = parsed(parser)
+__doc__ += model_examples("end_to_end")
+
+
+TITLES = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
+
+
+@benchmark(
+    common=model_flags("fp32 is without TF32 (default: see above)")
+    | dict(batch=4, device="cuda", warm_up=3, repeats=5),
+    implementations=dict(nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=f"{TITLES} (default: above)"),
+)
+def main(args):
+    check_device(args)
     if without_compiler(args):
         print("note: there is no C++ compiler, so torch.compile runs in eager mode", file=sys.stderr)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the process of a row

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.rows import mean_and_deviation
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation
 from benchmarks.torch.models import SIZES, batch_of, build, device_of_rank, loss_of, release_memory, timed
 from testing.torch_ranks import RanksFailed, TorchRanks
 
@@ -102,12 +102,14 @@ def seconds_of(function, device, warm_up, repeats):
     return seconds
 
 
-def add_group_flags(parser, backends, described):
-    """Add the flags of a command that trains a model on a group of ranks. described: the backends, for --help."""
-    parser.add_argument("--size", choices=SIZES, default="xl", help="model (default xl)")
-    parser.add_argument("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
+def group_flags(backends, described):
+    """The flags of a command that trains a model on a group of ranks. described: the backends, for --help."""
+    return ROW_FLAGS | {
+        "size": dict(choices=SIZES, default="xl", help="model (default xl)"),
+        "backend": dict(choices=backends, default="nccl", help=f"{described} (default nccl)"),
+    }
 
 
 def settings_of(args, ranks):
-    """The settings of add_group_flags() as the beginning of the names of rows."""
+    """The settings of group_flags() as the beginning of the names of rows."""
     return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"

@@ -20,7 +20,7 @@ from triton import OutOfResources
 from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
-from benchmarks.harness.rows import run_rows
+from benchmarks.harness.rows import ROW_FLAGS, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers import torch_graphs
@@ -183,11 +183,11 @@ def explain(size, best, times):
     print("", *lines, sep="\n")
 
 
-@benchmark(__doc__, rows=True, rounds=15)
-def main(parser):
-    add = parser.add_argument
-    add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS | dict(rounds=15),
+    size=dict(type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)"),
+)
+def main(args):
     cases = {
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)
         for size, tile in itertools.product(args.size, tiles())

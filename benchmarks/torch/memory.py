@@ -168,14 +168,16 @@ def cases(args):
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
-@benchmark(__doc__ + models.model_examples("memory"), rows=True, batch=4, device="cuda")
-def main(parser):
-    models.add_model_flags(parser, "bf16 is autocast over fp32 parameters (default: both)")
-    add = parser.add_argument
-    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
-    text = "blocks per checkpoint (default 1 2 4 8)"
-    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    args = models.parsed(parser)
+__doc__ += models.model_examples("memory")
+
+
+@benchmark(
+    common=models.model_flags("bf16 is autocast over fp32 parameters (default: both)") | dict(batch=4, device="cuda"),
+    implementations=dict(nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS)),
+    blocks=dict(type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="blocks per checkpoint (default 1 2 4 8)"),
+)
+def main(args):
+    models.check_device(args)
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.rows import ROW_FLAGS
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
@@ -118,12 +119,14 @@ def model_examples(name):
     """
 
 
-def add_model_flags(parser, precisions):
-    """Add the flags of a command that measures models, for chosen_models(); precisions: a help text."""
-    add, without = parser.add_argument, "(default without these three flags: a selection, a few minutes on an H200)"
-    add("--sizes", nargs="+", choices=SIZES, help=f"models {without}")
-    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}")
-    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
+def model_flags(precisions):
+    """The flags of a command that measures models, for chosen_models(); precisions: a help text."""
+    without = "(default without these three flags: a selection, a few minutes on an H200)"
+    return ROW_FLAGS | {
+        "sizes": dict(nargs="+", choices=SIZES, help=f"models {without}"),
+        "contexts": dict(type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}"),
+        "precisions": dict(nargs="+", choices=PRECISIONS, help=precisions),
+    }
 
 
 def chosen_models(args, precisions=PRECISIONS):
@@ -135,13 +138,11 @@ def chosen_models(args, precisions=PRECISIONS):
     return [(size, context, precision) for precision, context, size in lists]
 
 
-def parsed(parser):
-    """The flags of the command line; raises ConfigError if the device of --device does not exist."""
-    args = parser.parse_args()
+def check_device(args):
+    """Raise ConfigError if the device of --device does not exist."""
     if args.device == "cuda" and not torch.cuda.is_available():
         sizes = " --sizes toy" * hasattr(args, "sizes")
         raise ConfigError(f"--device cuda: PyTorch found no GPU: use --device cpu{sizes} for a trial")
-    return args
 
 
 def device_of_rank():

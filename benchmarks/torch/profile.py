@@ -27,6 +27,7 @@ from stage2_cuda.runtime import cupti
 # B batch, H heads, T time, D head size
 
 CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
+NSYS = "nsys profile --trace=cuda,nvtx -o out/profile python -m benchmarks.torch.profile --ranges-only --only small 512"
 KEPT = 5  # kernels of each pass in the results file
 
 
@@ -143,13 +144,17 @@ def selected(args):
     return models.chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
-@benchmark(__doc__ + models.model_examples("profile"), rows=True, batch=4, device="cuda", warm_up=2, repeats=5)
-def main(parser):
-    models.add_model_flags(parser, "fp32 is without TF32 (default bf16, two rows of fp32)")
-    add = parser.add_argument
-    add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
-    add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    args = models.parsed(parser)
+__doc__ += models.model_examples("profile")
+
+
+@benchmark(
+    common=models.model_flags("fp32 is without TF32 (default bf16, two rows of fp32)")
+    | dict(batch=4, device="cuda", warm_up=2, repeats=5),
+    attention=dict(choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)"),
+    ranges_only=dict(action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys"),
+)
+def main(args):
+    models.check_device(args)
     settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():
@@ -161,4 +166,4 @@ def main(parser):
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(args, cases)
     print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
-    print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
+    print(f"\nThe same passes in NVIDIA's profiler:\n{NSYS}")

@@ -105,12 +105,13 @@ def way_row(processes, way, ranks, args):
     return values | {"first loss": found[0]["losses"][0], "last loss": found[0]["losses"][-1]}
 
 
-@benchmark(__doc__, rows=True, batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
-def main(parser):
-    text = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
-    groups.add_group_flags(parser, groups.BACKENDS, text)
-    args = parser.parse_args()
+DESCRIBED = "nccl on GPUs, nccl-sockets without P2P, nccl-shared with several ranks on a GPU, or gloo on the CPU"
 
+
+@benchmark(
+    common=groups.group_flags(groups.BACKENDS, DESCRIBED) | dict(batch=4, context=128, ranks=[2], warm_up=5, repeats=10)
+)
+def main(args):
     with groups.Groups() as processes:
         cases = {
             f"{groups.settings_of(args, ranks)}, {way}": functools.partial(way_row, processes, way, ranks, args)
