@@ -149,8 +149,7 @@ def summary(args, results):
 
 
 @benchmark(
-    common=dict(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0),
-    stage=dict(type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)"),
+    common=dict(stage=3, preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0),
     n_layer=dict(type=int, help="layers (default: those of the preset)"),
     precision=dict(nargs="+", choices=("fp32", "bf16"), help="default fp32 bf16, in stage 1 fp32"),
     layouts=dict(type=int, default=6, help="layouts for each model and number of ranks (default 6)"),

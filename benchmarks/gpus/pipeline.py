@@ -75,8 +75,7 @@ def verdict(results):
 
 
 @benchmark(
-    common=dict(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200),
-    stage=dict(type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)"),
+    common=dict(stage=3, preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200),
     schedules=dict(choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)"),
     flags=dict(metavar="FLAGS", help="more flags of train_gpt2.py, in quotes (in stage 3 bf16 and --deterministic)"),
 )

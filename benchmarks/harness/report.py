@@ -230,6 +230,7 @@ FLAGS = {  # {name: help text} of flags of several benchmarks
     "device": "cuda, or cpu for a trial",
     "precision": "precision",
     "ranks": "ranks of a job; on GPUs, each rank has its own",
+    "stage": "1: on CPUs; 3: on GPUs",
     "threads": "CPU threads of each process",
     "rounds": "number of rounds; each round times every program",
     "steps_per_round": "timed steps of each program in a round",
@@ -252,7 +253,12 @@ FLAGS = {  # {name: help text} of flags of several benchmarks
     "no_ddp": "do not run PyTorch",
     "no_torch": "do not run PyTorch",
 }
-CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": ("cuda", "cpu")}  # values of flags
+CHOICES = {
+    "preset": PRESETS,
+    "precision": ("fp32", "tf32", "bf16"),
+    "device": ("cuda", "cpu"),
+    "stage": (1, 3),
+}  # values of flags
 
 
 class BenchmarkParser(Parser):

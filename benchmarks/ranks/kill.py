@@ -33,8 +33,7 @@ STAGES = {  # {stage: (its package, flags, group of the results, seconds within 
     1: ("stage1_mpi", ["--threads", 1], "ranks", 10),
     3: ("stage3_mpi_cuda", [], "gpus", 30),
 }
-FLAGS = dict(preset="tiny", ranks=4, times=20, seed=0)  # of a benchmark that kills ranks
-FLAGS["stage"] = dict(type=int, choices=STAGES, default=1, help="1: on CPUs; 3: on GPUs (default 1)")
+FLAGS = dict(stage=1, preset="tiny", ranks=4, times=20, seed=0)  # of a benchmark that kills ranks
 FREE_LIMIT = 10  # seconds that the driver may take to free the GPU memory of a process
 IGNORED_MIB = 64  # MiB by which the memory in use on a GPU may grow
 # What the launcher or the watchdog prints when a rank was killed.

@@ -18,6 +18,7 @@ from benchmarks.harness.report import save
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.harness.training_runs import PACKAGES, median_step, train
+from gpt2core.errors import counted
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.presets import PRESETS
 
@@ -90,7 +91,7 @@ def compare(args, preset, precision):
     expected, _ = train(f"{preset}, {one_process}", one_process, words=[DETERMINISTIC], **common)
     results = [result_of("one process", 1, precision, expected, expected)]
     for ranks, flags, environment in cases(args, preset):
-        name = " ".join([str(ranks), "ranks", *flags]) + OVER_SOCKETS * bool(environment)
+        name = " ".join([counted(ranks, "rank"), *flags]) + OVER_SOCKETS * bool(environment)
         log, output = train(f"{preset}, {name}", several, words=flags, ranks=ranks, environment=environment, **common)
         if environment and "via NET/Socket" not in output:
             raise BenchmarkFailed(f"{name}: NCCL does not report that it uses sockets; its output:\n{output[-4000:]}")
@@ -147,8 +148,7 @@ def verdict(results):
 
 
 @benchmark(
-    timeout=300,
-    stage=dict(type=int, choices=DEFAULTS, default=1, help="1: on CPUs; 3: on GPUs (default 1)"),
+    common=dict(stage=1, timeout=300),
     presets=dict(choices=PRESETS, nargs="+", help="models (default tiny paper; in stage 3 paper)"),
     precision=dict(choices=TOLERANCE, nargs="+", help="precisions (default fp32; in stage 3 fp32 bf16)"),
     ranks=dict(type=int, nargs="+", help="numbers of ranks (default 1 2 4 8; in stage 3 1 2 4)"),
