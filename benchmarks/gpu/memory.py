@@ -34,16 +34,16 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches, recompute):
-    """Called in each process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
+    """Called in each process. Return `run_round(steps)`, which trains on random tokens and returns the bytes in use.
 
     run_round() may be called only once: the peak of a second call would include the memory of the first.
     """
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
-    def run_round():
+    def run_round(steps):
         before = driver_bytes()
         step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches, recompute=recompute)
-        for _ in range(STEPS):
+        for _ in range(steps):
             step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
 
@@ -60,7 +60,7 @@ def measure(case, timeout):
     preset, batch_size, precision, micro_batches, recompute = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches", "recompute"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
-        measured = process.run_round()
+        measured = process.run_round(steps=STEPS)
     progress("")
     config, parallel = PRESETS[preset], ParallelConfig(recompute=recompute)
     terms = training_memory(config, batch_size, config.block_size, precision, micro_batches, parallel=parallel)

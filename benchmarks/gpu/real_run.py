@@ -40,17 +40,17 @@ RECIPE = dict(n_layer=8, n_head=8, lr=1e-3, min_lr=1e-4, warmup=200, val_fractio
 
 
 def prepare(module, recipe, device, **options):
-    """Called in the process of PyTorch. Return train(), which trains as `recipe` says, on `device`."""
+    """Called in the process of PyTorch. Return train(steps), which trains as `recipe` says, on `device`."""
 
-    def train():
+    def train(steps=recipe["steps"]):
         tokens, tokenizer = load_tokens(recipe["data"], None if has_tokenizer(recipe["data"]) else TOKENIZERS["book"])
         training, validation = split_validation(tokens, recipe["val_fraction"])
         T, B = recipe["seq_len"], recipe["batch_size"]
         config = model_config(recipe, tokenizer.vocab_size)
-        schedule = Schedule("cosine", recipe["lr"], recipe["min_lr"], recipe["warmup"], recipe["steps"])
+        schedule = Schedule("cosine", recipe["lr"], recipe["min_lr"], recipe["warmup"], steps)
         run = module.RealRun(config, B, T, SEED, device, **options)
         windows = Windows(training, T, "shuffled", SEED)
-        curves = run(windows, Windows(validation, T), schedule, recipe["steps"], recipe["eval_every"])
+        curves = run(windows, Windows(validation, T), schedule, steps, recipe["eval_every"])
         return curves | {"parameters": parameter_count(config)}
 
     return train
@@ -82,7 +82,7 @@ def train_torch(recipe, peer, stage, timeout):
     options = {"recipe": recipe, "device": device, "precision": precision, **options}
     spec = ProcessSpec(title, "benchmarks.peers.torch_real_run", 4, options)
     with BenchmarkProcess(spec, BENCHMARK, timeout) as process:
-        return process.run_round()
+        return process.run_round(steps=recipe["steps"])
 
 
 def result(name, recipe, train):
