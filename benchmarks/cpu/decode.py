@@ -16,6 +16,7 @@ from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_roun
 from benchmarks.harness.report import add_peer, paired_ratio, summary
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.script import benchmark
+from gpt2core.errors import ConfigError
 from gpt2core.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -132,6 +133,8 @@ def summarise(results):
     new=dict(type=int, default=30, help="number of new tokens (default 30)"),
 )
 def main(args):
+    if args.new >= (block := PRESETS[args.preset].block_size):
+        raise ConfigError(f"--new {args.new}: the model of `{args.preset}` has {block} positions: use fewer tokens")
     for threads in args.threads:
         results = measure(args, threads, list(process_specs(args, threads)))
         summarise(results)

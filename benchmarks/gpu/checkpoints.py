@@ -18,6 +18,7 @@ from benchmarks.harness.processes import BenchmarkFailed
 from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.script import benchmark
+from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
 
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
@@ -46,6 +47,8 @@ def seconds_of(words, steps, timeout):
     common=dict(preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300),
 )
 def main(args):
+    if args.steps < LEAD_IN + 2:
+        raise ConfigError(f"--steps {args.steps}: the first {LEAD_IN} steps are not timed: use {LEAD_IN + 2} or more")
     words = ["-m", MODULES[args.device], "--preset", args.preset, "--steps", args.steps, "--batch-size",
              args.batch_size, "--sample", 0]  # fmt: skip
     if args.device == "cuda":

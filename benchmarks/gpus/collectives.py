@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.report import paired_ratio
+from benchmarks.harness.report import check_gpus, paired_ratio
 from benchmarks.harness.rounds import interleaved, mean_seconds
 from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit, launch
@@ -224,6 +224,7 @@ def fit_buckets(results, ranks):
     sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)"),
 )
 def main(args):
+    check_gpus(max(args.ranks))
     results, fits = [], []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.harness.report import save
+from benchmarks.harness.report import check_gpus, save
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.ranks.collectives import launch
@@ -155,6 +155,7 @@ def summary(args, results):
     layouts=dict(type=int, default=6, help="layouts for each model and number of ranks (default 6)"),
 )
 def main(args):
+    check_gpus(max(args.ranks) if args.stage == 3 else 0)
     precisions = args.precision or (("fp32",) if args.stage == 1 else ("fp32", "bf16"))
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)

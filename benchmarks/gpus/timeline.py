@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu.profile import union_length
 from benchmarks.gpus.scaling import flags_of
 from benchmarks.harness.drawing import draw_timeline
-from benchmarks.harness.report import save
+from benchmarks.harness.report import check_gpus, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.script import benchmark
@@ -112,6 +112,7 @@ def plot(steps, path):
     dp=dict(choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help="one panel each (default naive bucket)"),
 )
 def main(args):
+    check_gpus(args.ranks)
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app.settings.flag_parser import Parser
+from gpt2core.errors import ConfigError, counted
 from gpt2core.presets import PRESETS
 from gpt2core.tuned_choices import processor
 from testing.jobs import ROOT
@@ -198,6 +199,12 @@ def nvidia_smi(*fields):
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+
+
+def check_gpus(count):
+    """Raise ConfigError if there are fewer than `count` GPUs. Triton's interpreter needs none."""
+    if not os.environ.get("TRITON_INTERPRET") and (found := len(nvidia_smi("index"))) < count:
+        raise ConfigError(f"this benchmark needs {counted(count, 'GPU')}, {found} found: use a machine with GPUs")
 
 
 def installed_version(package):

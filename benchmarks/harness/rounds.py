@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_rounds
 from benchmarks.harness.processes import interleaved as interleaved  # for programs in one process
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 
 SEED = 20260101
@@ -158,13 +159,20 @@ def measure_variants(args, specs):
     return list(results.values())
 
 
+def check_ranks(batch_size, ranks):
+    """Raise ConfigError unless this number of ranks can train in the deterministic mode, which the benchmarks use."""
+    if ranks & (ranks - 1):
+        raise ConfigError(f"--ranks {ranks} is not a power of 2, which deterministic training needs: use 2, 4 or 8")
+    plan_micro_batches(batch_size, None, 1, ranks, deterministic=True)
+
+
 def measure_jobs(args, cases):
     """Yield measure_variants() of each case (ranks, variants, other options of prepare()), an MPI job of this project.
 
     Raises ConfigError before the first job if the sequences cannot be divided.
     """
     for ranks, *_ in cases:
-        plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
+        check_ranks(args.batch_size, ranks)
     for ranks, variants, options in cases:
         options = options | {"batch_size": args.batch_size, "variants": variants}
         yield measure_variants(args, [ProcessSpec("ours", "benchmarks.harness.ours", 1, options, ranks, mpi=True)])

@@ -294,7 +294,7 @@ def first_failure(cases, wanted, world_of=lambda threads: threads):
         got = run_ranks(ranks, trained_on, world_of, make, config, steps, timeout=LIMIT)[0]
         exact = "tp" not in how
         text = first_difference(got, wanted)
-        if text and (exact or not max(loss_errors(got, wanted)) <= 1e-5):
+        if text and (exact or not np.max(loss_errors(got, wanted)) <= 1e-5):
             found = examined(make, config, steps, ranks, exact, world_of)
             flags = " ".join(f"--{name} {value}" for name, value in how.items())
             return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))

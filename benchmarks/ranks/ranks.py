@@ -7,11 +7,10 @@ python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick tr
 
 from benchmarks.harness.processes import ProcessSpec
 from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio
-from benchmarks.harness.rounds import measure_variants, timed_steps
+from benchmarks.harness.rounds import check_ranks, measure_variants, timed_steps
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.speedups import marked
 from gpt2core.parallel.config import STRATEGIES
-from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.presets import PRESETS
 
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
@@ -78,7 +77,7 @@ def summarise(results):
     with_threads=dict(action="store_true", help="add a row: stage 0 with as many threads as ranks"),
 )
 def main(args):
-    plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)  # raises ConfigError
+    check_ranks(args.batch_size, args.ranks)
     results = measure_variants(args, process_specs(args))
     summarise(results)
     return results

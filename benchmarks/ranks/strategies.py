@@ -9,6 +9,7 @@ from benchmarks.harness.report import add_ratios
 from benchmarks.harness.rounds import measure_jobs, timed_steps
 from benchmarks.harness.script import benchmark
 from gpt2core.codecs import CODECS
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import STRATEGIES
 from gpt2core.presets import PRESETS
 from stage1_mpi.mpi_communicator import CHOICES
@@ -57,6 +58,8 @@ def main(args):
         for name, options in all_variants().items()
         if name in (FLAT, ZERO_1) or any(text in name for text in texts)
     }
+    if unknown := [text for text in texts if not any(text in name for name in all_variants())]:
+        raise ConfigError(f"--only {' '.join(unknown)}: in none of the variants {', '.join(all_variants())}")
     args.save_as = "_".join(["strategies", *args.only]) if args.only else args.save_as
     for results in measure_jobs(args, [(ranks, chosen, {"preset": args.preset}) for ranks in args.ranks]):
         add_ratios(results, "times_flat", lambda name: FLAT)

@@ -17,6 +17,7 @@ import torch
 import triton
 from triton import OutOfResources
 
+from benchmarks.harness.report import check_gpus
 from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
@@ -105,4 +106,5 @@ def print_rankings(rows):
     kernel=dict(nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)"),
 )
 def main(args):
+    check_gpus(0 if args.dry_run else 1)
     print_rankings(run_rows(args, cases(args)))

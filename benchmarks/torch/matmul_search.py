@@ -17,7 +17,7 @@ import statistics
 import torch
 from triton import OutOfResources
 
-from benchmarks.harness.report import paired_ratio
+from benchmarks.harness.report import check_gpus, paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.rows import ROW_FLAGS, run_rows
@@ -188,6 +188,7 @@ def explain(size, best, times):
     size=dict(type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)"),
 )
 def main(args):
+    check_gpus(0 if args.dry_run else 1)
     cases = {
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)
         for size, tile in itertools.product(args.size, tiles())
