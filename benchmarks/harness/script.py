@@ -8,13 +8,13 @@ from benchmarks.harness.result_tables import TABLES
 
 
 def benchmark(table="", common=(), saves=True, measures_time=True, **flags):
-    """Make function(args) the program of its file: main(argv=None), which returns the exit code; main.parser.
+    """Make function(args), the last function of a file, its program: `python -m` runs it where it is decorated.
 
-    The docstring of the file begins with the question, and has the examples of --help. table: the name of a table. If
-    the function returns results, a list or a dictionary, they are printed with this table and saved. It may also yield
-    lists, see save_each(). Otherwise it returns its exit code. saves: whether there are the flags of save().
-    measures_time: see run_main(). common, flags: see add_flags(). If the file is started with `python -m`, the function
-    runs at once: it is the last one of the file.
+    The result is main(argv=None), which returns the exit code, and main.parser. The docstring of the file begins with
+    the question, and has the examples of --help. table: the name of a table. If the function returns results, a list or
+    a dictionary, they are printed with this table and saved. It may also yield lists, see save_each(). Otherwise it
+    returns its exit code. saves: whether there are the flags of save(). measures_time: see run_main(). common: {flag:
+    value} of flags that several files have, flags: the others; see add_flags().
     """
 
     def decorate(function):
