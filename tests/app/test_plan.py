@@ -26,8 +26,8 @@ NUMBERS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
-    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "action": [2e-5], "update": [1e-4],
-    "step": [1e-3], "queries": [64],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "weights": [1e-5],
+    "action": [2e-5], "reaction": [0.03], "update": [1e-4], "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -35,7 +35,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 5, infinite]
+    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 7, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 

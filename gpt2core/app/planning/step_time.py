@@ -10,7 +10,7 @@ from gpt2core.app.planning.waves import idle_flops
 from gpt2core.communicator import textbook_bytes
 from gpt2core.memory.kernel_sizes import ADD, UPDATE
 from gpt2core.parallel.mesh import Grid
-from gpt2core.parallel.pipeline.simulator import simulate
+from gpt2core.parallel.pipeline.simulator import simulate, splits
 
 
 def rounds(name, size):
@@ -62,7 +62,8 @@ def unit_seconds(layout, machine, unit, sequences):
     )
     gradients = work.parameters * rates[1].parameter
     backward += (machine.micro_batch + gradients) * (layout.merged - 1)  # which have products of their own
-    return Times(forward, backward, 2 * tokens * work.parameters / rates[1].flops + gradients)
+    weights = machine.weights + 2 * tokens * work.parameters / rates[1].flops + gradients
+    return Times(forward, backward, min(weights, backward))
 
 
 def chunk_seconds(layout, machine, units, sequences):
@@ -121,14 +122,18 @@ def pipeline_timeline(layout, machine):
         for number, units in enumerate(own_chunks(layout, rank)):
             chunks[rank + parallel.pp * number] = chunk_seconds(layout, machine, units, rows)
 
+    schedule = layout.schedule()
+    actions = "FBW" if splits(schedule) else "FB"
+
     def seconds(kind, chunk):
         forward, backward, weights = chunks[chunk]
-        own = {"F": forward + machine.action, "B": backward - weights + machine.action, "W": weights, "E": 0.0}
-        return own[kind]
+        own = {"F": forward, "B": backward - weights, "W": weights, "E": 0.0}
+        return own[kind] + machine.action * (kind in actions)
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
-    return simulate(layout.schedule(), seconds, link.alpha + link.beta * bytes_of_message)
+    message = link.alpha + link.beta * bytes_of_message
+    return simulate(schedule, seconds, message, reaction=machine.reaction)
 
 
 def update_seconds(layout, machine):
