@@ -71,9 +71,8 @@ def measure(world):
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
     background = in_background(world, bandwidth, messages["collective"], *steps["update"])
-    found = {**rates, **messages, **steps, "background": background, "action": [0.0]}
-    found |= {"bandwidth": [bandwidth], "queries": [QUERIES]}
-    return found | {"action": [action(world, machine_of(found, world.size))]}
+    found = {**rates, **messages, **steps, "background": background, "bandwidth": [bandwidth], "queries": [QUERIES]}
+    return found | actions(world, machine_of(found | {"action": [0.0], "unit": [0.0]}, world.size))
 
 
 def shortest(world, functions, seconds):
@@ -349,24 +348,36 @@ def in_background(world, bandwidth, collective, update):
     return [start / rounds("all_gather", p), beta]  # a reduce-scatter has as many rounds
 
 
-def action(world, machine):
-    """`action` of Machine: by how much longer an action of a pipeline takes than `machine`, without it, predicts.
+def actions(world, machine):
+    """`action` and `unit` of Machine: by how much longer actions take than `machine`, without these two, predicts.
+
+    The schedule `interleaved` has twice as many actions as `gpipe`, with the same units.
+    """
+    schedules = {"gpipe": 1, "interleaved": 2}  # chunks of a rank
+    measured = [make_pipeline(world, machine, schedule, chunks) for schedule, chunks in schedules.items()]
+    longer = shortest(world, measured, lambda run: run())[:, 1].tolist()
+    units, action = line(list(schedules.values()), longer)
+    return {"action": [action], "unit": [units * world.size / len(unit_names(SHORT))]}
+
+
+def make_pipeline(world, machine, schedule, chunks):
+    """A function that trains a step -> (its seconds, by how much longer F or B of a micro-batch takes than predicted).
 
     The time between two actions counts too, if no message is waited for.
     """
-    trainer = make_trainer(SHORT, world, ParallelConfig(pp=world.size, pp_schedule="gpipe"), MORE * world.size)
-    layout, executor = layout_of(trainer), trainer.accumulator.executor
+    trainer = make_trainer(SHORT, world, ParallelConfig(pp=world.size, pp_schedule=schedule), MORE * world.size)
+    layout, executor, step = layout_of(trainer), trainer.accumulator.executor, make_step(trainer)
     executor.record_times()
     sums = FP32 * ADD * arena_of(layout, world.rank).size * (layout.count - 1)  # of gradients, which actions compute
     predicted = pipeline_timeline(layout, machine).busy[world.rank] + sums / machine.bandwidth
 
-    def seconds(step):
+    def run():
         wall, times = wall_seconds(step), list(executor.times.values())
         between = min(following[0] - end for (_, end), following in itertools.pairwise(times))
-        return wall, (sum(end - start for start, end in times) - predicted) / len(times) + between
+        longer = (sum(end - start for start, end in times) - predicted) / (2 * layout.count)
+        return wall, longer + chunks * between
 
-    ((_, found),) = shortest(world, [make_step(trainer)], seconds).tolist()
-    return max(0.0, found)
+    return run
 
 
 def make_trainer(config, group, parallel, micro_batches):

@@ -120,7 +120,10 @@ def pipeline_timeline(layout, machine):
     chunks = {}
     for rank in range(parallel.pp):
         for number, units in enumerate(own_chunks(layout, rank)):
-            chunks[rank + parallel.pp * number] = chunk_seconds(layout, machine, units, rows)
+            times, unit = chunk_seconds(layout, machine, units, rows), machine.unit * len(units)
+            chunks[rank + parallel.pp * number] = times._replace(
+                forward=times.forward + unit, backward=times.backward + unit
+            )
 
     schedule = layout.schedule()
     actions = "FBW" if splits(schedule) else "FB"
