@@ -72,7 +72,7 @@ def measure(world):
     steps = overheads(world, bandwidth)
     background = in_background(world, bandwidth, messages["collective"], *steps["update"])
     found = {**rates, **messages, **steps, "background": background, "bandwidth": [bandwidth], "queries": [QUERIES]}
-    return found | actions(world, machine_of(found | {"action": [0.0], "unit": [0.0]}, world.size))
+    return found | {"action": [action(world, machine_of(found | {"action": [0.0]}, world.size))]}
 
 
 def shortest(world, functions, seconds):
@@ -146,7 +146,8 @@ def solve(rows, seconds, scales):
 
     Constants that would be below 0 are 1e-15, and the others are those of the best solution without them.
     """
-    rows, seconds = np.array(rows) / np.reshape(scales, (-1, 1)), np.divide(seconds, scales)
+    scales = np.maximum(np.abs(scales), 1e-9)  # noise may make the difference of two times 0
+    rows, seconds = np.array(rows) / scales[:, None], np.divide(seconds, scales)
     found, best = None, np.inf
     for used in itertools.product((False, True), repeat=rows.shape[1]):
         some, used = np.zeros(len(used)), np.array(used)
@@ -348,36 +349,25 @@ def in_background(world, bandwidth, collective, update):
     return [start / rounds("all_gather", p), beta]  # a reduce-scatter has as many rounds
 
 
-def actions(world, machine):
-    """`action` and `unit` of Machine: by how much longer actions take than `machine`, without these two, predicts.
-
-    The schedule `interleaved` has twice as many actions as `gpipe`, with the same units.
-    """
-    schedules = {"gpipe": 1, "interleaved": 2}  # chunks of a rank
-    measured = [make_pipeline(world, machine, schedule, chunks) for schedule, chunks in schedules.items()]
-    longer = shortest(world, measured, lambda run: run())[:, 1].tolist()
-    units, action = line(list(schedules.values()), longer)
-    return {"action": [action], "unit": [units * world.size / len(unit_names(SHORT))]}
-
-
-def make_pipeline(world, machine, schedule, chunks):
-    """A function that trains a step -> (its seconds, by how much longer F or B of a micro-batch takes than predicted).
+def action(world, machine):
+    """`action` of Machine: by how much longer a rank computes than `machine`, without it, predicts; mean of the ranks.
 
     The time between two actions counts too, if no message is waited for.
     """
-    trainer = make_trainer(SHORT, world, ParallelConfig(pp=world.size, pp_schedule=schedule), MORE * world.size)
-    layout, executor, step = layout_of(trainer), trainer.accumulator.executor, make_step(trainer)
+    trainer = make_trainer(SHORT, world, ParallelConfig(pp=world.size, pp_schedule="gpipe"), MORE * world.size)
+    layout, executor = layout_of(trainer), trainer.accumulator.executor
     executor.record_times()
     sums = FP32 * ADD * arena_of(layout, world.rank).size * (layout.count - 1)  # of gradients, which actions compute
     predicted = pipeline_timeline(layout, machine).busy[world.rank] + sums / machine.bandwidth
 
-    def run():
+    def seconds(step):
         wall, times = wall_seconds(step), list(executor.times.values())
         between = min(following[0] - end for (_, end), following in itertools.pairwise(times))
-        longer = (sum(end - start for start, end in times) - predicted) / (2 * layout.count)
-        return wall, longer + chunks * between
+        longer = (sum(end - start for start, end in times) - predicted) / len(times) + between
+        return wall, np.mean(world.all_gather_object(longer))
 
-    return run
+    ((_, found),) = shortest(world, [make_step(trainer)], seconds).tolist()
+    return max(0.0, found)
 
 
 def make_trainer(config, group, parallel, micro_batches):

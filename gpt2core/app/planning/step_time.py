@@ -10,7 +10,7 @@ from gpt2core.app.planning.waves import idle_flops
 from gpt2core.communicator import textbook_bytes
 from gpt2core.memory.kernel_sizes import ADD, UPDATE
 from gpt2core.parallel.mesh import Grid
-from gpt2core.parallel.pipeline.simulator import simulate, splits
+from gpt2core.parallel.pipeline.simulator import simulate
 
 
 def rounds(name, size):
@@ -120,23 +120,17 @@ def pipeline_timeline(layout, machine):
     chunks = {}
     for rank in range(parallel.pp):
         for number, units in enumerate(own_chunks(layout, rank)):
-            times, unit = chunk_seconds(layout, machine, units, rows), machine.unit * len(units)
-            chunks[rank + parallel.pp * number] = times._replace(
-                forward=times.forward + unit, backward=times.backward + unit
-            )
-
-    schedule = layout.schedule()
-    actions = "FBW" if splits(schedule) else "FB"
+            chunks[rank + parallel.pp * number] = chunk_seconds(layout, machine, units, rows)
 
     def seconds(kind, chunk):
         forward, backward, weights = chunks[chunk]
-        own = {"F": forward, "B": backward - weights, "W": weights, "E": 0.0}
-        return own[kind] + machine.action * (kind in actions)
+        own = {"F": forward + machine.action, "B": backward - weights, "W": weights + machine.action, "E": 0.0}
+        return own[kind]
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
     message = link.alpha + link.beta * bytes_of_message
-    return simulate(schedule, seconds, message, reaction=machine.reaction)
+    return simulate(layout.schedule(), seconds, message, reaction=machine.reaction)
 
 
 def update_seconds(layout, machine):
