@@ -77,7 +77,7 @@ TABLES = {
         Table("ranks/convergence_intel", f"""
         = {CODE} | difference, mean of the seeds = {{row.difference:+.4f}}
         largest difference = {{row.largest_difference:+.4f}}"""),)),
-    "ranks-grid": Table(("ranks/grid_nano", "ranks/grid", "ranks/grid_paper", "ranks/grid_four*"), """
+    "ranks-grid": Table("ranks/grid*", """
         measured; predicted = {file.machine}, {ranks} ranks: {name}
         {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
         {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
