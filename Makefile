@@ -262,7 +262,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU,
 	"$(python)" -m benchmarks.gpus.scaling --save --strong 64 --paper
 	"$(python)" -m benchmarks.gpus.strategies --save
 	"$(python)" -m benchmarks.gpus.sharding --save
-	"$(python)" -m benchmarks.gpus.parity --save
+	"$(python)" -m benchmarks.ranks.parity --save --stage 3
 	"$(python)" -m benchmarks.gpus.collectives --save
 	"$(python)" -m benchmarks.gpus.timeline --save
 	"$(python)" -m benchmarks.ranks.kill --save --stage 3 --times 10 --steps 1500 --checkpoint-every 100

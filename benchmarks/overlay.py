@@ -1,18 +1,18 @@
 """Draw the loss curves of several training runs in one picture, from the files that training wrote with `--log`.
 
-python -m benchmarks.overlay one.jsonl two.jsonl --paper --out curves.png
+python -m benchmarks.overlay run.jsonl --paper --out run.png  # after train_gpt2.py --log run.jsonl
+python -m benchmarks.overlay one.jsonl two.jsonl              # two runs
 """
 
 from pathlib import Path
 
-from benchmarks.harness.report import print_table
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import benchmark_parser, print_table
 from benchmarks.paper import paper_curves
-from gpt2core.app.command import run_command
 from gpt2core.app.output.loss_plot import run_curves, write_plot
 from gpt2core.app.output.output_files import is_plot
 from gpt2core.app.output.run_log import read_log
-from gpt2core.app.settings.flag_parser import Parser, to_path
-from gpt2core.communicator import Solo
+from gpt2core.app.settings.flag_parser import to_path
 from gpt2core.errors import ConfigError, counted
 from gpt2core.text.input_file import open_file
 
@@ -45,32 +45,8 @@ def check_output(path):
         raise ConfigError(f"--out {path}: the file exists and is not a plot of this program; give another name")
 
 
-def overlay(paths, paper, out):
-    """Draw the curves of the logs `paths` into the PNG file `out`, and print a table of their last losses.
-
-    paper: whether to draw the paper's curves too. Returns the exit code.
-    """
-    check_output(out)
-    runs, curves = read_runs(paths), []
-    for number, (name, rows) in enumerate(runs.items()):
-        colour = f"C{number}"  # matplotlib repeats its ten colours
-        curves += run_curves(rows, name, f"{name}, validation", color=colour)
-    title = f"Loss of {counted(len(runs), 'run')}" + " and of the paper" * paper
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_plot(curves + paper_curves() * paper, title, out)
-    last = {name: rows[-1] for name, rows in runs.items()}
-    print_table([{"run": run, "last step": row["step"], "loss": f"{row['loss']:.4f}"} for run, row in last.items()])
-    print(f"\nWritten to {out}.")
-    return 0
-
-
 def main(argv=None):
-    examples = (
-        ("run.jsonl --paper --out run.png", "after train_gpt2.py --log run.jsonl"),
-        ("one.jsonl two.jsonl", "two runs"),
-    )
-    program = "python -m benchmarks.overlay"
-    parser = Parser(__doc__.splitlines()[0], examples, program, "%(prog)s FILE.jsonl ... [flags]")
+    parser = benchmark_parser("benchmarks.overlay", __doc__, saves=False)
     text = "a log; its path without .jsonl is the curve's label"
     parser.add_argument("logs", type=to_path, nargs="+", metavar="FILE.jsonl", help=text)
     parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
@@ -78,11 +54,21 @@ def main(argv=None):
     text = f"the PNG file to write (default {default}, in the current directory)"
     parser.add_argument("--out", type=to_path, default=default, metavar="FILE.png", help=text)
 
-    def body(world):
+    def draw():
         args = parser.parse_args(argv)
-        return overlay(args.logs, args.paper, args.out)
+        check_output(args.out)
+        runs, curves = read_runs(args.logs), []
+        for number, (name, rows) in enumerate(runs.items()):  # matplotlib repeats its ten colours
+            curves += run_curves(rows, name, f"{name}, validation", color=f"C{number}")
+        title = f"Loss of {counted(len(runs), 'run')}" + " and of the paper" * args.paper
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_plot(curves + paper_curves() * args.paper, title, args.out)
+        last = {name: rows[-1] for name, rows in runs.items()}
+        print_table([{"run": run, "last step": row["step"], "loss": f"{row['loss']:.4f}"} for run, row in last.items()])
+        print(f"\nWritten to {args.out}.")
+        return 0
 
-    run_command(Solo, body)
+    run_main(draw, measures_time=False)
 
 
 if __name__ == "__main__":

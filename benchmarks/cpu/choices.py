@@ -1,30 +1,31 @@
 """What does each choice in the NumPy backend gain?
 
 First, choices that concern all kernels: memory, and which library multiplies. Then, each kernel that NumpyBackend
-overrides, beside its formula in PlainBackend: both compute the same values. This script times the two alternately, on
-arrays of the sizes in preset `paper`.
+overrides, beside its formula in PlainBackend, in training steps of preset `paper`: the time of all its calls in a step.
+Both sides compute the same values, and are timed alternately.
 
     python -m benchmarks.cpu.choices             # every choice, 15 rounds
     python -m benchmarks.cpu.choices --rounds 3  # a quick trial
 """
 
+import time
+from collections import Counter
 from functools import partial
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import interleaved, mean_seconds
-from gpt2core.optimizer import AdamW
+from benchmarks.harness.ours import build_trainer, train_step
+from benchmarks.harness.report import paired_ratio
+from benchmarks.harness.rounds import SEED, interleaved, mean_seconds, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.plain_backend import PlainBackend
 from gpt2core.presets import PRESETS
 from gpt2core.threads import limit_blas
+from gpt2core.tracing.hooks import Hooks, around_gradients
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 
 B, T = 2, 256  # a micro-batch: 2 sequences of 256 tokens
-BLOCKS = 2048  # of the flat arrays of AdamW and of the norm: 2048 x 1024 elements
 
 
 def choices():
@@ -59,76 +60,58 @@ def choices():
             lambda: [np.matmul(wide, w, out=square) for w in weights],
             lambda: [backend.matmul(wide, w, square) for w in weights],
         )
-    plain, ours = overrides(PlainBackend(), config), overrides(backend, config)
-    for name in plain:
-        yield f"{name}: formula -> override", plain[name], ours[name]
 
 
-def overrides(backend, config):
-    """{kernel: function() that computes it, forward and backward} on a backend."""
-    rng, (C, V, H) = np.random.default_rng(0), (config.n_embd, config.vocab_size, config.n_head)
+def kernel_timer(backend):
+    """Return a function that runs a training step and returns {kernel: seconds of its calls, forward and backward}."""
+    config, spent, running = PRESETS["paper"], Counter(), []
+    trainer = build_trainer(config, B, T, 1, True, backends=[backend])
+    batch = random_batch(np.random.default_rng(SEED), config.vocab_size, B, T)
 
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32)
+    def timed(name, call):
+        running.append(name)
+        began = time.perf_counter()
+        result = call()
+        running.pop()
+        if not running:  # a kernel may call other kernels
+            spent[name.removesuffix("_forward").removesuffix("_backward")] += time.perf_counter() - began
+        return result
 
-    def compute(*gradients):
-        """Compute gradients that a kernel has returned as functions of their destination."""
-        return [gradient(None) if callable(gradient) else gradient for gradient in gradients]
+    def around(name, kernel, arguments, options):
+        result = timed(name, partial(kernel, *arguments, **options))
+        return around_gradients(result, lambda gradient, out: timed(name, partial(gradient, out)))
 
-    x, a, dy, qkv, d_wide = normal(B, T, C), normal(B, T, C), normal(B, T, C), normal(B, T, 3 * C), normal(B, T, 4 * C)
-    w, b, w1, b1, w2 = normal(C), normal(C), 0.02 * normal(C, 4 * C), normal(4 * C), 0.02 * normal(4 * C, C)
-    wte, wpe, ids, targets = normal(V, C), normal(T, C), rng.integers(0, V, (B, T)), rng.integers(0, V, B * T)
-    (p, m, v, g), decays = (abs(normal(BLOCKS * 1024)) for _ in range(4)), np.ones(BLOCKS, np.int32)
-    coefficients = AdamW(0.9, 0.99, 1e-8, 0.1).coefficients(1, 1e-3)
+    def step():
+        spent.clear()
+        train_step(trainer, *batch)
+        return dict(spent)
 
-    def linear():
-        backend.linear_forward(x, w1, b1)
-        compute(*backend.linear_backward(d_wide, x, w1))
-
-    def mlp():
-        _, aux = backend.mlp_forward(x, w1, b1, w2)
-        compute(*backend.mlp_backward(dy, x, w1, b1, w2, aux))
-
-    def residual_layernorm():
-        _, _, aux = backend.residual_layernorm_forward(x, a, b, w, b, 1e-5)
-        compute(*backend.residual_layernorm_backward(dy, dy, w, aux))
-
-    def attention():
-        y, aux = backend.attention_forward(qkv, H)
-        backend.attention_backward(dy, qkv, y, aux, H)
-
-    def embedding():
-        backend.embedding_forward(ids, wte, wpe)
-        compute(*backend.embedding_backward(dy, ids, wte, wpe))
-
-    def unembed_cross_entropy():
-        maxima, sums, _, aux = backend.unembed_cross_entropy_forward(x, wte, targets)
-        dloss = np.array(1.0)
-        compute(*backend.unembed_cross_entropy_backward(dloss, x, wte, targets, 0.1, maxima, sums, aux))
-
-    def page_sums():
-        backend.page_sums(g)
-
-    def adamw_step():
-        backend.adamw_step(p, m, v, g, coefficients, np.float64(1.0), decays, (0.9, 0.99))
-
-    kernels = linear, mlp, residual_layernorm, attention, embedding, unembed_cross_entropy, page_sums, adamw_step
-    return {kernel.__name__: kernel for kernel in kernels}
+    Hooks().around_kernels(backend, around)
+    return step
 
 
-def main():
-    args = benchmark_parser("benchmarks.cpu.choices", __doc__, rounds=15).parse_args()
+def kernel_choices(rounds):
+    """Yield (name, {"naive_seconds", "our_seconds": of each round}) of each kernel that NumpyBackend overrides."""
+    timers = {"naive_seconds": kernel_timer(PlainBackend()), "our_seconds": kernel_timer(NumpyBackend())}
+    for step in timers.values():
+        step()  # allocates memory
+    measured = interleaved(timers, rounds)
+    for kernel in measured["our_seconds"][0]:
+        names = kernel, f"{kernel}_forward", f"{kernel}_backward"
+        if any(getattr(NumpyBackend, name, None) is not getattr(PlainBackend, name, None) for name in names):
+            seconds = {side: [each[kernel] for each in steps] for side, steps in measured.items()}
+            yield f"{kernel}: formula -> override", seconds
+
+
+@benchmark("cpu-choices", rounds=15)
+def main(args):
     limit_blas(1)
-    results = []
+    measured = []
     for name, naive, ours in choices():
         repeat = max(1, int(0.02 / mean_seconds(ours, 2)))  # as many calls as our code makes in 20 ms
         functions = {"naive_seconds": naive, "our_seconds": ours}
         timers = {side: partial(mean_seconds, function, repeat) for side, function in functions.items()}
-        seconds = interleaved(timers, args.rounds)
-        results.append({"choice": name, **seconds, "gain": paired_ratio(*seconds.values())})
-    TABLES["cpu-choices"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+        measured.append((name, interleaved(timers, args.rounds)))
+    measured += kernel_choices(args.rounds)
+    results = [{"choice": name, **sides, "gain": paired_ratio(*sides.values())} for name, sides in measured]
+    return results

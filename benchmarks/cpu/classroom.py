@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.processes import peak_bytes, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import peak_bytes
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from gpt2core.app.shipped import WEIGHTS
 from gpt2core.errors import ConfigError
 from testing.jobs import ROOT
@@ -85,11 +86,14 @@ def measure_all(commands, rounds, directory=ROOT):
     return results
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.classroom", __doc__, rounds=1)
-    text = "only the first two commands of a new user: training `tiny`, and the paper's inference"
-    parser.add_argument("--first", action="store_true", help=text)
-    args = parser.parse_args()
+@benchmark(
+    common=dict(rounds=1),
+    first=dict(
+        action="store_true",
+        help="only the first two commands of a new user: training `tiny`, and the paper's inference",
+    ),
+)
+def main(args):
     if args.first:
         results = measure_all(FIRST, args.rounds, ROOT / "stage0_serial")
         results = {"seconds": {result["name"]: result["seconds"] for result in results}}
@@ -98,7 +102,3 @@ def main():
             results = measure_all(commands(Path(folder)), args.rounds)
     TABLES["first-run" if args.first else "classroom"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -7,9 +7,9 @@ deviates by 25 % or more from the paper's, or if two runs differ in a bit.
     python -m benchmarks.cpu.curve --threads 1  # with one thread
 """
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import train
 from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.output.loss_plot import Curve, write_plot
@@ -30,8 +30,8 @@ def curves_with_the_paper(losses):
     return [*paper_curves(), Curve("stage 0, NumPy", list(range(len(losses))), losses, {"color": "C0"})]
 
 
-def main():
-    args = benchmark_parser("benchmarks.cpu.curve", __doc__, threads=[1, 2]).parse_args()
+@benchmark(threads=[1, 2])
+def main(args):
     logs = {threads: train_on(threads) for threads in args.threads}
     losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]
@@ -48,7 +48,3 @@ def main():
     title = "Preset paper: stage 0 and the paper's programs"
     write_plot(curves_with_the_paper(losses), title, path.with_suffix(".png"))
     return 0 if bitwise_equal and abs(deviations[worst_step]) < MAX_DEVIATION else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -3,7 +3,6 @@
 A second table has the new tokens per second of a batch of prompts. Both programs use the same number of threads.
 
     python -m benchmarks.cpu.decode                                        # with one and with two threads
-    python -m benchmarks.cpu.decode --threads 1 --only batch               # only batches of prompts
     python -m benchmarks.cpu.decode --preset tiny --rounds 1 --no-compile  # a quick trial
 """
 
@@ -13,10 +12,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_peer, benchmark_parser, paired_ratio, save_each, summary
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_rounds
+from benchmarks.harness.report import add_peer, paired_ratio, summary
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from gpt2core.presets import PRESETS
 
 OURS, TORCH, COMPILED = "ours", "torch eager", "torch compiled"
@@ -26,10 +25,9 @@ BATCHES = 8, 32  # numbers of prompts
 def prepare(module, preset, threads):
     """Called in each process. Return `run_round(prompt, new, use_cache, batch=1)`, which times one greedy generation.
 
-    module: the imported Python module that is measured; its make_generator() builds the generator. prompt, new: numbers
-    of random prompt tokens and of new tokens, for each of `batch` prompts. run_round() returns a dictionary of seconds
-    ("first": until the first new tokens, "token": the mean of the later steps, "total": for all, "cpu": CPU time) and
-    the "ids" generated for the first prompt.
+    prompt, new: numbers of random prompt tokens and of new tokens, for each of `batch` prompts. run_round() returns
+    seconds ("first": until the first new tokens, "token": the mean of the later steps, "total": for all, "cpu": CPU
+    time) and the "ids" generated for the first prompt.
     """
     config = PRESETS[preset]
     generate = module.make_generator(config, threads)
@@ -52,10 +50,8 @@ def prepare(module, preset, threads):
 def cases(block_size, new):
     """Yield (name, arguments of run_round) of each case. The model has `block_size` positions.
 
-    "full window" is the paper's inference: the prompt has `block_size` tokens. From the second new token on, the window
-    of the last `block_size` tokens slides. Then the position of every token changes, so the KV cache is invalid, and
-    each new token needs a forward pass over the whole window. The batches have the KV cache and prompts of equal
-    lengths, 32 + 64 tokens for a block of 256.
+    "full window" is the paper's inference: from the second new token on, the window of the last `block_size` tokens
+    slides, so the KV cache is invalid, and each token needs a forward pass over the whole window.
     """
     yield "KV cache", {"prompt": block_size - new, "new": new, "use_cache": True}
     yield "recomputing", {"prompt": block_size - new, "new": new, "use_cache": False}
@@ -86,8 +82,6 @@ def measure(args, threads, specs):
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout)) for spec in specs]
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
-            if args.only not in case:
-                continue
             able = [each for each in processes if request["use_cache"] or each.spec.name != COMPILED]
             for name, answers in run_rounds(able, args.rounds, request, request).items():
                 rounds = answers["rounds"]
@@ -132,22 +126,13 @@ def summarise(results):
             result["times_as_fast_as_recomputing"] = medians[0] / medians[1]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.decode", __doc__)
-    parser.add_flags(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False)
-    add = parser.add_argument
-    add("--new", type=int, default=30, help="number of new tokens (default 30)")
-    add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
-    args = parser.parse_args()
-    names = [name for name, _ in cases(PRESETS[args.preset].block_size, args.new)]
-    if not any(args.only in name for name in names):
-        parser.error(f"--only {args.only}: no case has this text in its name; the cases are {', '.join(names)}")
-    if args.only and args.save:
-        parser.error(f"--only {args.only} --save: the results file has all cases; omit --only or --save")
-
-    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(args, tables, summarise, TABLES["cpu-decode"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "cpu-decode",
+    common=dict(preset="paper", threads=[1, 2], rounds=7, timeout=300, no_compile=False),
+    new=dict(type=int, default=30, help="number of new tokens (default 30)"),
+)
+def main(args):
+    for threads in args.threads:
+        results = measure(args, threads, list(process_specs(args, threads)))
+        summarise(results)
+        yield results

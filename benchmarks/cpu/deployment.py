@@ -13,10 +13,8 @@ import re
 import sys
 
 from benchmarks.cpu.classroom import measure
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from gpt2core.app.settings.flag_parser import to_path
 from gpt2core.app.shipped import NANO_WEIGHTS
 from testing.jobs import ROOT
@@ -41,12 +39,13 @@ def run(arguments, checkout):
     return found | {"modules": len(own), "ms": sum(own) / 1e3}
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.deployment", __doc__, rounds=7)
-    add = parser.add_argument
-    add("--programs", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)")
-    add("--before", type=to_path, metavar="DIR", help="another checkout of this repository (default: none)")
-    args = parser.parse_args()
+@benchmark(
+    "cpu-deployment",
+    common=dict(rounds=7),
+    programs=dict(choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs to run (default all)"),
+    before=dict(type=to_path, metavar="DIR", help="another checkout of this repository (default: none)"),
+)
+def main(args):
     checkouts = ({"before": args.before.resolve()} if args.before else {}) | {"now": ROOT}
     results = []
     for program in args.programs:
@@ -58,9 +57,4 @@ def main():
             found = {name: [each[name] for each in rounds] for name in rounds[0]}
             found |= {"peak_bytes": max(found["peak_bytes"]), "modules": found["modules"][0]}
             results.append({"program": program, "version": version, **found})
-    TABLES["cpu-deployment"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

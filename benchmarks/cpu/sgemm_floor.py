@@ -1,10 +1,9 @@
 """Only the matrix products of one training step: a lower bound for the time of a NumPy step with this BLAS.
 
-train_step.py measures this module. The products run on preallocated buffers. Each Python thread uses one BLAS thread
-and has its own share of the batch. A linear layer has three products: y = x w, dx = dy w^T, dw = x^T dy. Causal
-attention has six products for each block of 64 queries. These products skip the blocks of scores above the diagonal,
-and read strided views of the output of the fused q, k, v projection (T, 3, H, D), as in the NumPy backend. The inputs
-are random numbers: only the time is measured, so the products need not compute the real results.
+train_step.py measures this module. Each Python thread uses one BLAS thread and has its own share of the batch. A linear
+layer has three products: y = x w, dx = dy w^T, dw = x^T dy. Causal attention has six for each block of 64 queries; they
+skip the blocks of scores above the diagonal, and read strided views of the q, k, v projection (T, 3, H, D), as in the
+NumPy backend. The inputs are random numbers, because only the time is measured.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -10,10 +10,10 @@ The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floo
 
 import math
 
-from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
+from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio
 from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
+from benchmarks.harness.script import benchmark
 from benchmarks.peers import llmc
 from gpt2core.communicator import Solo
 from gpt2core.presets import PRESETS
@@ -33,17 +33,13 @@ def prepare(module, preset, batch_size, seq_len, threads, **options):
 
 
 def process_specs(args, threads):
-    """Yield a ProcessSpec for each row of the table.
-
-    This project uses `threads` Python threads with one BLAS thread each; PyTorch uses `threads` OpenMP threads.
-    """
+    """Yield a ProcessSpec for each row: ours with Python threads, PyTorch with OpenMP threads."""
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "seq_len": args.seq_len, "threads": threads}
-    yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
+    variants = {OURS: dict(deterministic=True), "ours --no-deterministic": dict(deterministic=False)}
     if NumpyBackend().runtime.blas == "mkl":
-        yield ProcessSpec(
-            "ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True, blas="openblas")
-        )
-    yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
+        variants["ours --blas openblas"] = dict(deterministic=True, blas="openblas")
+    for name, options in variants.items():
+        yield ProcessSpec(name, "benchmarks.harness.ours", 1, sizes | options)
     yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:
         yield ProcessSpec("torch compiled", "benchmarks.peers.torch_gpt2", threads, dict(sizes, compiled=True))
@@ -79,9 +75,7 @@ def measure(args, threads, specs):
     times = step_results(measured)
     return [
         {
-            "name": name,
-            "preset": args.preset,
-            "threads": threads,
+            **dict(name=name, preset=args.preset, threads=threads),
             **times[name],
             "warm_up_seconds": answers["warm_up"]["seconds"],
             "final_loss": answers["rounds"][-1]["losses"][-1],
@@ -104,19 +98,17 @@ def summarise(results):
         ours["times_as_fast_as_llmc"] = paired_ratio(medians[LLMC], medians[OURS])
 
 
-def main():
-    parser = benchmark_parser("benchmarks.cpu.train_step", __doc__)
-    parser.add_flags(preset="paper", threads=[1, 2])
-    parser.add_flags(batch_size=16, rounds=5, steps_per_round=2, warm_up=2, timeout=900, no_compile=False)
-    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the block size of the model)")
-    text = "also measure --precision bf16 and torch.autocast, on a CPU with AMX"
-    parser.add_argument("--bf16", action="store_true", help=text)
-    text = "also measure llm.c: a checkout of github.com/karpathy/llm.c, which gcc compiles"
-    parser.add_argument("--llmc", metavar="DIR", help=text)
-    args = parser.parse_args()
-    tables = (measure(args, threads, list(process_specs(args, threads))) for threads in args.threads)
-    save_each(args, tables, summarise, TABLES["cpu-step"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "cpu-step",
+    common=dict(preset="paper", threads=[1, 2], batch_size=16, rounds=5, steps_per_round=2, warm_up=2),
+    timeout=900,
+    no_compile=False,
+    seq_len=dict(type=int, help="tokens per sequence (default: the block size of the model)"),
+    bf16=dict(action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX"),
+    llmc=dict(metavar="DIR", help="also measure llm.c: a checkout of github.com/karpathy/llm.c, which gcc compiles"),
+)
+def main(args):
+    for threads in args.threads:
+        results = measure(args, threads, list(process_specs(args, threads)))
+        summarise(results)
+        yield results

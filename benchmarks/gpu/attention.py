@@ -1,19 +1,14 @@
 """Is causal attention, forward and backward, faster than PyTorch's own, FlashAttention-2 and cuDNN?
 
 This project's kernels read q, k and v from one packed projection (B, T, 3C) and write one packed gradient. PyTorch
-reads three arrays (B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each
-program captures several calls in a CUDA graph, which is timed by device events, in interleaved rounds.
+reads three arrays (B, H, T, D) and writes three gradients. Each program captures several calls in a CUDA graph.
 
-TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
-products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
-that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
-stage2_cuda/attention/launches.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
-among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels. With --designs the rows are
-the plain Triton kernels and the two designs of the Gluon kernels, without PyTorch.
+TFLOP/s: forward counts as 2 B H T T D floating-point operations, half of those of its two matrix products, because half
+of the scores are masked. Backward counts as 2.5 times as many. "ours" uses the tiles that a training run chooses by
+timing, "ours, the table's tiles" those of a run with --deterministic, "ours, plain Triton" no Gluon kernels.
 
     python -m benchmarks.gpu.attention                                  # all shapes and peers
     python -m benchmarks.gpu.attention --shape 8x12x1024x64 --rounds 3  # one shape
-    python -m benchmarks.gpu.attention --packed                         # PyTorch reads views of one projection
     python -m benchmarks.gpu.attention --designs --shape 1x16x16384x64 64x12x1024x64 --save-as gluon_ladder  # on Hopper
 """
 
@@ -23,15 +18,15 @@ import statistics
 
 import numpy as np
 
+from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import compare_norms, paired_ratio
+from benchmarks.harness.rounds import measure_shapes
+from benchmarks.harness.script import benchmark
 
 # B batch, H heads, T time, D head size, C = H * D
 
-BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
 # {row: options of CausalAttention}; the others are compared with the first row
 OURS = {"ours": {}, "ours, the table's tiles": {"tuned": False}, "ours, plain Triton": {"gluon": False}}
 DESIGNS = {
@@ -52,18 +47,13 @@ TOLERANCE = 1e-2  # largest relative difference between the norms of two impleme
 KINDS = ("forward", "both")  # both: forward and backward
 
 
-def random_inputs(B, H, T, D):
-    """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
-    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    return np.resize(numbers, (B, T, 3 * H * D)), np.resize(numbers[::-1], (B, T, H * D))
-
-
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's CausalAttention.
+    """Called in each process. Return run_round(shape, milliseconds), that of the module's CausalAttention."""
 
-    options: of this CausalAttention.
-    """
-    build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
+    @functools.cache
+    def build(B, H, T, D):
+        return module.CausalAttention(*random_arrays((B, T, 3 * H * D), (B, T, H * D)), H, **options)
+
     return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 
@@ -129,9 +119,9 @@ class CausalAttention(ours.Graphs):
 
 def process_specs(args):
     for name, options in (DESIGNS if args.designs else OURS).items():
-        yield ProcessSpec(name, BENCHMARK, args.threads, options)
+        yield ProcessSpec(name, args.benchmark, args.threads, options)
     for peer in () if args.designs else args.peers:
-        options = {"backend": peer, "packed": args.packed}
+        options = {"backend": peer, "packed": False}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
 
 
@@ -159,20 +149,14 @@ def parse_shape(text):
     return tuple(int(size) for size in sizes)
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    add = parser.add_argument
-    text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
-    add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
-    text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
-    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
-    add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add("--designs", action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU")
-    parser.add_flags(threads=4, rounds=15, milliseconds=30.0, timeout=300)
-    args = parser.parse_args()
-    shapes = measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS)
-    save_each(args, shapes, summarise, TABLES["gpu-attention"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "gpu-attention",
+    common=dict(threads=4, rounds=15, milliseconds=30.0, timeout=300),
+    shape=dict(type=parse_shape, nargs="+", metavar="BxHxTxD", help="one table for each shape (default: six shapes)"),
+    peers=dict(choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's programs (default flash cudnn)"),
+    designs=dict(action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU"),
+)
+def main(args):
+    for results in measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS):
+        summarise(results)
+        yield results

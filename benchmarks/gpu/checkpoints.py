@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from testing.jobs import ROOT
 
 LEAD_IN = 10  # steps before the time begins: the first ones compile and capture
@@ -41,13 +41,11 @@ def seconds_of(words, steps, timeout):
     return seen[steps - 1] - seen[LEAD_IN]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.checkpoints", __doc__)
-    parser.add_flags(
-        preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300
-    )  # fmt: skip
-    args = parser.parse_args()
-
+@benchmark(
+    "gpu-checkpoints",
+    common=dict(preset="gpt2", device="cuda", rounds=3, steps=260, checkpoint_every=50, batch_size=64, timeout=300),
+)
+def main(args):
     words = ["-m", MODULES[args.device], "--preset", args.preset, "--steps", args.steps, "--batch-size",
              args.batch_size, "--sample", 0]  # fmt: skip
     if args.device == "cuda":
@@ -69,9 +67,4 @@ def main():
         {"name": name, **common, "totals": each, "times": paired_ratio(each, seconds["no checkpoint"])}
         for name, each in seconds.items()
     ]
-    TABLES["gpu-checkpoints"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -12,30 +12,41 @@ import functools
 import numpy as np
 
 from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import SEED, interleaved, median_seconds, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
 from gpt2core.presets import PRESETS
 
 FULL_STEP = "nothing"  # the name of the full step in results/, because it leaves out nothing
+COPIED, UNTIMED = "gradients copied to the buffer", "product algorithms not chosen by timing"
+UNPADDED = "vocabulary not padded"
+CHANGES = "no graph", "one stream", COPIED, "GELU in separate kernels", UNTIMED, "logits computed twice", UNPADDED
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
 
-def no_graph(backend):
-    """Launch every kernel from Python, not from a CUDA graph."""
-    backend.runtime.captures = False
-
-
-def one_stream(backend):
-    """Compute weight gradients on the main stream instead of a second stream."""
+def leave_out(backend, change):
+    """Remove one optimisation, one of CHANGES, from a backend; COPIED is in copy_gradients()."""
     from stage2_cuda.runtime.side_stream import NoStream
+    from stage2_cuda.tuning.tuner import Tuner
 
-    backend.runtime.side = NoStream()
+    products, forward = backend.products, backend.unembed_cross_entropy_forward
+    match change:
+        case "no graph":
+            backend.runtime.captures = False
+        case "one stream":
+            backend.runtime.side = NoStream()
+        case "GELU in separate kernels":
+            products.fuses_gelu = lambda n, k: False
+        case "product algorithms not chosen by timing":  # but the first deterministic one that cublasLt proposes
+            products.gemm.tuner, products.gemm._deterministic = Tuner(backend.xp), True
+        case "logits computed twice":  # forward does not compute their gradients
+            backend.unembed_cross_entropy_forward = lambda x, w, targets, first, *_: forward(x, w, targets, first)
+        case "vocabulary not padded":
+            backend.whole_rows = lambda w: w
 
 
-def copied_gradients(trainer):
+def copy_gradients(trainer):
     """Write weight gradients to new arrays and copy these to the gradient buffer, instead of writing to it directly."""
 
     def receive_array(receive, gradient):
@@ -44,40 +55,6 @@ def copied_gradients(trainer):
     for worker in trainer.accumulator.workers:
         for tensor in worker.tensors.values():
             tensor.receive = functools.partial(receive_array, tensor.receive)
-
-
-def no_epilogues(backend):
-    """Compute GELU and its derivative in separate kernels, not in the epilogue of a cublasLt product."""
-    backend.products.fuses_gelu = lambda n, k: False
-
-
-def untimed_algorithms(backend):
-    """Use the first deterministic algorithm that cublasLt proposes, not the one that was fastest in a timing."""
-    from stage2_cuda.tuning.tuner import Tuner
-
-    backend.products.gemm.tuner, backend.products.gemm._deterministic = Tuner(backend.xp), True
-
-
-def logits_twice(backend):
-    """Compute the logits again in backward, instead of computing their gradient in forward."""
-    forward = backend.unembed_cross_entropy_forward
-    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, *_: forward(x, w, targets, first)
-
-
-def unpadded_vocabulary(backend):
-    """Compute logits only for the tokens of the vocabulary (50257 for gpt2), without the padding by whole_rows()."""
-    backend.whole_rows = lambda w: w
-
-
-CHANGES = {
-    "no graph": no_graph,
-    "one stream": one_stream,
-    "gradients copied to the buffer": copied_gradients,
-    "GELU in separate kernels": no_epilogues,
-    "product algorithms not chosen by timing": untimed_algorithms,
-    "logits computed twice": logits_twice,
-    "vocabulary not padded": unpadded_vocabulary,
-}
 
 
 class Variants:
@@ -93,19 +70,17 @@ class Variants:
         self.memory_owner = None  # the first captured step; the others use its memory
 
     def trainer(self, change, steps=4):
-        """Make a trainer, apply `change` to it, and run `steps` untimed steps; return the trainer.
+        """A trainer with a change, one of CHANGES or FULL_STEP, after `steps` untimed steps.
 
-        change: a function of CHANGES, or None for the full step. The untimed steps compile kernels, choose algorithms,
-        capture the graph and replay it.
+        The untimed steps compile kernels, choose algorithms, capture the graph and replay it.
         """
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
-        if change and change is not copied_gradients:
-            change(backend)
+        leave_out(backend, change)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
-        if change is copied_gradients:  # the only change that needs the trainer
-            change(trainer)
+        if change == COPIED:
+            copy_gradients(trainer)
         self.memory_owner = share_graph_memory(self.memory_owner, backend)
         self.median_step_seconds(trainer, steps)
         backend.runtime.release_cached_memory()
@@ -117,10 +92,10 @@ class Variants:
 
 
 def measure(preset, precision, rounds):
-    """The results of FULL_STEP and of CHANGES, with the seconds of a step in each round."""
+    """The results of FULL_STEP and of all changes, with the seconds of a step in each round."""
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
-    trainers = {name: variants.trainer(change) for name, change in {FULL_STEP: None, **CHANGES}.items()}
+    trainers = {name: variants.trainer(name) for name in (FULL_STEP, *CHANGES)}
 
     def seconds(trainer):
         variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
@@ -134,15 +109,12 @@ def measure(preset, precision, rounds):
     ]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.choices", __doc__)
-    parser.add_argument("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
-    parser.add_flags(precision="bf16", rounds=5)
-    args = parser.parse_args()
+@benchmark(
+    "gpu-choices",
+    common=dict(precision="bf16", rounds=5),
+    preset=dict(choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)"),
+)
+def main(args):
     check_gpu()
-    tables = (measure(preset, args.precision, args.rounds) for preset in args.preset)
-    save_each(args, tables, TABLES["gpu-choices"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    for preset in args.preset:
+        yield measure(preset, args.precision, args.rounds)

@@ -1,8 +1,7 @@
 """How many microseconds does a generated token take on the GPU, compared with PyTorch?
 
-The cases have one sequence or several. For each case a search finds the fastest variant of PyTorch's program, which is
-then compared with this project's. With --variants, the script does not compare with PyTorch: it times several values of
-each constant of this project's kernels.
+For each case a search finds the fastest variant of PyTorch's program, which is then compared with this project's. With
+--variants, the same search finds the fastest constants of this project's kernels instead.
 
     python -m benchmarks.gpu.decode                           # all cases beside PyTorch
     python -m benchmarks.gpu.decode --peers eager --rounds 1  # a quick trial
@@ -14,12 +13,13 @@ import statistics
 
 import numpy as np
 
+from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
+from benchmarks.harness.report import add_peer, paired_ratio, save
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
+from benchmarks.harness.script import benchmark
 from gpt2core.errors import UserError
 from gpt2core.presets import PRESETS
 
@@ -39,8 +39,8 @@ CASES = {
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
-# The options of PyTorch's program (peers/torch_decode_cuda.py) that the search times, one option after another, as
-# --variants does. The first values are where it begins.
+# The options of PyTorch's program (peers/torch_decode_cuda.py) with the values to time; the first values are where the
+# search begins.
 CACHED_SEARCH = {"products": ["library", "templates"], "attention": ["sdpa", "matmul"], "cut": [128, 0]}
 ONE_SEQUENCE_SEARCH = {
     "products": ["library", "sums", "templates"],
@@ -48,11 +48,10 @@ ONE_SEQUENCE_SEARCH = {
     "cut": [128, 0],
 }
 WINDOW_SEARCH = {"attention": ["sdpa", "matmul"], "products": ["library", "templates"]}
-VARIANT_STEPS = 200  # in each timing of --variants
 SEARCH_ROUNDS, SEARCH_NEW = 3, 128  # new tokens: the first ones, for which few lengths of the cache are compiled
+VARIANT_STEPS = 200  # in each timing of --variants
 EAGER = {"attention": "sdpa", "products": "library"}  # the other values are fast only if they are compiled
-# The values of DecodeTiling's fields that --variants times, for one sequence and for several. It times one field after
-# another, and keeps the fastest value of each field for the next ones.
+# The values of DecodeTiling's fields that --variants times, for one sequence and for several.
 ONE_SEQUENCE = {
     "pdl": [False, True],
     "split_k": [2, 3, 4, 6],
@@ -74,17 +73,12 @@ SEVERAL_SEQUENCES = {
 }
 
 
-# -- in the benchmark process ------------------------------------------------------------------------------------------
-
-
 def prepare(module, preset, batch, precision, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
-    prompt, new: numbers of prompt tokens and of new tokens. The first round is a cold start, because it builds the
-    CudaGenerator of the module and compiles. run_round() returns the generated "ids" and seconds: "first" until the
-    first new token, "total" for all new tokens, "token" for each token after the first.
-
-    run_round(prompt, new, **variant) has further options of CudaGenerator; if they fail, it returns the "error".
+    The first round is a cold start, because it builds the CudaGenerator of the module and compiles. run_round() returns
+    the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens, "token" for each
+    token after the first. Further arguments are options of CudaGenerator; if they fail, it returns the "error".
     """
     config = PRESETS[preset]
     build = functools.cache(lambda **variant: module.CudaGenerator(config, batch, precision, **options, **variant))
@@ -96,7 +90,7 @@ def prepare(module, preset, batch, precision, **options):
         except Exception as error:
             if not variant:
                 raise
-            return {"error": (str(error).splitlines() or [type(error).__name__])[0]}
+            return {"error": first_line(error)}
 
     def timed(generate, prompt, new, key):
         prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
@@ -107,9 +101,6 @@ def prepare(module, preset, batch, precision, **options):
         return {"ids": ids.tolist(), "first": first, "total": total, "token": (total - first) / (new - 1)}
 
     return run_round
-
-
-# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def process_specs(args, sizes, variant):
@@ -123,38 +114,33 @@ def process_specs(args, sizes, variant):
         yield ProcessSpec(PEERS[kind], PEER_MODULE, args.threads, options)
 
 
-def search(run_round, candidates, request):
-    """Find the fastest variant of PyTorch's program; returns (variant, [each tried variant with its us_per_token]).
+def search(run, values_of, rounds, start=()):
+    """Find the fastest value of one option after another; returns (variant, [each tried variant with its timing]).
 
-    run_round(**request, **variant): see prepare(). candidates: {option: values}. The search times the values of one
-    option after another, and keeps the fastest value of each option for the next ones.
+    run(**variant) returns {"token": seconds} or {"error": text}; its first call compiles. values_of: {option: values}.
+    start: the variant, {option: value}, where the search begins. The values of one option are timed in interleaved
+    rounds, and the fastest is kept for the next options. A timing is "us_per_token", the median, or "error".
     """
-    fastest, tried = {option: values[0] for option, values in candidates.items()}, []
-    for option, values in candidates.items():
-        for value in values:
-            variant = fastest | {option: value}
-            if any(each.items() >= variant.items() for each in tried):
-                continue
-            rounds = [run_round(**request, **variant)]  # compiles
-            while "error" not in rounds[-1] and len(rounds) <= SEARCH_ROUNDS:
-                rounds.append(run_round(**request, **variant))
-            error = rounds[-1].get("error")
-            answer = {"error": error} if error else {"us_per_token": 1e6 * min(each["token"] for each in rounds[1:])}
-            tried.append(variant | answer)
-            text = error or f"{answer['us_per_token']:.1f} us/token"
-            print("PyTorch,", ", ".join(f"{name}: {each}" for name, each in variant.items()) + ":", text, flush=True)
-        timed = [each for each in tried if "us_per_token" in each]
-        if not timed:
-            raise UserError(f"no value of {option} works: {tried[-1]['error']}")
-        best = min(timed, key=lambda each: each["us_per_token"])
-        fastest = {name: best[name] for name in candidates}
-    return fastest, tried
+    fastest, tried = dict(start), {}
+    for option, values in values_of.items():
+        variants = {str(value): fastest | {option: value} for value in values}
+        errors = {name: run(**variant).get("error") for name, variant in variants.items()}
+        timers = {name: functools.partial(run, **variants[name]) for name, error in errors.items() if not error}
+        if not timers:
+            raise UserError(f"no value of {option} works: {errors.popitem()[1]}")
+        us = {}
+        for name, answers in interleaved(timers, rounds).items():
+            us[name] = 1e6 * statistics.median(each["token"] for each in answers)
+        for name, variant in variants.items():
+            timing = {"us_per_token": us[name]} if name in us else {"error": errors[name]}
+            tried[str(variant)] = variant | timing
+            print(", ".join(f"{key}: {value}" for key, value in tried[str(variant)].items()), flush=True)
+        fastest = variants[min(us, key=us.get)]
+    return fastest, list(tried.values())
 
 
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
-
-    A result of a compiled program of PyTorch has the "tried" variants, and the fastest of them, its "variant".
 
     Raises SystemExit if this project's program does not generate the same tokens in every round.
     """
@@ -166,7 +152,9 @@ def measure(args, case, precision):
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
         spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
         with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
-            variant, tried = search(process.run_round, candidates, request | {"new": min(new, SEARCH_NEW)})
+            run = functools.partial(process.run_round, prompt=prompt, new=min(new, SEARCH_NEW))
+            start = {option: values[0] for option, values in candidates.items()}
+            variant, tried = search(run, candidates, SEARCH_ROUNDS, start)
         searched = {"tried": tried, "variant": described(variant)}
     specs = list(process_specs(args, sizes, variant))
     measured = measure_specs(specs, args, request, request)
@@ -205,59 +193,47 @@ def described(variant):
     return f"attention: {variant['attention']}, products: {variant['products']}{cut}"
 
 
-# -- constants of the kernels -----------------------------------------------------------------------------------------
-
-
 def time_constants(args, case):
-    """Time the values of each constant and keep the fastest for the next constant; return one result per constant."""
+    """Search for the fastest constants of this project's kernels; return one result for each tried variant."""
     preset, batch, prompt, _, precisions = CASES[case]
-    config, results = PRESETS[preset], []
+    config = PRESETS[preset]
     prompt = min(prompt, config.block_size // 2)  # the block does not become full, so every step uses the KV cache
     steps = min(VARIANT_STEPS, config.block_size - prompt - 8)
     generator = ours.CudaGenerator(config, batch, precisions[-1])
     prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)).tolist()
-    fastest = {}  # {constant: its fastest value}
-    for constant, candidates in (ONE_SEQUENCE if batch == 1 else SEVERAL_SEQUENCES).items():
-        decoders = {}
-        for value in candidates:
-            try:
-                decoders[value] = generator.decoder(batch, **fastest, **{constant: value})
-                seconds_per_step(decoders[value], prompts, 1)
-            except Exception as error:  # the tile needs more registers or shared memory than the GPU has
-                decoders.pop(value, None)
-                print(f"{constant} {value}: {(str(error).splitlines() or [type(error).__name__])[0]}")
-        timers = {
-            value: functools.partial(seconds_per_step, decoder, prompts, steps) for value, decoder in decoders.items()
-        }
-        seconds = interleaved(timers, args.rounds)
-        median = {value: statistics.median(times) for value, times in seconds.items()}
-        fastest[constant] = min(median, key=median.get)
-        results.append({"case": case, "constant": constant, "seconds": {str(v): t for v, t in seconds.items()}})
-        print(f"{case}: {constant:15}", *(f"{v}: {1e6 * t:.1f}" for v, t in median.items()), "us/token", flush=True)
+
+    @functools.lru_cache(maxsize=8)  # the values of one constant
+    def decoder(**constants):
+        return generator.decoder(batch, **constants)
+
+    def run(**constants):
+        try:
+            return {"token": seconds_per_step(decoder(**constants), prompts, steps)}
+        except Exception as error:  # the tile needs more registers or shared memory than the GPU has
+            return {"error": first_line(error)}
+
+    fastest, tried = search(run, ONE_SEQUENCE if batch == 1 else SEVERAL_SEQUENCES, args.rounds)
     print(f"{case}: the fastest values are {fastest}\n")
-    return results
+    return [{"case": case, **each} for each in tried]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.decode", __doc__)
-    add = parser.add_argument
-    text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
-    add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
-    text = (
-        "PyTorch's programs. graph: torch.compile, each step in a CUDA graph. overhead: torch.compile with mode "
-        "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
-    )
-    add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    parser.add_flags(threads=4, rounds=7, timeout=500)
-    text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
-    add("--variants", action="store_true", help=text)
-    args = parser.parse_args()
+DEFAULTS = ["graph", "overhead", "eager"]
+TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
 
+
+@benchmark(
+    "gpu-decode",
+    common=dict(threads=4, rounds=7, timeout=500),
+    cases=dict(choices=CASES, nargs="+", default=list(CASES), help="a table for each (default all)"),
+    peers=dict(choices=PEERS, nargs="*", default=DEFAULTS, help=f"{TITLES} (default {' '.join(DEFAULTS)})"),
+    variants=dict(action="store_true", help="time constants of this project's kernels, instead of PyTorch's programs"),
+)
+def main(args):
     if args.variants:
-        return save_each(args, (time_constants(args, case) for case in args.cases))
-    tables = (measure(args, case, precision) for case in args.cases for precision in CASES[case][-1])
-    save_each(args, tables, summarise, TABLES["gpu-decode"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+        save(sum((time_constants(args, case) for case in args.cases), []), args)
+        return
+    for case in args.cases:
+        for precision in CASES[case][-1]:
+            results = measure(args, case, precision)
+            summarise(results)
+            yield results

@@ -2,10 +2,12 @@
 
 Each fusion has up to three versions. The first is a separate kernel and a product of cublasLt. The second is a product
 of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Triton kernel that computes both. The
-Triton kernels of the third version are slower, so no stage uses them.
+Triton kernels of the third version are slower, so no stage uses them. With --gluon, on a Hopper GPU, the tiles of the
+Gluon products, which compute GELU during the next tile, are compared with the epilogues of cublasLt.
 
-    python -m benchmarks.gpu.fusions             # every fusion, 5 rounds
-    python -m benchmarks.gpu.fusions --rounds 1  # a quick trial
+    python -m benchmarks.gpu.fusions                                 # every fusion, 5 rounds
+    python -m benchmarks.gpu.fusions --rounds 1                      # a quick trial
+    python -m benchmarks.gpu.fusions --gluon --save-as gelu_product  # tiles of the Gluon products
 """
 
 from functools import partial
@@ -14,19 +16,24 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from benchmarks.gpu.timing import time_functions
 from benchmarks.harness.ours import check_gpu
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
+from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
-from stage2_cuda.tuning.tuner import capture_calls, medians
+from stage2_cuda.runtime.gluon_launch import gluon_kind
+from stage2_cuda.runtime.triton_launch import descriptor, gpu_model, launch
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
 # _desc: TMA descriptors, which load and store whole tiles.
 
-SEPARATE = "separate kernel"
+SEPARATE, EPILOGUE = "separate kernel", "cublasLt epilogue"
+TOLERANCE = 1e-2  # largest relative difference of two results that are rounded to 16 bits
+DIRECTIONS = {"GELU after": "forward", "GELU' after": "backward"}  # of the Gluon products
 # (n, c, k) of the MLP's first product and of the q, k, v projection, in gpt2 and in paper
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)
@@ -85,36 +92,14 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
     tl.store(rstd_ptr + tl.program_id(0), 1 / tl.sqrt(tl.sum(centred * centred, 0) / channels + 1e-5))
 
 
-def microseconds(functions, rounds=5, repeats=20):
-    """Time the functions {name: function}; return {name: median microseconds of a call}.
+def functions_of(cupy, backend, n, c, k, gluon):
+    """({(fusion, version): function}, {fusion: arrays that the functions write}) for the sizes n, c, k.
 
-    A function that raises an exception is not in the result. `repeats` calls of each function are captured in a CUDA
-    graph; each round times all graphs.
+    The functions read the same random arrays in 16 bits. In the names of fusions, GELU' is the derivative of GELU;
+    "after" and "before" are relative to the product. gluon: only the epilogues of cublasLt and the Gluon products.
     """
-    import cupy
-
-    stream, graphs = cupy.cuda.Stream(non_blocking=True), {}
-    for name, function in functions.items():
-        try:
-            function()
-        except Exception as error:  # the tile needs more registers or shared memory than the GPU has
-            print(f"{name}: {str(error).splitlines()[0][:100]}")
-            continue
-        cupy.cuda.runtime.deviceSynchronize()
-        with stream:
-            graphs[name] = capture_calls(stream, function, repeats)
-    with stream:
-        times = medians(cupy, stream, list(graphs.values()), rounds)
-    return {name: 1e3 * float(ms) / repeats for name, ms in zip(graphs, times, strict=True)}
-
-
-def functions_of(cupy, backend, n, c, k):
-    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits.
-
-    In the names of fusions, GELU' is the derivative of GELU; "after" and "before" are relative to the product.
-    """
+    from stage2_cuda.gemm import gluon_gelu
     from stage2_cuda.kernels import column_sums, gelu, layernorm
-    from stage2_cuda.runtime.triton_launch import descriptor, launch
 
     rng, dtype, gemm = np.random.default_rng(SEED), backend.compute_dtype, backend.products.gemm
 
@@ -147,19 +132,29 @@ def functions_of(cupy, backend, n, c, k):
 
     functions = {
         ("GELU after", SEPARATE): in_order(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
-        ("GELU after", "cublasLt epilogue"): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
+        ("GELU after", EPILOGUE): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
         ("GELU' after", SEPARATE): in_order(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True),
             lambda: gelu.bias_gelu_backward(dh, partials, dh, h, b),
             lambda: column_sums.add_partials(partials, db),
         ),
-        ("GELU' after", "cublasLt epilogue"): in_order(
+        ("GELU' after", EPILOGUE): in_order(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True, activation="dgelu", aux=h),
             lambda: column_sums.column_sums(db, sums, dh),
         ),
         ("LayerNorm before", SEPARATE): in_order(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
     }
-    for tile in TILES:
+    if gluon:
+        functions = {name: function for name, function in functions.items() if name[1] == EPILOGUE}
+        for tile in gluon_gelu.FORWARD_TILES:
+            functions["GELU after", tile.text()] = partial(gluon_gelu.gelu_product, y, h, x, w, b, tile)
+        for tile in gluon_gelu.BACKWARD_TILES:
+            tile_sums = empty_fp32(*gluon_gelu.partials_shape(n, k, tile))
+            functions["GELU' after", tile.text()] = in_order(
+                partial(gluon_gelu.gelu_backward_product, dh, tile_sums, dy, w2, h, tile),
+                partial(column_sums.add_partials, tile_sums, db),
+            )
+    for tile in () if gluon else TILES:
         N, K, C = tile[:3]
         name, tile_sums = f"Triton {N} x {K} x {C}", empty_fp32(triton.cdiv(n, N), k)
         x_desc, dy_desc, s_desc = (descriptor(array, (N, C)) for array in (x, dy, s))
@@ -175,22 +170,46 @@ def functions_of(cupy, backend, n, c, k):
             residual_statistics,
             partial(triton_product, layernorm_product_kernel, tile, y_desc, s_desc, *norm, w_desc, b),
         )
-    return functions
+    return functions, {"GELU after": (y, h), "GELU' after": (dh, db)}
 
 
-def main():
-    args = benchmark_parser("benchmarks.gpu.fusions", __doc__, rounds=5).parse_args()
+def gluon_rows(fusion, results):
+    """The row of each Gluon product beside the epilogue of cublasLt; a row of a product that failed has the "error"."""
+    cublaslt = results.pop(EPILOGUE)
+    for tile, found in results.items():
+        row = {"direction": DIRECTIONS[fusion], "variant": tile, "cublasLt us": 1e3 * cublaslt["ms"]}
+        yield row | ({"us": 1e3 * found["ms"]} if "ms" in found else {"error": found["failed"]})
+
+
+@benchmark(
+    common=dict(rounds=5),
+    gluon=dict(action="store_true", help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"),
+)
+def main(args):
     from stage2_cuda.cuda_backend import CudaBackend
 
     check_gpu()
+    if args.gluon and gluon_kind(*gpu_model()) is None:
+        raise ConfigError("--gluon: this GPU or this Triton has no Gluon kernels: use a Hopper GPU and Triton 3.6")
     backend, results = CudaBackend("bf16", deterministic=False), []
-    for n, c, k in SHAPES:
-        times = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
-        for (fusion, version), us in times.items():
-            results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
-        TABLES["gpu-fusions"].print(results[-len(times) :])
+    for n, c, k in SHAPES[: 1 if args.gluon else None]:
+        functions, outputs = functions_of(backend.xp, backend, n, c, k, args.gluon)
+        if not args.gluon:
+            times = time_functions(functions, args.rounds)
+            sizes = {"rows": n, "c": c, "k": k}
+            rows = [
+                {**sizes, "fusion": fusion, "version": version, "us": 1e3 * each["ms"]}
+                for (fusion, version), each in times.items()
+                if "ms" in each
+            ]
+            TABLES["gpu-fusions"].print(rows)
+            results += rows
+        else:
+            for fusion, written in outputs.items():
+                of_fusion = {version: function for (name, version), function in functions.items() if name == fusion}
+                results += gluon_rows(
+                    fusion, time_functions(of_fusion, args.rounds, outputs=written, tolerance=TOLERANCE)
+                )
+            TABLES["gpu-gelu"].print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return int(any("error" in result for result in results))

@@ -1,8 +1,7 @@
 """How much faster does each version of one kernel become, from CuPy's operations to the kernel of stage 2?
 
 The computation is s = x + a + bias; y = LayerNorm(s) w + b, for N rows of C columns in fp32. The versions, called
-rungs, are those of stage 2's notebook. They are timed in turn, in several rounds, by device events. The results are
-compared before they are timed. "bytes" counts each array that the rung reads or writes, once per pass.
+rungs, are those of stage 2's notebook. "bytes" counts each array that the rung reads or writes, once per pass.
 
     python -m benchmarks.gpu.ladder             # 7 rounds
     python -m benchmarks.gpu.ladder --rounds 1  # a quick trial
@@ -14,11 +13,12 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.lesson import device_seconds
+from benchmarks.gpu.timing import device_seconds
 from benchmarks.harness.ours import check_gpu
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import save
 from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
@@ -184,13 +184,9 @@ def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
     return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
 
 
-def main():
-    args = benchmark_parser("benchmarks.gpu.ladder", __doc__, rounds=7).parse_args()
+@benchmark(rounds=7)
+def main(args):
     check_gpu()
     results = measure(args.rounds)
     Table("", TABLE, base="True").print(results)
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,40 +1,29 @@
 """What does each section of stage 2's lesson gain? Compares plain code with this project's, section by section.
 
-The lesson is stage2_cuda/README.md. For a kernel, the plain version calls CuPy's functions. Before the timing, a check
-compares the results of both versions. The two versions A and B are timed in the order A B, B A, A B, ... Kernels are
-timed by device events; launches, training steps and generated tokens are timed by the host's clock.
+The lesson is stage2_cuda/README.md. Kernels are timed by device events; launches, training steps and generated tokens
+are timed by the host's clock.
 
     python -m benchmarks.gpu.lesson             # 7 rounds
     python -m benchmarks.gpu.lesson --rounds 1  # a quick trial
 """
 
 import functools
-import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
+from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, KernelPair, check_close
+from benchmarks.gpu.timing import device_seconds, step_timer
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import interleaved, mean_seconds, random_batch
+from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from gpt2core.presets import PRESETS
 
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
-
-
-class Comparison(NamedTuple):
-    """Two versions to compare: plain() and ours() each return the measured seconds of one launch, step or token."""
-
-    section: int  # of the lesson
-    name: str
-    plain: Callable
-    ours: Callable
 
 
 @triton.jit
@@ -55,7 +44,7 @@ def launches(xp):
         lambda: launch(add_kernel, (1,), *arrays, 1024, BLOCK=1024),
     )
     timed = (functools.partial(host_seconds, xp, function, calls=500) for function in functions)
-    return Comparison(3, "a launch", *timed)
+    return KernelPair(3, "a launch", *timed)
 
 
 def host_seconds(xp, function, calls):
@@ -66,37 +55,22 @@ def host_seconds(xp, function, calls):
     return seconds
 
 
-class TimedSteps:
-    """Training steps of preset paper: each call of the object runs `count` steps and returns the seconds of one step.
-
-    captured: replay a step as a CUDA graph. overlap: begin each step before the loss of the previous step is read.
-    """
-
-    def __init__(self, precision="bf16", captured=True, overlap=True, count=100):
-        self.config, self.count, self.overlap, self.rng = PRESETS["paper"], count, overlap, np.random.default_rng(SEED)
-        self.train = CudaSteps(self.config, BATCH_SIZE, self.config.block_size, precision, captured=captured)
-
-    def __call__(self):
-        sizes = self.config.vocab_size, BATCH_SIZE, self.config.block_size
-        batches = [random_batch(self.rng, *sizes) for _ in range(self.count)]
-        if self.overlap:
-            self.train.announce(batches)
-        started = time.perf_counter()
-        for batch in batches:
-            self.train(*batch)
-        return (time.perf_counter() - started) / self.count
-
-
 def training():
-    """Yield the Comparisons of sections 11 and 12: whole training steps."""
-    full_step = TimedSteps()  # with all optimisations
-    yield Comparison(11, "a step of preset paper, fp32 and bf16", TimedSteps("fp32"), full_step)
-    yield Comparison(12, "the same in bf16, as a graph", TimedSteps(captured=False, count=10), full_step)
-    yield Comparison(12, "the same, begun before the previous loss is read", TimedSteps(overlap=False), full_step)
+    """Yield the KernelPairs of sections 11 and 12: whole training steps of preset paper."""
+    config = PRESETS["paper"]
+
+    def timer(precision="bf16", captured=True, overlap=True, count=100):
+        program = CudaSteps(config, BATCH_SIZE, config.block_size, precision, captured=captured)
+        return step_timer(program, config, BATCH_SIZE, count, overlap)
+
+    full_step = timer()  # with all optimisations
+    yield KernelPair(11, "a step of preset paper, fp32 and bf16", timer("fp32"), full_step)
+    yield KernelPair(12, "the same in bf16, as a graph", timer(captured=False, count=10), full_step)
+    yield KernelPair(12, "the same, begun before the previous loss is read", timer(overlap=False), full_step)
 
 
 def generation():
-    """Yield the Comparisons of section 15: one generated token of GPT-2 124M, one sequence."""
+    """Yield the KernelPairs of section 15: one generated token of GPT-2 124M, one sequence."""
     generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
 
     def timer(decoder, steps):
@@ -104,23 +78,9 @@ def generation():
 
     uncaptured = timer(generator.decoder(1, captured=False), 50)
     captured = timer(generator.decoder(1), 200)
-    yield Comparison(15, "a token, as a graph", uncaptured, captured)
+    yield KernelPair(15, "a token, as a graph", uncaptured, captured)
     # pdl: programmatic dependent launch. A kernel prefetches its weights while the previous kernel still runs.
-    yield Comparison(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
-
-
-def device_seconds(xp, function, min_total=0.02):
-    """Seconds of one call of function(), by device events: the mean of calls that take at least `min_total` s."""
-    begin, end = xp.cuda.Event(), xp.cuda.Event()
-    calls, seconds = 1, 0.0
-    while seconds < min_total:
-        begin.record()
-        for _ in range(calls):
-            function()
-        end.record()
-        end.synchronize()
-        seconds, calls = 1e-3 * xp.cuda.get_elapsed_time(begin, end), 2 * calls
-    return seconds / (calls // 2)
+    yield KernelPair(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
 def measure(comparison, rounds):
@@ -137,22 +97,22 @@ def measure(comparison, rounds):
 
 
 def comparisons(xp):
-    """Yield all Comparisons, one at a time, so that the GPU memory of one is freed before the next is allocated."""
+    """Yield all KernelPairs, one at a time, so that the GPU memory of one is freed before the next is allocated."""
     rng = np.random.default_rng(SEED)
     yield launches(xp)
     for make_pair in KERNEL_PAIRS:
         pair = make_pair(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), GPT2)
         check_close(pair, xp)
         functions = (functools.partial(device_seconds, xp, function) for function in (pair.plain, pair.ours))
-        yield Comparison(pair.section, pair.name, *functions)
+        yield KernelPair(pair.section, pair.name, *functions)
         del pair, functions
         xp.get_default_memory_pool().free_all_blocks()
     yield from training()
     yield from generation()
 
 
-def main():
-    args = benchmark_parser("benchmarks.gpu.lesson", __doc__, rounds=7).parse_args()
+@benchmark(rounds=7)
+def main(args):
     xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)
@@ -162,7 +122,3 @@ def main():
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
     TABLES["gpu-lesson"].print(results)
-
-
-if __name__ == "__main__":
-    run_main(main)

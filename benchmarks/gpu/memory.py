@@ -9,10 +9,11 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import benchmark_parser, save_each
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
+from benchmarks.harness.report import save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.memory.gpu import CONTEXT, training_memory
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.presets import PRESETS
@@ -33,16 +34,16 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches, recompute):
-    """Called in each process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
+    """Called in each process. Return `run_round(steps)`, which trains on random tokens and returns the bytes in use.
 
     run_round() may be called only once: the peak of a second call would include the memory of the first.
     """
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
-    def run_round():
+    def run_round(steps):
         before = driver_bytes()
         step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches, recompute=recompute)
-        for _ in range(STEPS):
+        for _ in range(steps):
             step(*random_batch(rng, config.vocab_size, batch_size, config.block_size))
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
 
@@ -52,14 +53,14 @@ def prepare(module, preset, batch_size, precision, micro_batches, recompute):
 def measure(case, timeout):
     """Measure one of CASES; return its result, a dictionary.
 
-    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
-    process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
+    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory of the
+    process, and "terms" the predicted parts of this memory, {name: bytes}.
     """
     progress(" ".join(map(str, case)))
     preset, batch_size, precision, micro_batches, recompute = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches", "recompute"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
-        measured = process.run_round()
+        measured = process.run_round(steps=STEPS)
     progress("")
     config, parallel = PRESETS[preset], ParallelConfig(recompute=recompute)
     terms = training_memory(config, batch_size, config.block_size, precision, micro_batches, parallel=parallel)
@@ -69,11 +70,14 @@ def measure(case, timeout):
     return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, timeout=300)
-    presets = list(dict.fromkeys(preset for preset, *_ in CASES))
-    parser.add_argument("--preset", choices=presets, nargs="+", default=presets, help="models (default all)")
-    args = parser.parse_args()
+MODELS = list(dict.fromkeys(preset for preset, *_ in CASES))
+
+
+@benchmark(
+    common=dict(timeout=300),
+    preset=dict(choices=MODELS, nargs="+", default=MODELS, help="models (default all)"),
+)
+def main(args):
     results = save_each(args, ([measure(case, args.timeout)] for case in CASES if case[0] in args.preset))
     TABLES["gpu-memory"].print(results)
     context = f"{CONTEXT / 2**30:.2f} GiB"
@@ -81,7 +85,3 @@ def main():
     wrong = [result for result in results if abs(result["difference"]) > MAX_DIFFERENCE]
     if wrong:
         sys.exit(f"{len(wrong)} of {len(results)} cases differ by more than {MAX_DIFFERENCE:.0%}")
-
-
-if __name__ == "__main__":
-    run_main(main)

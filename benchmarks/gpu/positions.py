@@ -7,16 +7,15 @@ python -m benchmarks.gpu.positions --device cpu --preset paper  # tokens on a CP
 """
 
 import statistics
-import time
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.gpu.timing import LEAD_IN, step_timer, time_calls
 from benchmarks.harness.ours import CudaSteps
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import SEED, interleaved, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import POSITIONS
 from gpt2core.errors import UserError
 from gpt2core.model import initial_parameters
@@ -24,30 +23,7 @@ from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.presets import PRESETS
 from gpt2core.sampler import generate
 
-LEAD_IN = 3  # steps, and tokens, that are not timed
 TOKENS = 64  # timed tokens before the end of the block, and after it
-
-
-def step_function(config, batch_size, steps):
-    """Return run_round(): the median seconds of `steps` steps on random tokens."""
-    program, rng = CudaSteps(config, batch_size, config.block_size), np.random.default_rng(SEED)
-
-    def run_round():
-        batches = [random_batch(rng, config.vocab_size, batch_size, config.block_size) for _ in range(LEAD_IN + steps)]
-        program.announce(batches)
-        return statistics.median(time_calls(lambda batch: program(*batch), batches))
-
-    return run_round
-
-
-def time_calls(function, arguments):
-    """The seconds of each call of `function` with one of the `arguments`, without the first LEAD_IN calls."""
-    seconds = []
-    for argument in arguments:
-        started = time.perf_counter()
-        function(argument)
-        seconds.append(time.perf_counter() - started)
-    return seconds[LEAD_IN:]
 
 
 def token_function(config, backend):
@@ -79,13 +55,31 @@ def long_context(preset, length, steps):
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.positions", __doc__)
-    add = parser.add_argument
-    add("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence")
-    parser.add_flags(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64)
-    args = parser.parse_args()
+def measure_steps(configs, args):
+    functions = {
+        name: step_timer(CudaSteps(each, args.batch_size, each.block_size), each, args.batch_size, args.steps_per_round)
+        for name, each in configs.items()
+    }
+    seconds = interleaved(functions, args.rounds)
+    times = paired_ratio(seconds["rotary"], seconds["learned"])
+    print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")
+    return {"seconds": seconds, "rotary_times": times}
 
+
+def measure_tokens(configs, backend, args):
+    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
+    for name, rounds in interleaved(functions, args.rounds).items():
+        before, after = zip(*rounds, strict=True)
+        results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
+    return results
+
+
+@benchmark(
+    "gpu-positions",
+    common=dict(preset="gpt2", device="cuda", rounds=7, steps_per_round=10, batch_size=64),
+    contexts=dict(type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of a training sequence"),
+)
+def main(args):
     config = PRESETS[args.preset]
     if config.block_size <= TOKENS + LEAD_IN:
         shortest = TOKENS + LEAD_IN + 1
@@ -103,25 +97,4 @@ def main():
         results["contexts"] = [long_context(args.preset, length, args.steps_per_round) for length in args.contexts]
         backend = CudaBackend("bf16")
     results["tokens"] = measure_tokens(configs, backend, args)
-    TABLES["gpu-positions"].print(results)
-    save(results, args)
-
-
-def measure_steps(configs, args):
-    functions = {name: step_function(each, args.batch_size, args.steps_per_round) for name, each in configs.items()}
-    seconds = interleaved(functions, args.rounds)
-    times = paired_ratio(seconds["rotary"], seconds["learned"])
-    print(f"a step with rotary positions takes {times['median']:.3f} times as long as with learned ones")
-    return {"seconds": seconds, "rotary_times": times}
-
-
-def measure_tokens(configs, backend, args):
-    functions, results = {name: token_function(each, backend) for name, each in configs.items()}, {}
-    for name, rounds in interleaved(functions, args.rounds).items():
-        before, after = zip(*rounds, strict=True)
-        results[name] = {"seconds": {"before": before, "after": after}, "after_times": paired_ratio(after, before)}
     return results
-
-
-if __name__ == "__main__":
-    run_main(main)

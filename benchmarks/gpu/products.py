@@ -1,31 +1,28 @@
 """Are the matrix products of a training step as fast as torch.matmul's?
 
 Each linear layer has three products of 2 N C K floating-point operations: forward x w, input gradient dy w^T, weight
-gradient x^T dy. Each program captures several calls in a CUDA graph, which is timed by device events, in interleaved
-rounds.
-
-This project calls cublasLt with the algorithm that is the fastest in a timing. In fp32 it splits each operand into two
-fp16 arrays, and computes a product as three fp16 products on tensor cores. The measured time includes splitting both
-operands of each product. A training step is faster: it splits an operand only once for several products. The weight
-gradient of this project is float32; that of PyTorch has the dtype of the operands, as in autograd.
+gradient x^T dy. Each program captures several calls in a CUDA graph. In fp32 this project computes a product as three
+fp16 products on tensor cores; the time includes splitting both operands, which a training step does only once for
+several products. The weight gradient of this project is float32; that of PyTorch has the dtype of the operands.
 
     python -m benchmarks.gpu.products                                  # both models
     python -m benchmarks.gpu.products --preset paper --precision bf16  # one model
 """
 
+import functools
 import statistics
 
 import numpy as np
 
+from benchmarks.gpu.timing import random_arrays
 from benchmarks.harness import ours
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import benchmark_parser, compare_norms, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, measure_shapes
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import compare_norms, paired_ratio
+from benchmarks.harness.rounds import measure_shapes
+from benchmarks.harness.script import benchmark
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
 
-BENCHMARK = "benchmarks.gpu.products"  # the name under which the benchmark processes import this file
 OURS, PEER = "ours", "torch.matmul"
 KINDS = ("forward", "input", "weight")  # input, weight: the products that compute these gradients
 # preset: [(N, C, K, transposed)]. gpt2: the layers of GPT-2 124M with 64 x 1024 tokens; the last entry is lm_head for a
@@ -44,24 +41,18 @@ TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # largest relative diff
 
 
 def random_inputs(N, C, K, transposed):
-    """x, w and dy, float32, the same in every process: one million random numbers, repeated."""
-    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    shapes = (N, C), (K, C) if transposed else (C, K), (N, K)
-    return [np.resize(numbers[offset:], shape) for offset, shape in enumerate(shapes)]
+    """x, w and dy."""
+    return random_arrays((N, C), (K, C) if transposed else (C, K), (N, K))
 
 
 def prepare(module, precision):
     """Called in each process. Return `run_round(shape, milliseconds)`, the run_round() of a module's Linear."""
-    linears = {}  # {shape: Linear} of the last shape
 
-    def run_round(shape, milliseconds):
-        shape = tuple(shape)
-        if shape not in linears:
-            linears.clear()  # the largest arrays take several gigabytes
-            linears[shape] = module.Linear(random_inputs(*shape), shape[3], precision)
-        return linears[shape].run_round(milliseconds)
+    @functools.lru_cache(maxsize=1)  # the largest arrays take several gigabytes
+    def build(*shape):
+        return module.Linear(random_inputs(*shape), shape[3], precision)
 
-    return run_round
+    return lambda shape, milliseconds: build(*shape).run_round(milliseconds)
 
 
 class Linear(ours.Graphs):
@@ -88,16 +79,11 @@ class Linear(ours.Graphs):
 
 
 def measure(args, precision):
-    """Measure all shapes; return for each shape two results, of this project and of PyTorch.
-
-    "ms" of a result has the milliseconds of each round.
-    """
-    modules = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}
+    """Measure all shapes; return for each shape two results, of this project and of PyTorch."""
+    modules = {OURS: args.benchmark, PEER: "benchmarks.peers.torch_products"}
     specs = [ProcessSpec(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
-    shapes = [shape for preset in args.preset for shape in SHAPES[preset]]
-    pairs = measure_shapes(specs, args, shapes, KINDS)
-    results = []
-    for pair in pairs:
+    shapes, results = [shape for preset in args.preset for shape in SHAPES[preset]], []
+    for pair in measure_shapes(specs, args, shapes, KINDS):
         results += [result | {"precision": precision} for result in pair]
         summarise(results[-2:])
     return results
@@ -113,17 +99,12 @@ def summarise(pair):
     compare_norms(peer, own, TOLERANCES[own["precision"]])
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    add = parser.add_argument
-    add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
-    text = "precisions, one table for each (default all)"
-    add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    parser.add_flags(threads=4, rounds=7, milliseconds=20.0, timeout=300)
-    args = parser.parse_args()
-    tables = (measure(args, precision) for precision in args.precision)
-    save_each(args, tables, TABLES["gpu-products"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "gpu-products",
+    common=dict(threads=4, rounds=7, milliseconds=20.0, timeout=300),
+    preset=dict(choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)"),
+    precision=dict(choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help="a table for each (default all)"),
+)
+def main(args):
+    for precision in args.precision:
+        yield measure(args, precision)

@@ -1,14 +1,14 @@
 """How long does each kernel of one training step on the GPU run, and how long is the GPU idle?
 
-CUPTI, the profiling library of NVIDIA that torch.profiler uses, records every kernel of the process, including those of
-CuPy, Triton and cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th
-kernel of this project that Python launches is the n-th one that CUPTI records, and the same is true for products.
-This matching gives the source file of each kernel and the shape of each product.
+CUPTI records every kernel of the process. The training step runs on one stream, on which kernels run in launch order.
+So the n-th kernel or product of this project that Python launches is the n-th one that CUPTI records. This matching
+gives the source file of each kernel and the shape of each product.
 
     python -m benchmarks.gpu.profile                                  # gpt2 in bf16
     python -m benchmarks.gpu.profile --preset paper --precision fp32  # another model
 """
 
+import functools
 import math
 import re
 import statistics
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED, median_seconds, random_batch
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from gpt2core.presets import PRESETS
@@ -36,10 +36,7 @@ ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "bo
 # Files whose kernels read and write each array once, so their bytes are the sizes of their arguments.
 ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"
 # Titles of the kernels in CUDA C, which are those of the Triton kernels that they replace on some GPUs
-CUDA_TITLES = {
-    "layernorm_backward": "layernorm: backward",
-    "cross_entropy_rows": "cross_entropy: forward_backward",
-}
+CUDA = {"layernorm_backward": "layernorm: backward", "cross_entropy_rows": "cross_entropy: forward_backward"}
 ROWS = 30  # printed of a table
 UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
 # The largest rates measured on an H200: TFLOP/s of bf16 products of random numbers, TB/s of a copy.
@@ -57,9 +54,6 @@ class Launch(NamedTuple):
     title: str  # in the tables
     flops: int = 0  # floating-point operations; 0 if they are not counted
     bytes: int = 0  # bytes that are read and written; 0 if they are not counted
-
-
-# -- launches made by Python ------------------------------------------------------------------------------------------
 
 
 def launches_of(function, backend):
@@ -89,7 +83,7 @@ def launches_of(function, backend):
     def record_cuda(source, name, blocks, threads, *arguments, **options):
         sizes = sum(value.nbytes for value in arguments if hasattr(value, "nbytes"))
         if not gpu.only_compiles:
-            launches.append(Launch(name, CUDA_TITLES[name], bytes=sizes))
+            launches.append(Launch(name, CUDA[name], bytes=sizes))
         return launch_cuda(source, name, blocks, threads, *arguments, **options)
 
     def record_matmul(out, a, b, **options):
@@ -128,9 +122,6 @@ def work_of(module, name, arguments, options):
     return {"bytes": sum(value.nbytes for value in [*arguments.values(), *updated] if hasattr(value, "nbytes"))}
 
 
-# -- activities of the GPU --------------------------------------------------------------------------------------------
-
-
 def is_product(activity):
     """Whether the activity is a matrix product; the reduction of a split-K product is not one."""
     return bool(PRODUCT.search(activity.name)) and not SPLIT_K_REDUCTION.search(activity.name)
@@ -145,29 +136,18 @@ def triton_kernel(name, kernels):
 
 
 def match_launches(activities, launches):
-    """Match the activities with the launches, Triton kernels and products separately, both in order.
+    """[(title, Activity, Launch or None)], and whether the activities of this project are the launches, in order.
 
-    Returns ([(title, Activity, Launch or None)], {"kernels", "products": whether all of this kind could be matched}).
     The title of a matched activity is that of its launch; the title of another activity is the name from short().
     """
-    kernels = {launch.kernel for launch in launches if launch.kernel}
-    triton = [activity for activity in activities if triton_kernel(activity.name, kernels)]
-    products = [activity for activity in activities if is_product(activity)]
-    triton_launches = [launch for launch in launches if launch.kernel]
-    product_launches = [launch for launch in launches if not launch.kernel]
-    recorded_names = [triton_kernel(activity.name, kernels) for activity in triton]
-    agree = {
-        "kernels": recorded_names == [launch.kernel for launch in triton_launches],
-        "products": len(products) == len(product_launches),
-    }
-    launch_of = {}  # {id(activity): Launch}
-    if agree["kernels"]:
-        launch_of |= zip(map(id, triton), triton_launches, strict=True)
-    if agree["products"]:
-        launch_of |= zip(map(id, products), product_launches, strict=True)
+    names = {launch.kernel for launch in launches if launch.kernel}
+    recorded_kernels = [triton_kernel(activity.name, names) for activity in activities]
+    own = [n for n, kernel in enumerate(recorded_kernels) if kernel or is_product(activities[n])]
+    agree = [recorded_kernels[n] for n in own] == [launch.kernel for launch in launches]
+    launch_of = dict(zip(own, launches, strict=True)) if agree else {}
     listed = []
-    for activity in activities:
-        launch = launch_of.get(id(activity))
+    for n, activity in enumerate(activities):
+        launch = launch_of.get(n)
         listed.append((launch.title if launch else short(activity.name), activity, launch))
     return listed, agree
 
@@ -192,9 +172,6 @@ def union_length(intervals):
     for start, end in sorted(map(tuple, intervals)):
         total, reached = total + max(0.0, end - max(start, reached)), max(end, reached)
     return total
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def kernel_rows(listed, steps, precision):
@@ -245,17 +222,6 @@ def group_of(kernel):
     return name if name in GROUPS else "other kernels and copies"
 
 
-# -- the measurement --------------------------------------------------------------------------------------------------
-
-
-def replay_seconds(graph, stream, times):
-    """Seconds of one replay of the graph: the mean of `times` back-to-back replays, timed by device events."""
-    import cupy
-
-    graph.launch(stream)
-    return milliseconds(cupy, stream, lambda: [graph.launch(stream) for _ in range(times)]) / 1e3 / times
-
-
 def profile(config, args):
     """Measure one configuration; return the dictionary that is written to results/."""
     open_cupti()
@@ -272,43 +238,40 @@ def profile(config, args):
     train()
     launches = launches_of(step.compute_update, step.backend)
     eager_seconds = median_seconds(train, args.steps)
-    eager = recorded(train, args.steps)
-    eager_listed, eager_agree = match_launches(eager, launches * args.steps)
 
     step.use_graph(True)
     for _ in range(3):  # the first step is launched from Python, the second is captured, the third is replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
-    device_seconds = replay_seconds(*step.graph_and_stream, args.steps)
+    graph, stream = step.graph_and_stream
+    graph.launch(stream)
+    replay = functools.partial(graph.launch, stream)
+    device_ms = milliseconds(step.backend.xp, stream, lambda: [replay() for _ in range(args.steps)]) / args.steps
     replays = recorded(step.replay, args.steps)
     if not replays:
         raise ConfigError("CUPTI reported no kernels of the replayed graph; use another driver or PyTorch version")
     listed, agree = match_launches(replays, launches * args.steps)
     busy_seconds = sum(activity.duration for activity in replays) / args.steps / 1e6
     return {
-        "preset": args.preset,
-        "precision": args.precision,
-        "batch_size": args.batch_size,
-        "seq_len": config.block_size,
-        "vocab_size": config.vocab_size,
-        "steps": args.steps,
+        **{name: getattr(args, name) for name in ("preset", "precision", "batch_size", "steps")},
+        **{"seq_len": config.block_size, "vocab_size": config.vocab_size},
         # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
         "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,
-        "device_seconds": device_seconds,  # of one of several back-to-back replays, by device events
+        "device_seconds": device_ms / 1e3,  # of one of several back-to-back replays, by device events
         "busy_seconds": busy_seconds,  # the sum of the durations of a replay's kernels, by CUPTI
         "idle_share_profiled": idle_share(replays, args.steps),
-        "idle_share": max(0.0, 1 - busy_seconds / device_seconds),
-        "launches_agree": {"eager": eager_agree, "graph": agree},
-        "eager": kernel_rows(eager_listed, args.steps, args.precision),
+        "idle_share": max(0.0, 1 - 1e3 * busy_seconds / device_ms),
+        "launches_agree": agree,
         "graph": kernel_rows(listed, args.steps, args.precision),
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.profile", __doc__, preset="gpt2", precision="bf16", steps=5)
-    parser.add_argument("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
-    args = parser.parse_args()
+@benchmark(
+    common=dict(preset="gpt2", precision="bf16", steps=5),
+    batch_size=dict(type=int, help="sequences per step (default 64; for preset paper: 16)"),
+)
+def main(args):
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     result = profile(PRESETS[args.preset], args)
     result["groups"] = list(group_rows(result))
@@ -316,16 +279,6 @@ def main():
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions)"
     print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
     TABLES["gpu-profile"].print(result)
-    graph_titles = {row["title"] for row in result["graph"]}
-    outside = [row for row in result["eager"] if row["title"] not in graph_titles]
-    if outside:
-        KERNELS.print(outside[:ROWS], "outside the graph: tokens and loss")
-    for mode, agree in result["launches_agree"].items():
-        for kind in (kind for kind, equal in agree.items() if not equal):
-            reason = f"the {kind} that CUPTI recorded do not match the launches by Python"
-            print(f"{mode}: {reason}; the rows have the names of the kernels")
+    if not result["launches_agree"]:
+        print("the kernels that CUPTI recorded do not match the launches by Python; the rows have their names")
     save(result, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

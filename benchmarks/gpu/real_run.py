@@ -14,10 +14,11 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
-from benchmarks.gpu.step import OURS, PEERS, TITLES
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.gpu.step import OURS, PEERS
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import train
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.shipped import BOOK, TOKENIZERS
@@ -39,17 +40,17 @@ RECIPE = dict(n_layer=8, n_head=8, lr=1e-3, min_lr=1e-4, warmup=200, val_fractio
 
 
 def prepare(module, recipe, device, **options):
-    """Called in the process of PyTorch. Return train(), which trains as `recipe` says, on `device`."""
+    """Called in the process of PyTorch. Return train(steps), which trains as `recipe` says, on `device`."""
 
-    def train():
+    def train(steps=recipe["steps"]):
         tokens, tokenizer = load_tokens(recipe["data"], None if has_tokenizer(recipe["data"]) else TOKENIZERS["book"])
         training, validation = split_validation(tokens, recipe["val_fraction"])
         T, B = recipe["seq_len"], recipe["batch_size"]
         config = model_config(recipe, tokenizer.vocab_size)
-        schedule = Schedule("cosine", recipe["lr"], recipe["min_lr"], recipe["warmup"], recipe["steps"])
+        schedule = Schedule("cosine", recipe["lr"], recipe["min_lr"], recipe["warmup"], steps)
         run = module.RealRun(config, B, T, SEED, device, **options)
         windows = Windows(training, T, "shuffled", SEED)
-        curves = run(windows, Windows(validation, T), schedule, recipe["steps"], recipe["eval_every"])
+        curves = run(windows, Windows(validation, T), schedule, steps, recipe["eval_every"])
         return curves | {"parameters": parameter_count(config)}
 
     return train
@@ -77,11 +78,11 @@ def train_ours(recipe, stage, timeout):
 
 def train_torch(recipe, peer, stage, timeout):
     """Train PyTorch's program `peer` in a process of its own; return its curves, and "parameters"."""
-    _, precision, device = STAGES[stage]
-    options = {"recipe": recipe, "device": device, "precision": precision, **PEERS[peer]}
-    spec = ProcessSpec(TITLES[peer], "benchmarks.peers.torch_real_run", 4, options)
+    (_, precision, device), (title, options) = STAGES[stage], PEERS[peer]
+    options = {"recipe": recipe, "device": device, "precision": precision, **options}
+    spec = ProcessSpec(title, "benchmarks.peers.torch_real_run", 4, options)
     with BenchmarkProcess(spec, BENCHMARK, timeout) as process:
-        return process.run_round()
+        return process.run_round(steps=recipe["steps"])
 
 
 def result(name, recipe, train):
@@ -131,32 +132,30 @@ def curves_of(results):
     return curves
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__)
-    add = parser.add_argument
-    text = "corpus: the output of data/prepare.py, or a text file for the tokenizer of preset book (default: the book)"
-    add("--data", default=os.path.relpath(BOOK, ROOT), help=text)
-    text = "2: bf16 on a GPU. 0: fp32 on the CPU, for a trial (default 2)"
-    add("--stage", type=int, choices=STAGES, default=2, help=text)
-    choices = [peer for peer, options in PEERS.items() if options.get("graph") != "trees"]
-    text = "PyTorch's programs, see gpu/step.py (default compiled graph)"
-    add("--peers", choices=choices, nargs="+", default=["compiled", "graph"], help=text)
-    add("--n-embd", type=int, default=512, help="channels (default 512)")
-    parser.add_flags(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300)
-    args = parser.parse_args()
+CHOICES = [peer for peer, (_, options) in PEERS.items() if options.get("graph") != "trees"]
+
+
+@benchmark(
+    common=dict(batch_size=64, seq_len=256, steps=3000, eval_every=100, timeout=300),
+    data=dict(
+        default=os.path.relpath(BOOK, ROOT), help="output of data/prepare.py, or a text file (default: the book)"
+    ),
+    stage=dict(type=int, choices=STAGES, default=2, help="2: bf16 on a GPU (default). 0: fp32 on the CPU, for a trial"),
+    peers=dict(
+        choices=CHOICES, nargs="+", default=["compiled", "graph"], help="see gpu/step.py (default compiled graph)"
+    ),
+    n_embd=dict(type=int, default=512, help="channels (default 512)"),
+)
+def main(args):
     names = "data", "n_embd", "seq_len", "batch_size", "steps", "eval_every"
     recipe = RECIPE | {name: getattr(args, name) for name in names}
 
     results = [result(OURS, recipe, functools.partial(train_ours, recipe, args.stage, args.timeout))]
     for peer in args.peers:
         train = functools.partial(train_torch, recipe, peer, args.stage, args.timeout)
-        results.append(result(TITLES[peer], recipe, train))
+        results.append(result(PEERS[peer][0], recipe, train))
         compare(results)
         path = save(results, args)  # after each program: an interrupted run keeps its results
     TABLES["gpu-real-run"].print(results)
     title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {results[0]['tokens'] / 1e6:.1f} M tokens"
     write_plot(curves_of(results), title, path.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.cpu.classroom import measure as run
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.processes import progress
+from benchmarks.harness.script import benchmark
 from testing.jobs import ROOT
 
 COMMANDS = {  # {out} is a new directory
@@ -57,15 +56,11 @@ def measure(command, rounds):
     return results
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.start", __doc__, rounds=3)
-    text = "commands to time (default all)"
-    parser.add_argument("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help=text)
-    args = parser.parse_args()
+@benchmark(
+    "start",
+    common=dict(rounds=3),
+    commands=dict(choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)"),
+)
+def main(args):
     results = {command: measure(command, args.rounds) for command in args.commands}
-    TABLES["start"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -13,36 +13,31 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, benchmark_parser, nvidia_smi, paired_ratio, round_medians, save_each
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.gpu.timing import LEAD_IN, time_calls
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import add_peer, nvidia_smi, paired_ratio, round_medians
 from benchmarks.harness.rounds import SEED, measure_specs, random_batch
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import flops_per_token
 from gpt2core.presets import PRESETS
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 OURS, RECOMPUTING = "ours", "ours, --recompute block"
-LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
-PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
-    "compiled": {"compiled": True},
-    "eager": {"compiled": False},
-    "overhead": {"compiled": True, "graph": "trees"},  # PyTorch's CUDA graph trees: mode reduce-overhead
-    "graph": {"compiled": True, "graph": "step"},  # one CUDA graph of the whole step
-    "autotune": {"compiled": True, "autotune": True},  # products by cuBLAS or Triton, whichever is faster
-    "cudnn": {"compiled": True, "attention": "cudnn"},
-    "autotune-cudnn": {"compiled": True, "autotune": True, "attention": "cudnn"},
-    "autotune-cudnn-graph": {"compiled": True, "autotune": True, "attention": "cudnn", "graph": "step"},
-}
-TITLES = {
-    "compiled": "torch compiled",
-    "eager": "torch eager",
-    "overhead": "torch compiled, reduce-overhead",
-    "graph": "torch compiled + whole-step graph",
-    "autotune": "torch compiled, max-autotune",
-    "cudnn": "torch compiled, cuDNN attention",
-    "autotune-cudnn": "torch compiled, max-autotune, cuDNN attention",
-    "autotune-cudnn-graph": "torch compiled, max-autotune, cuDNN attention + whole-step graph",
+TUNED = {"compiled": True, "autotune": True, "attention": "cudnn"}
+PEERS = {  # {name of a PyTorch program for --peers: (title, options of CudaSteps in peers/torch_gpt2_cuda.py)}
+    "compiled": ("torch compiled", {"compiled": True}),
+    "eager": ("torch eager", {"compiled": False}),
+    "overhead": ("torch compiled, reduce-overhead", {"compiled": True, "graph": "trees"}),  # PyTorch's graph trees
+    "graph": ("torch compiled + whole-step graph", {"compiled": True, "graph": "step"}),
+    # products by cuBLAS or Triton, whichever is faster
+    "autotune": ("torch compiled, max-autotune", {"compiled": True, "autotune": True}),
+    "cudnn": ("torch compiled, cuDNN attention", {"compiled": True, "attention": "cudnn"}),
+    "autotune-cudnn": ("torch compiled, max-autotune, cuDNN attention", TUNED),
+    "autotune-cudnn-graph": (
+        "torch compiled, max-autotune, cuDNN attention + whole-step graph",
+        TUNED | {"graph": "step"},
+    ),
 }
 # preset: (sequences per step, steps per round, names of the peers); other presets use the entry of gpt2
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
@@ -58,20 +53,14 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     rng, bytes_before = np.random.default_rng(SEED), functools.cache(driver_bytes)  # the same tokens in every process
 
     def run_round(steps):
-        before, step, seconds, losses = bytes_before(), build(), [], []
+        before, step, losses = bytes_before(), build(), []
         # Every process draws the same number of batches; only PyTorch's, with unread=True, use the last `steps`.
-        sizes = vocab_size, batch_size, seq_len
-        all_batches = [random_batch(rng, *sizes) for _ in range(LEAD_IN + 2 * steps)]
+        all_batches = [random_batch(rng, vocab_size, batch_size, seq_len) for _ in range(LEAD_IN + 2 * steps)]
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
         # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
         if hasattr(step, "announce"):
             step.announce(all_batches if unread else all_batches[: LEAD_IN + steps])
-        for batch in all_batches[:LEAD_IN]:
-            step(*batch)
-        for batch in all_batches[LEAD_IN : LEAD_IN + steps]:
-            started = time.perf_counter()
-            losses.append(step(*batch))
-            seconds.append(time.perf_counter() - started)
+        seconds = time_calls(lambda batch: losses.append(step(*batch)), all_batches[: LEAD_IN + steps])
         answer = {"seconds": seconds, "losses": losses, "unread_seconds": None, **step.memory()}
         if unread:
             started = time.perf_counter()
@@ -96,46 +85,38 @@ def driver_bytes():
     return sum(int(row[0]) for row in used) << 20 if used and all(row[0].isdigit() for row in used) else None
 
 
+def defaults(args, preset):
+    """(sequences per step, steps per round, names of the peers) of the flags, or else of DEFAULTS."""
+    given = args.batch_size, args.steps_per_round, args.peers
+    return [mine or other for mine, other in zip(given, DEFAULTS.get(preset, DEFAULTS["gpt2"]), strict=True)]
+
+
 def process_specs(args, preset, precision):
     """Yield a ProcessSpec for each row of a table: this project's programs, then PyTorch's in the order of --peers."""
-    sizes = {
-        "preset": preset,
-        "vocab_size": PRESETS[preset].vocab_size,
-        "batch_size": args.batch_size or DEFAULTS.get(preset, DEFAULTS["gpt2"])[0],
-        "seq_len": args.seq_len or PRESETS[preset].block_size,
-        "precision": precision,
-    }
-    yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, dict(sizes, unread=False))
-    if args.recompute:
-        options = dict(sizes, unread=False, recompute="block")
-        yield ProcessSpec(RECOMPUTING, "benchmarks.harness.ours", args.threads, options)
-    for peer in args.peers or DEFAULTS.get(preset, DEFAULTS["gpt2"])[2]:
-        if not (args.no_compile and PEERS[peer]["compiled"]):
-            options = dict(sizes, unread=True, **PEERS[peer])
-            yield ProcessSpec(TITLES[peer], "benchmarks.peers.torch_gpt2_cuda", args.threads, options)
+    config, (batch_size, _, peers) = PRESETS[preset], defaults(args, preset)
+    sizes = {"preset": preset, "vocab_size": config.vocab_size, "batch_size": batch_size}
+    sizes |= {"seq_len": args.seq_len or config.block_size, "precision": precision}
+    for name, options in {OURS: {}, RECOMPUTING: {"recompute": "block"}}.items():
+        if name == OURS or args.recompute:
+            yield ProcessSpec(name, "benchmarks.harness.ours", args.threads, dict(sizes, unread=False, **options))
+    for peer in peers:
+        title, options = PEERS[peer]
+        if not (args.no_compile and options["compiled"]):
+            options = dict(sizes, unread=True, **options)
+            yield ProcessSpec(title, "benchmarks.peers.torch_gpt2_cuda", args.threads, options)
 
 
 def measure(args, preset, precision):
     """Measure one preset and precision; return one result for each program, with the seconds of every step."""
     specs = list(process_specs(args, preset, precision))
-    steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
-    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": steps})
+    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": defaults(args, preset)[1]})
     results = []
     for spec in specs:
         warm_up, rounds = measured[spec.name]["warm_up"], measured[spec.name]["rounds"]
-        results.append(
-            {
-                "name": spec.name,
-                "options": spec.options,
-                "seconds": [each["seconds"] for each in rounds],
-                "unread_seconds": [each["unread_seconds"] for each in rounds],  # per step, losses read at the end
-                "warm_up_seconds": warm_up["seconds"],
-                "last_loss": rounds[-1]["losses"][-1],
-                "allocated_bytes": rounds[-1].get("allocated_bytes"),
-                "held_bytes": rounds[-1]["held_bytes"],
-                "driver_bytes": warm_up["driver_bytes"],
-            }
-        )
+        result = {"name": spec.name, "options": spec.options, "warm_up_seconds": warm_up["seconds"]}
+        result |= {field: [each[field] for each in rounds] for field in ("seconds", "unread_seconds")}
+        result |= {field: rounds[-1].get(field) for field in ("allocated_bytes", "held_bytes")}
+        results.append(result | {"last_loss": rounds[-1]["losses"][-1], "driver_bytes": warm_up["driver_bytes"]})
     return results
 
 
@@ -162,30 +143,22 @@ def summarise(results):
     add_peer(results[0], peers, results[0]["times_as_fast"])
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.step", __doc__)
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
-    text = "precisions, one table for each (default bf16)"
-    add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
-    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
-    add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    text = (
-        "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
-        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph. autotune: torch.compile with mode "
-        "max-autotune-no-cudagraphs. cudnn: torch.compile with cuDNN's attention. The other names combine these "
-        "(default compiled; for preset paper: graph compiled eager)"
-    )
-    add("--peers", choices=PEERS, nargs="+", help=text)
-    add("--recompute", action="store_true", help="also measure this project's program with --recompute block")
-    parser.add_flags(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False)
-    text = "timed steps of each process in a round (default 10; for preset paper: 200)"
-    add("--steps-per-round", type=int, help=text)
-    args = parser.parse_args()
-
-    tables = (measure(args, *case) for case in itertools.product(args.preset, args.precision))
-    save_each(args, tables, summarise, TABLES["gpu-step"].print)
+TITLES = "; ".join(f"{name}: {title}" for name, (title, _) in PEERS.items())
 
 
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "gpu-step",
+    common=dict(threads=4, rounds=7, warm_up=3, timeout=500, no_compile=False),
+    preset=dict(choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)"),
+    precision=dict(choices=PRECISIONS, nargs="+", default=["bf16"], help="one table for each (default bf16)"),
+    batch_size=dict(type=int, help="sequences per step (default 64; for preset paper: 16)"),
+    seq_len=dict(type=int, help="tokens per sequence; may exceed the block size (default: the block size)"),
+    peers=dict(choices=PEERS, nargs="+", help=f"{TITLES} (default compiled; for preset paper: graph compiled eager)"),
+    recompute=dict(action="store_true", help="also measure this project's program with --recompute block"),
+    steps_per_round=dict(type=int, help="timed steps of each process in a round (default 10; for preset paper: 200)"),
+)
+def main(args):
+    for preset, precision in itertools.product(args.preset, args.precision):
+        results = measure(args, preset, precision)
+        summarise(results)
+        yield results

@@ -1,36 +1,31 @@
 """Are the constants in stage2_cuda/kernels the fastest for this GPU? Compares other values with the current ones.
 
-    python -m benchmarks.gpu.tune --kernel layernorm column_sums
-
-A candidate is a dictionary {name of a constant: value} for one module; {} means the current constants. Each candidate
-is compiled in a thread. Its results are compared with those of the current constants (relative norm of the
-difference). Then it is captured in a CUDA graph and timed in interleaved rounds with changing order; the tables have
-the median of its rounds.
-
-A training run itself times a few tiles of the attention kernels (stage2_cuda/attention/tuned_tiles.py). This script
-times more candidates. Its results are the basis of the table DEFAULT_TILES, of the tiles that a training run times, and
-of the constants of the other kernels.
+A candidate is a dictionary {name of a constant: value} for one module; {} means the current constants. Its results are
+compared with those of the current constants. A training run itself times a few tiles of the attention kernels
+(stage2_cuda/attention/tuned_tiles.py); this script times more.
 
     python -m benchmarks.gpu.tune                                 # all kernels
     python -m benchmarks.gpu.tune --kernel layernorm column_sums  # two kernels
 """
 
 import contextlib
+import functools
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.gpu.timing import time_functions
+from benchmarks.harness.report import save
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.errors import ConfigError
 from stage2_cuda.attention import launches as attention
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import column_sums, cross_entropy, gelu, layernorm
-from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, launcher
-from stage2_cuda.tuning.tuner import capture_calls, difference, medians
+from stage2_cuda.runtime.triton_launch import array_module
 
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
 MAX_DIFFERENCE = 2e-2  # a larger relative difference is an error: in bf16, another order of sums changes less
@@ -56,26 +51,12 @@ class Case(NamedTuple):
     bytes: int  # that the function must read and write
 
 
-class Arrays:
-    """Makes arrays on the device: normal() random bf16 inputs, floats() uninitialised fp32 outputs."""
-
-    def __init__(self):
-        self.xp, self.bf16 = array_module(), dtype_of("bfloat16")
-        self.rng = self.xp.random.default_rng(SEED)
-
-    def normal(self, *shape):
-        return self.rng.standard_normal(shape, dtype=np.float32).astype(self.bf16)
-
-    def floats(self, *shape):
-        return self.xp.empty(shape, np.float32)
-
-
 def grid(**values):
     """[candidates]: {} (the current constants) and every combination of these values, {constant: value}."""
     return [{}, *(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))]
 
 
-# -- the kernels: each function yields the fields of Cases, without the title -----------------------------------------
+# Each of these functions yields the fields of Cases without the title; arrays: see cases().
 
 
 def cross_entropy_cases(arrays, rows, channels, vocab, width):
@@ -193,14 +174,17 @@ KERNELS = {
 
 def cases(args):
     """Yield the Cases of --kernel and --shape. A shape that a kernel does not have is skipped."""
-    arrays = Arrays()
+    xp, bf16 = array_module(), dtype_of("bfloat16")
+    rng = xp.random.default_rng(SEED)
+    arrays = SimpleNamespace(
+        xp=xp,
+        normal=lambda *shape: rng.standard_normal(shape, dtype=np.float32).astype(bf16),
+        floats=lambda *shape: xp.empty(shape, np.float32),
+    )
     for kernel, shape in itertools.product(args.kernel, args.shape):
         sizes = (HEADS if kernel == "attention" else SHAPES).get(shape)
         for number, case in enumerate(KERNELS[kernel](arrays, *sizes) if sizes else (), 1):
             yield Case(f"{kernel} {number} {shape}", *case)
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -214,56 +198,26 @@ def replaced(module, values):
         vars(module).update(before)
 
 
-def compile_all(case):
-    """Compile all candidates in threads. Failures are ignored here; measure() reports them."""
-    for values in case.candidates:
-        with contextlib.suppress(Exception), replaced(case.module, values):
-            compile_ahead(case.prepare())
-    launcher().wait_for_threads()
+def with_constants(case, values):
+    """A function that runs the kernel of a case with these constants; its scratch is allocated at the first call."""
+    prepare = functools.cache(case.prepare)
 
+    def function():
+        with replaced(case.module, values):
+            prepare()()
 
-def capture(case, candidate, stream):
-    """Run the kernel with the constants of a candidate; return (graph of CALLS calls, copies of the outputs, function).
-
-    The outputs are NaN before the first call, so that an element that is not written is detected. The caller must keep
-    the function, because the graph uses its scratch arrays.
-    """
-    with replaced(case.module, candidate):
-        for array in case.outputs:
-            array[...] = np.nan
-        function = case.prepare()
-        function()
-        outputs = [array.copy() for array in case.outputs]
-        graph = capture_calls(stream, function, CALLS)
-        return graph, outputs, function
+    return function
 
 
 def measure(case):
-    """[{"label", "ms", "error"}] of the candidates of a case, the fastest first; "error": the largest difference()."""
-    compile_all(case)
-    xp = array_module()
-    stream, ready, expected = xp.cuda.Stream(non_blocking=True), [], None
-    xp.cuda.runtime.deviceSynchronize()  # the arrays were filled on another stream
-    with stream:
-        for candidate in case.candidates:
-            label = " ".join(f"{name}={value}" for name, value in candidate.items()) or "in use"
-            try:
-                graph, outputs, function = capture(case, candidate, stream)
-                stream.synchronize()
-            except Exception as error:  # not enough shared memory or registers, or the compiler failed
-                if expected is None:
-                    raise
-                print(f"{case.title}: {label}: {str(error).splitlines()[0][:120]}", flush=True)
-                continue
-            expected = expected or outputs  # of the current constants, which are the first candidate
-            error = float(np.max([difference(*pair) for pair in zip(outputs, expected, strict=True)]))  # may be NaN
-            if not error < MAX_DIFFERENCE:
-                print(f"{case.title}: {label}: wrong results, relative difference {error:.3g}", flush=True)
-                continue
-            ready.append((label, error, graph, function))
-        times = medians(xp, stream, [graph for _, _, graph, _ in ready], ROUNDS) / CALLS
-    rows = [{"label": label, "ms": ms, "error": error} for (label, error, *_), ms in zip(ready, times, strict=True)]
-    return sorted(rows, key=lambda row: row["ms"])
+    """[{"label", "ms", "error"}] of the candidates of a case, the fastest first; see time_functions()."""
+    print(case.title, flush=True)
+    functions = {
+        " ".join(f"{name}={value}" for name, value in candidate.items()) or "in use": with_constants(case, candidate)
+        for candidate in case.candidates
+    }
+    found = time_functions(functions, ROUNDS, CALLS, case.outputs, MAX_DIFFERENCE)
+    return sorted(({"label": label, **row} for label, row in found.items() if "ms" in row), key=lambda row: row["ms"])
 
 
 def show(case, rows, limit=6):
@@ -274,12 +228,11 @@ def show(case, rows, limit=6):
     Table("", f"{columns} | TB/s = {{{case.bytes} / ms / 1e9:.3g}} | error = {{error:.0e}}").print(shown)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpu.tune", __doc__)
-    add = parser.add_argument
-    add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
-    add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
-    args = parser.parse_args()
+@benchmark(
+    kernel=dict(choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)"),
+    shape=dict(choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)"),
+)
+def main(args):
     if args.shape == ["long"] and "attention" not in args.kernel:
         asked = " ".join(args.kernel)
         raise ConfigError(f"--shape long: only attention has this size, but --kernel is {asked}; use --shape gpt2")
@@ -288,7 +241,3 @@ def main():
         results[case.title] = measure(case)
         show(case, results[case.title])
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import mean_seconds
+from benchmarks.harness.report import paired_ratio
+from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit, launch
 from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
@@ -39,6 +38,7 @@ STAGED = "--transport mpi, fp32"  # copies the array to the host, where MPI adds
 ALGORITHMS = [TORCH, *OURS, STAGED]
 FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
 SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
+MODEL = "gpt2"  # for which the best --bucket-mb is computed
 ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
 
 
@@ -51,40 +51,33 @@ def all_reduces(host, sizes, rounds, store_file):
     name: the algorithm. seconds: one number per round, the time of the slowest rank. store_file: the path of a file
     through which PyTorch's processes find each other.
     """
+    import torch
     import torch.distributed as dist
 
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+    from stage3_mpi_cuda.staged_collectives import StagedCollectives
 
     world = NcclCommunicator(host)
     world.use_transport("nccl")
-    torch_sum = open_torch(world, store_file)
-    errors = {name: error_of(world, name, torch_sum) for name in ALGORITHMS}
+    torch.cuda.set_device(world.gpu.device_id)
+    dist.init_process_group("nccl", init_method=f"file://{store_file}", rank=world.rank, world_size=world.size)
+    staged = StagedCollectives(world.mpi_group, world.gpu)  # its pinned memory is reused
+    others = {  # in-place sums of a CuPy array
+        TORCH: lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda")),
+        STAGED: lambda array: staged.all_reduce(array, out=array),
+    }
+    errors = {name: error_of(world, name, others) for name in ALGORITHMS}
     results = []
     for size in sizes:
         repeats = max(4, min(20, 2 * 10**8 // size))
         source = random_array(world, size // 4)
-        timed = {name: timed_sums(world, name, source, repeats, torch_sum) for name in ALGORITHMS}
-        by_name = {name: {"name": name, "bytes": size, "seconds": []} for name in ALGORITHMS}
-        for index in range(-2, rounds):  # two warm-up rounds: one without graph, one that captures it
-            start = index % len(ALGORITHMS)  # each round starts with another algorithm
-            for name in ALGORITHMS[start:] + ALGORITHMS[:start]:
-                seconds = max(world.all_gather_object(timed[name]()))
-                if index >= 0:
-                    by_name[name]["seconds"].append(seconds)
-        results += by_name.values()
+        timed = {name: timed_sums(world, name, source, repeats, others) for name in ALGORITHMS}
+        # two rounds more for warm-up: one without graph, one that captures it
+        for name, seconds in interleaved(timed, 2 + rounds).items():
+            results.append({"name": name, "bytes": size, "seconds": seconds[2:]})
         timed.clear()  # frees graphs and buffers before the next, larger size
     dist.destroy_process_group()
     return errors, results
-
-
-def open_torch(world, store_file):
-    """Connect PyTorch's processes. Returns all_reduce(array): PyTorch's in-place sum of a CuPy array over the ranks."""
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(world.gpu.device_id)
-    dist.init_process_group("nccl", init_method=f"file://{store_file}", rank=world.rank, world_size=world.size)
-    return lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda"))
 
 
 def random_array(world, n):
@@ -95,14 +88,14 @@ def random_array(world, n):
     return cupy.random.standard_normal(n, np.float32) * np.float32(SCALE)
 
 
-def reduction(world, name, source, torch_sum):
+def reduction(world, name, source, others):
     """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name`.
 
-    x has the shape of `source`; the caller fills x. torch_sum: PyTorch's all-reduce, from open_torch().
+    x has the shape of `source`; the caller fills x. others: {name: in-place sum} of algorithms that are not in OURS.
     """
-    if name not in OURS:
+    if name in others:
         x = source.copy()
-        return x, functools.partial(torch_sum if name == TORCH else functools.partial(staged_sum, world), x)
+        return x, functools.partial(others[name], x)
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
@@ -122,21 +115,21 @@ def reduction(world, name, source, torch_sum):
     return x, reduce
 
 
-def timed_sums(world, name, source, repeats, torch_sum):
-    """Return a function timed(), which runs `repeats` all-reduces and returns the seconds of one of them.
+def timed_sums(world, name, source, repeats, others):
+    """A function that runs `repeats` all-reduces of `source` and returns the seconds of one, on the slowest rank.
 
-    timed() first fills the buffer with `source`. The first two calls are for warm-up: their results are not used.
+    The first two calls are for warm-up: their results are not used.
     """
-    x, reduce = reduction(world, name, source, torch_sum)
+    import cupy
+
+    x, reduce = reduction(world, name, source, others)
     seconds = {TORCH: launched_seconds, STAGED: host_seconds}.get(name, captured_seconds)(reduce, repeats)
 
     def timed():
-        import cupy
-
         x[...] = source.astype(x.dtype)
         cupy.cuda.runtime.deviceSynchronize()
         world.barrier()
-        return seconds()
+        return max(world.all_gather_object(seconds()))
 
     return timed
 
@@ -167,46 +160,31 @@ def captured_seconds(reduce, repeats):
 
 def launched_seconds(reduce, repeats):
     """A function that launches PyTorch's all-reduces without a graph."""
-    import torch
+    from benchmarks.peers.torch_graphs import milliseconds
+
+    def sums():
+        for _ in range(repeats):
+            reduce()
 
     def seconds():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for number in range(2 * repeats):  # the first half is not timed: it makes all ranks start together
-            if number == repeats:
-                begin.record()
-            reduce()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / repeats
+        sums()  # not timed: it makes all ranks start together
+        return milliseconds(sums) / 1e3 / repeats
 
     return seconds
 
 
 def host_seconds(reduce, repeats):
-    """A function that times one all-reduce by the host's clock, because the host waits for the GPU in staged_sum()."""
+    """A function that times one all-reduce by the host's clock, because the host waits for the GPU in it."""
     return lambda: mean_seconds(reduce, 1)
 
 
-def staged_sum(world, x):
-    """The sum of --transport mpi, through the host."""
-    staged(world).all_reduce(x, out=x)
-
-
-@functools.cache
-def staged(world):
-    """The collectives of --transport mpi. They are created once, because their pinned memory is reused."""
-    from stage3_mpi_cuda.staged_collectives import StagedCollectives
-
-    return StagedCollectives(world.mpi_group, world.gpu)
-
-
-def error_of(world, name, torch_sum):
+def error_of(world, name, others):
     """The relative error of one algorithm: norm(sum - exact) / norm(exact); exact is the sum in float64."""
     import cupy
 
     source = random_array(world, ERROR_BYTES // 4)
     exact = world.all_gather(source.get()[None]).astype(np.float64).sum(0)
-    x, reduce = reduction(world, name, source, torch_sum)
+    x, reduce = reduction(world, name, source, others)
     x[...] = source.astype(x.dtype)
     cupy.cuda.runtime.deviceSynchronize()
     reduce()
@@ -231,28 +209,21 @@ def summarise(results, ranks, errors):
         result["bus_bandwidth"] = 2 * (ranks - 1) / ranks * sent / median
 
 
-def fit_buckets(results, ranks, gradients):
-    """The fits of fit() to the algorithms FITTED, with "ranks" and "bucket_mb".
-
-    bucket_mb: the best --bucket-mb for a buffer of `gradients` bytes.
-    """
+def fit_buckets(results, ranks):
+    """The fits of fit() to the algorithms FITTED, with "ranks" and "bucket_mb", the best --bucket-mb for MODEL."""
+    gradients = 4 * Arena(parameter_shapes(PRESETS[MODEL])).size  # bytes
     fits = fit([result for result in results if result["name"] in FITTED], "name")
     for each in fits:
         each |= {"ranks": ranks, "bucket_mb": best_bucket(each["alpha"], each["beta"], gradients) / 1e6}
     return fits
 
 
-def gradient_bytes(preset):
-    """The size of a preset's fp32 gradient buffer in bytes."""
-    return 4 * Arena(parameter_shapes(PRESETS[preset])).size
-
-
-def main():
-    parser = benchmark_parser("benchmarks.gpus.collectives", __doc__, ranks=[2, 4], rounds=9, timeout=150)
-    add = parser.add_argument
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
-    add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    args = parser.parse_args()
+@benchmark(
+    "gpus-collectives",
+    dict(ranks=[2, 4], rounds=9, timeout=150),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)"),
+)
+def main(args):
     results, fits = [], []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -260,11 +231,5 @@ def main():
             job = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=args.benchmark)
         errors, of_ranks = job
         summarise(of_ranks, ranks, errors)
-        of_fits = fit_buckets(of_ranks, ranks, gradient_bytes(args.preset))
-        TABLES["gpus-collectives"].print({"all_reduce": of_ranks, "fits": of_fits})
-        results, fits = results + of_ranks, fits + of_fits
-    save({"all_reduce": results, "fits": fits}, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+        results, fits = results + of_ranks, fits + fit_buckets(of_ranks, ranks)
+    return {"all_reduce": results, "fits": fits}

@@ -9,7 +9,6 @@ parallelism. Layouts are drawn at random for each number of ranks, and train the
     python -m benchmarks.gpus.layouts --stage 1 --preset tiny --n-layer 8 --ranks 1 2 4 8 --seq-len 64  # on CPUs
 """
 
-import functools
 import hashlib
 import itertools
 from collections import Counter
@@ -17,21 +16,21 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.ranks.collectives import launch
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.errors import ConfigError
-from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.parallel.data.strategies import STRATEGIES
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.tensor.shards import check_tensor_parallel
-from gpt2core.parallel.whole_parameters import fill, parameter_hash
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.presets import PRESETS
 from gpt2core.training_loop import read_batch
+from stage0_serial.numpy_backend import NumpyBackend
 
 MICRO_BATCHES = 8
 MODELS = (False, 1.0), (True, 0.0)  # (tied, clip)
@@ -77,71 +76,62 @@ def fits(ranks, threads, options, config):
     return MICRO_BATCHES // replicas % threads == 0
 
 
-def name_of(ranks, threads, options):
+def name_of(case):
     """Text such as "4 ranks: tp=2 zero=1"."""
-    default = asdict(ParallelConfig())
-    words = [f"{name}={value}" for name, value in options.items() if value != default[name]]
-    return " ".join([f"{ranks} ranks:", *words, *([f"threads={threads}"] if threads > 1 else [])])
+    default, threads = asdict(ParallelConfig()), case["threads"]
+    words = [f"{name}={value}" for name, value in case["options"].items() if value != default[name]]
+    return " ".join([f"{case['ranks']} ranks:", *words, *([f"threads={threads}"] if threads > 1 else [])])
 
 
-def train_all(host, stage, cases, sizes):
-    """[the digest of the curve of each case, and whether all ranks of this job have it]; host: an MpiCommunicator."""
-    found, world = [], host
+def train_all(host, stage, cases, *sizes):
+    """The cases with the digest of their curve, and whether all ranks of this job have it; host: an MpiCommunicator."""
     if stage == 3:
+        from stage2_cuda.cuda_backend import CudaBackend
         from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
         world = NcclCommunicator(host)
         world.use_transport("nccl")
+    else:
+        world = host
     world.use_collectives("canonical")
-    for precision, tied, clip, threads, options in cases:
-        backends = backends_of(stage, precision, threads)
-        digest = train(world, backends, tied, clip, ParallelConfig(**options), *sizes)
-        found.append((digest, host.all_gather_object(digest).count(digest) == host.size))
+    found = []
+    for case in cases:
+        if stage == 3:
+            backends = [CudaBackend(case["precision"], deterministic=True)]
+        else:
+            backends = [NumpyBackend(case["precision"]) for _ in range(case["threads"])]
+        digest = train(world, backends, case, *sizes)
+        same = host.all_gather_object(digest).count(digest) == host.size
+        found.append(case | {"name": name_of(case), "digest": digest, "same": same})
     return found
 
 
-def backends_of(stage, precision, threads):
-    if stage == 1:
-        from stage0_serial.numpy_backend import NumpyBackend
-
-        return [NumpyBackend(precision) for _ in range(threads)]
-    from stage2_cuda.cuda_backend import CudaBackend
-
-    return [CudaBackend(precision, deterministic=True)]
-
-
-def train(world, backends, tied, clip, parallel, config, batch_size, seq_len, steps):
+def train(world, backends, case, config, batch_size, seq_len, steps):
     """The digest of losses, norms and the hash of the parameters after `steps` steps."""
-    config = replace(config, tied=tied)
     trainer = FastTrainer(
-        config, backends, batch_size=batch_size, seq_len=seq_len, micro_batches=MICRO_BATCHES, world=world,
-        optimizer=dict(clip=clip, weight_decay=0.1), parallel=parallel, seed=None,
+        replace(config, tied=case["tied"]), backends, batch_size=batch_size, seq_len=seq_len, world=world, seed=0,
+        micro_batches=MICRO_BATCHES, optimizer=dict(clip=case["clip"], weight_decay=0.1),
+        parallel=ParallelConfig(**case["options"]),
     )  # fmt: skip
-    fill(trainer, trainer.parameters, iter(initial(config)) if world.is_root else None)
-    trainer.optimizer.refresh_copy(0)
     windows = Windows(np.random.default_rng(0).integers(0, config.vocab_size, 20_000), seq_len)
     reports = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(steps)]
     curve = [(step.loss.hex(), step.grad_norm.hex()) for step in reports]
     return hashlib.sha256(repr((curve, parameter_hash(trainer))).encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=1)
-def initial(config):
-    """The initial parameters; those of the last model are kept for the next layout."""
-    return list(initial_parameters(config, 0))
-
-
 def results_of(runs):
-    """One row for each precision, model and --tp. runs: [{"name", "digest", "same", and the keys of a row}]."""
-    keys, rows = ("precision", "tied", "clip", "tp"), []
-    runs = sorted(runs, key=lambda run: [run[key] for key in keys])
-    for values, group in itertools.groupby(runs, key=lambda run: [run[key] for key in keys]):
-        group = list(group)
+    """One row for each precision, model and --tp; runs: from train_all()."""
+    rows, groups = [], {}
+    for run in runs:
+        key = run["precision"], run["tied"], run["clip"], run["options"].get("tp", 1)
+        groups.setdefault(key, []).append(run)
+    for values, group in sorted(groups.items()):
         digest = Counter(run["digest"] for run in group).most_common(1)[0][0]
         different = [run["name"] for run in group if run["digest"] != digest or not run["same"]]
         row = {"ranks": sorted({run["ranks"] for run in group}), "layouts": [run["name"] for run in group]}
         row |= {"runs": len(group), "equal": len(group) - len(different)}
-        rows.append(dict(zip(keys, values, strict=True)) | row | {"digest": digest[:16], "different": different})
+        row |= dict(zip(("precision", "tied", "clip", "tp"), values, strict=True))
+        rows.append(row | {"digest": digest[:16], "different": different})
     return rows
 
 
@@ -158,36 +148,27 @@ def summary(args, results):
         }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.gpus.layouts", __doc__)
-    add = parser.add_argument
-    add("--stage", type=int, choices=(1, 3), default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    parser.add_flags(preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0)
-    add("--n-layer", type=int, default=None, help="layers (default: those of the preset)")
-    add("--precision", nargs="+", choices=("fp32", "bf16"), default=None, help="default fp32 bf16, in stage 1 fp32")
-    add("--layouts", type=int, default=6, help="layouts for each model and number of ranks (default 6)")
-    args = parser.parse_args()
+@benchmark(
+    common=dict(stage=3, preset="small", ranks=[1, 2, 4], batch_size=16, seq_len=256, steps=20, timeout=500, seed=0),
+    n_layer=dict(type=int, help="layers (default: those of the preset)"),
+    precision=dict(nargs="+", choices=("fp32", "bf16"), help="default fp32 bf16, in stage 1 fp32"),
+    layouts=dict(type=int, default=6, help="layouts for each model and number of ranks (default 6)"),
+)
+def main(args):
     precisions = args.precision or (("fp32",) if args.stage == 1 else ("fp32", "bf16"))
     config, rng, runs = PRESETS[args.preset], np.random.default_rng(args.seed), []
     config = replace(config, n_layer=args.n_layer or config.n_layer)
     for ranks in args.ranks:
         cases = [
-            (precision, tied, clip, threads, options)
+            dict(precision=precision, tied=tied, clip=clip, threads=threads, options=options, ranks=ranks)
             for precision, (tied, clip) in itertools.product(precisions, MODELS)
             for threads, options in layouts(rng, ranks, args.layouts, config, args.stage)
         ]
-        job = args.stage, cases, (config, args.batch_size, args.seq_len, args.steps)
-        found = launch(ranks, "train_all", *job, timeout=args.timeout, benchmark=args.benchmark)
-        for (precision, tied, clip, threads, options), (digest, same) in zip(cases, found, strict=True):
-            run = dict(precision=precision, tied=tied, clip=clip, tp=options.get("tp", 1), ranks=ranks)
-            runs.append(run | dict(name=name_of(ranks, threads, options), digest=digest, same=same))
+        job = args.stage, cases, config, args.batch_size, args.seq_len, args.steps
+        runs += launch(ranks, "train_all", *job, timeout=args.timeout, benchmark=args.benchmark)
     results = results_of(runs)
     Table("", COLUMNS).print(results)
     different = [f"{row['precision']}, tp {row['tp']}: {name}" for row in results for name in row["different"]]
     print(f"{len(runs) - len(different)} of {len(runs)} runs have the bits of their row", *different, sep="\n")
     save({"summary": list(summary(args, results)), "groups": results}, args)
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,5 +1,7 @@
 """This project's trainers for the benchmarks on many GPUs. The variants of a benchmark take turns in one job."""
 
+import functools
+
 from benchmarks.harness.ours import GPU_OPTIMIZER, message_count, overlapped_steps, share_graph_memory
 from gpt2core.communicator import Solo
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
@@ -16,14 +18,6 @@ def make_world(ranks):
     world = NcclCommunicator()
     world.use_transport(None if triton_launch.interpreted() else "nccl")  # raises if there are fewer GPUs than ranks
     return world
-
-
-def used_bytes():
-    """The bytes of this rank's GPU that all programs use, as nvidia-smi shows them; 0 in the interpreter."""
-    if triton_launch.interpreted():
-        return 0
-    free, total = triton_launch.array_module().cuda.runtime.memGetInfo()
-    return total - free
 
 
 def make_variants(config, world, windows, variants, precision="bf16", initial=None):
@@ -45,29 +39,11 @@ def make_variants(config, world, windows, variants, precision="bf16", initial=No
         if not communicate:
             options["batch_size"] //= ranks
             group = Solo()
-        return job.train_function(group, **options)
-
-    return {name: variant(**options) for name, options in variants.items()}
-
-
-class Job:
-    """Creates the trainers of one rank. They share the initial parameters and the memory of captured steps.
-
-    draw(): the initial parameters, see make_variants(). Then no copy of them is kept.
-    """
-
-    def __init__(self, config, windows, precision, draw=None):
-        self.config, self.windows, self.precision, self.draw = config, windows, precision, draw
-        self.memory_owner = self.initial = None
-
-    def train_function(self, group, **options):
-        """Return train(steps) for the ranks of `group`; train() returns the measurements of this rank."""
-        trainer = None
+        trainer_of = functools.cache(functools.partial(job.trainer, group, **options))  # created by the first call
 
         def train(steps):
-            nonlocal trainer
-            trainer = trainer or self.trainer(group, **options)
-            last = overlapped_steps(trainer, self.windows, steps)
+            trainer = trainer_of()
+            last = overlapped_steps(trainer, windows, steps)
             return {
                 "loss": last.loss,
                 "bytes_sent": last.bytes_sent or 0,
@@ -78,11 +54,24 @@ class Job:
 
         return train
 
+    return {name: variant(**options) for name, options in variants.items()}
+
+
+class Job:
+    """Creates the trainers of one rank. They share the initial parameters and the memory of captured steps.
+
+    draw(): the initial parameters, see make_variants(). Then no copy of them is kept.
+    """
+
+    def __init__(self, config, windows, precision, draw):
+        self.config, self.seq_len, self.precision, self.draw = config, windows.seq_len, precision, draw
+        self.memory_owner = self.initial = None
+
     def trainer(self, group, batch_size, deterministic=False, **parallel):
         group.use_collectives("canonical" if deterministic else group.native_algorithm)
         backend = CudaBackend(self.precision, deterministic)
         trainer = Trainer(
-            self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len, micro_batches=group.size,
+            self.config, [backend], batch_size=batch_size, seq_len=self.seq_len, micro_batches=group.size,
             optimizer=GPU_OPTIMIZER, world=group, parallel=ParallelConfig(**parallel), seed=None,
         )  # fmt: skip
         self.fill(trainer)

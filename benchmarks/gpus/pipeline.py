@@ -11,22 +11,20 @@ any order: gpipe and 1f1b, for example, have the same bubble in theory.
 """
 
 import re
-import statistics
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.gpus.parity import UNTIMED_STEPS
-from benchmarks.harness.processes import BenchmarkFailed, run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.training_runs import train
+from benchmarks.harness.script import benchmark
+from benchmarks.harness.training_runs import PACKAGES, median_step, train
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.presets import PRESETS
 
-STAGES = {1: "stage1_mpi", 3: "stage3_mpi_cuda"}
 PICTURE = r"pipeline (measured|simulated), .*?: [\d.]+ ms, bubble ([\d.]+)%"
 MOST = 5.0  # points by which a measured bubble may differ from the simulated one
 EQUAL = 1.0  # points: two schedules whose simulated bubbles differ by less have no predicted order
@@ -39,12 +37,12 @@ def measure(args, schedule):
     with tempfile.TemporaryDirectory() as folder:
         flags |= corpus(Path(folder), PRESETS[args.preset])
         words = ["--schedule-picture", *args.flags.split()]
-        log, text = train(schedule, STAGES[args.stage], args.timeout, words, args.ranks, **flags)
-    text, seconds = " ".join(text.split()), [row["seconds"] for row in log]
+        log, text = train(schedule, PACKAGES[args.stage], args.timeout, words, args.ranks, **flags)
+    text = " ".join(text.split())
     bubbles = {kind: float(percent) for kind, percent in re.findall(PICTURE, text)}
     if bubbles.keys() != {"measured", "simulated"}:
         raise BenchmarkFailed(f"{schedule}: the output has no measured and simulated bubble: {text[-500:]}")
-    return {"schedule": schedule, "median": statistics.median(seconds[UNTIMED_STEPS:] or seconds), **bubbles}
+    return {"schedule": schedule, "median": median_step(log), **bubbles}
 
 
 def corpus(folder, config):
@@ -76,19 +74,12 @@ def verdict(results):
     )
 
 
-def parser():
-    parser = benchmark_parser("benchmarks.gpus.pipeline", __doc__)
-    add = parser.add_argument
-    add("--stage", type=int, choices=STAGES, default=3, help="1: on CPUs; 3: on GPUs (default 3)")
-    parser.add_flags(preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200)
-    add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)")
-    text = "more flags of train_gpt2.py, in quotes (default: --precision bf16 --deterministic in stage 3)"
-    add("--flags", default=None, metavar="FLAGS", help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
+@benchmark(
+    common=dict(stage=3, preset="gpt2", ranks=2, batch_size=32, micro_batches=8, steps=12, timeout=200),
+    schedules=dict(choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules (default: all)"),
+    flags=dict(metavar="FLAGS", help="more flags of train_gpt2.py, in quotes (in stage 3 bf16 and --deterministic)"),
+)
+def main(args):
     if args.flags is None:
         args.flags = "--precision bf16 --deterministic" if args.stage == 3 else ""
     results = [measure(args, schedule) for schedule in args.schedules]
@@ -97,7 +88,3 @@ def main(argv=None):
     print(sentence, flush=True)
     save(results, args)
     return 0 if met else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -13,9 +13,7 @@ counted again.
 import shlex
 
 from benchmarks.gpus import pipeline
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import load
 from benchmarks.ranks.grid import PUBLISHED
 from gpt2core.app.planning.layout import Layout
@@ -41,7 +39,7 @@ def measured_steps():
             yield of_row(f"gpt2-xl, {row['name']}", "gpt2-xl", row, recompute=recompute)
     for file in ("pipeline", "pipeline_4"):
         record = load(f"gpus/{file}")
-        args = pipeline.parser().parse_args(shlex.split(record["command"])[3:])
+        args = pipeline.main.parser.parse_args(shlex.split(record["command"])[3:])
         for row in record["results"]:
             parallel = ParallelConfig(pp=args.ranks, pp_schedule=row["schedule"])
             config = PRESETS[args.preset]
@@ -57,19 +55,14 @@ def of_row(name, preset, row, **options):
     return name, row["seconds"]["median"], Layout(PRESETS[preset], parallel, *sizes, compute_bytes=2)
 
 
-def main(argv=None):
-    args = benchmark_parser("benchmarks.gpus.plan", __doc__).parse_args(argv)
+@benchmark("gpus-plan")
+def main(args):
     results = []
     for name, measured, layout in measured_steps():
         predicted = sum(step_seconds(layout, h100("bf16")).values())
         row = {"name": name, "measured": measured, "predicted": predicted, "error": predicted / measured - 1}
         results.append(row)
-    TABLES["gpus-plan"].print(results)
     errors = [abs(row["error"]) for row in results]
     print(f"error of {len(errors)} steps: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
     print(f"published errors: {PUBLISHED}")
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -1,32 +1,32 @@
 """Do four GPUs train four times as fast as one, and faster than PyTorch's DistributedDataParallel on four GPUs?
 
-Two jobs run at the same time: an MPI job with all our variants and a job with all variants of PyTorch. A variant uses
-the first GPU, the first two GPUs, or all GPUs. Only one variant trains at a time; every round measures all variants. A
-variant that waits uses GPU memory but no GPU time.
+One job has all our variants, another one those of PyTorch. A variant uses the first GPU, the first two GPUs, or all
+GPUs; while another one trains, it uses GPU memory but no GPU time.
 
     python -m benchmarks.gpus.scaling                                         # on 1, 2 and 4 GPUs
     python -m benchmarks.gpus.scaling --ranks 1 2 --batch-size 16 --rounds 1  # a quick trial on two GPUs
     python -m benchmarks.gpus.scaling --strong 64 --paper                     # more tables
 """
 
+import argparse
 import statistics
 import time
-from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED
-from benchmarks.harness.speedups import efficiencies
+from benchmarks.harness.rounds import SEED, measure_variants
+from benchmarks.harness.script import benchmark
+from benchmarks.harness.speedups import marked
 from benchmarks.harness.table_format import percent
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import BUCKET_MB
 from gpt2core.presets import PRESETS
 
-BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
 LEAD_IN = 3  # untimed steps at the start of a round, after which all ranks begin the timed steps at the same time
 CORPUS = 1 << 22  # number of random tokens to train on
 PAPER_STEPS = 50  # of the paper's run
@@ -40,7 +40,6 @@ OUR_VARIANTS = {
     "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
-FIELDS = "bytes_sent", "optimizer_bytes", "messages"  # measurements of the last round in the results
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -49,7 +48,7 @@ FIELDS = "bytes_sent", "optimizer_bytes", "messages"  # measurements of the last
 def prepare(module, world, preset, seq_len, variants, **options):
     """Called on every rank by harness/processes.py: build all variants, and return `run_round(name, steps)`.
 
-    module: benchmarks.gpus.ours or benchmarks.peers.torch_ddp_cuda. variants: {name: options} of its make_variants().
+    module: benchmarks.gpus.ours or benchmarks.peers.torch_ddp. variants: {name: options} of its make_variants().
     """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
@@ -62,12 +61,8 @@ def round_function(train_functions, world):
     def run_round(name, steps):
         """Train the variant `name`; return its measurements: for each field the largest value of all ranks.
 
-        The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0. With the
-        name None nothing is trained, and the result says that all ranks are prepared.
+        The field "seconds" is the time per step, without the LEAD_IN first steps. "last_loss" is that of rank 0.
         """
-        if name is None:
-            world.barrier()
-            return {}
         train, measured = train_functions[name], None
         if train is not None:
             train(LEAD_IN)
@@ -76,7 +71,7 @@ def round_function(train_functions, world):
             measured["seconds"] = (time.perf_counter() - started) / steps
         root, *others = world.all_gather_object(measured)  # None from ranks that take no part
         of_ranks = [root, *(each for each in others if each is not None)]
-        return {key: max(each[key] for each in of_ranks) for key in root} | {"loss": root["loss"]}
+        return {key: max(each[key] for each in of_ranks) for key in root} | {"last_loss": root["loss"]}
 
     return run_round
 
@@ -93,8 +88,8 @@ def variant_name(ranks, options):
     """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
         options = {"dp": "flat", "zero": 0, **options}  # in train_gpt2.py, --dp flat without --zero means --zero 1
-    names = "dp", "zero", "zero_gather", "compress", "recompute"
-    flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
+    names = "dp", "zero", "zero_gather", "compress", "recompute", "bucket_mb"
+    flags = [f"--{name.replace('_', '-')} {options[name]}".removesuffix(".0") for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 
@@ -113,67 +108,43 @@ def variants(gpu_counts, batch_of, our_options, bucket_mb):
     return ours, peers
 
 
-def jobs(args, preset, ours, peers):
-    """Yield the ProcessSpecs of our job, with the variants `ours`, and of PyTorch's job, with the variants `peers`.
-
-    If `peers` is empty, yield only the first.
-    """
-    shared = {"preset": preset, "seq_len": args.seq_len or PRESETS[preset].block_size, "precision": args.precision}
-    most = max(options["ranks"] for options in ours.values())
-    options = dict(shared, variants=ours)
-    yield ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=most, mpi=True)
-    if peers:
-        options = dict(shared, variants=peers, compiled=not args.no_compile)
-        yield ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", args.threads, options, ranks=most)
+def our_job(args, preset, variants):
+    """The ProcessSpec of one MPI job with our variants."""
+    options = {"preset": preset, "seq_len": seq_len_of(args, preset), "precision": args.precision, "variants": variants}
+    ranks = max(each["ranks"] for each in variants.values())
+    return ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks, mpi=True)
 
 
-def measure(args, specs, steps, benchmark=BENCHMARK, fields=FIELDS):
-    """Run all rounds; return one result for each variant, with the seconds per step of each round.
-
-    The field "side" of a result is the name of its job, such as "ours" or "DDP". benchmark: the module that has
-    prepare(). fields: of the last round's measurements that a result also has; None if they were not measured. All jobs
-    are prepared before the first one trains.
-    """
-    with ExitStack() as stack:
-        job_variants, by_name = [], {}
-        for spec in specs:
-            process = stack.enter_context(BenchmarkProcess(spec, benchmark, args.timeout))
-            process.run_round(name=None, steps=0)
-            seq_len = spec.options["seq_len"]
-            for name, options in spec.options["variants"].items():
-                job_variants.append(JobVariant(process, name))
-                by_name[name] = {"name": name, "side": spec.name, "seq_len": seq_len, **options}
-        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": steps})
-    for name, of_variant in measured.items():
-        rounds = of_variant["rounds"]
-        by_name[name] |= {
-            "seconds": [each["seconds"] for each in rounds],
-            "last_loss": rounds[-1]["loss"],
-            **{key: rounds[-1].get(key) for key in fields},
-        }
-    return list(by_name.values())
+def seq_len_of(args, preset):
+    return args.seq_len or PRESETS[preset].block_size
 
 
 def summarise(results):
-    """Add fields to each result of one table: min, tokens_per_second, efficiency, its text and times_as_fast.
+    """Do add_speed() for each result of one table, with PyTorch on equally many GPUs; add its efficiency and the text.
 
-    times_as_fast is PyTorch's time / its time, on equally many GPUs; None without PyTorch. Our fastest result on the
-    most GPUs has "fastest". The text of an efficiency says if other programs have disturbed the measurement.
+    Our fastest result on the most GPUs has "fastest". The text of an efficiency says if other programs have disturbed
+    the measurement.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
     for result in results:
-        median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
-        result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
+        add_speed(result, ddp.get(result["ranks"]))
         result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
-        peer = ddp.get(result["ranks"])
-        result["times_as_fast"] = None if peer is None else paired_ratio(peer["seconds"], result["seconds"])
-    checked = efficiencies(results)
+    checked = {}
+    for side in one_gpu:  # the efficiencies of a side have one reference
+        of_side = [result for result in results if result["side"] == side]
+        checked |= marked({result["name"]: (result["efficiency"]["median"], 1) for result in of_side})
     for result in results:
         text = "" if result["efficiency"] is None else percent(result["efficiency"])
         result["efficiency_text"] = checked[result["name"]].cell(text) if result["name"] in checked else text
     ours = (result for result in results if result["side"] == "ours")
     max(ours, key=lambda result: (result["ranks"], result["tokens_per_second"]))["fastest"] = True
+
+
+def add_speed(result, peer):
+    """Add tokens_per_second and times_as_fast: the time of `peer` / the time of the result, None without a peer."""
+    result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / statistics.median(result["seconds"])
+    result["times_as_fast"] = peer and paired_ratio(peer["seconds"], result["seconds"])
 
 
 def efficiency(result, one_gpu):
@@ -190,45 +161,36 @@ def efficiency(result, one_gpu):
 def paper(args):
     """Print the time of the paper's 50 steps on two GPUs, without compilation and capture; return the results."""
     chosen = {variant_name(2, options): dict(ranks=2, batch_size=16, **options) for options in OUR_VARIANTS.values()}
-    results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
+    of_paper = argparse.Namespace(**vars(args) | {"steps_per_round": PAPER_STEPS})
+    results = measure_variants(of_paper, [our_job(args, "paper", chosen)])
     for result in results:
         result["totals"] = [PAPER_STEPS * seconds for seconds in result["seconds"]]
     TABLES["gpus-paper"].print({"paper": results})
     return results
 
 
-def parser_of(benchmark, docstring, timeout, ranks, preset="gpt2"):
-    """A parser with the common flags of the benchmarks on several GPUs; the other arguments are defaults of flags."""
-    common = dict(preset=preset, precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout, ranks=ranks)
-    return benchmark_parser(benchmark, docstring, **common)
+def flags_of(ranks, timeout=300, rounds=True, **flags):
+    """The flags of a benchmark on several GPUs. rounds: whether there are interleaved rounds; flags: other defaults.
+
+    Every round begins with LEAD_IN untimed steps.
+    """
+    common = dict(preset="gpt2", precision="bf16", bucket_mb=BUCKET_MB, timeout=timeout, ranks=ranks)
+    common |= {"batch_size": dict(type=int, default=16, help="sequences per GPU (default 16)")}
+    if rounds:
+        common |= dict(rounds=5, steps_per_round=10, threads=4, warm_up=1)
+        common |= {"seq_len": dict(type=int, help="tokens per sequence (default: the model's block size)")}
+    return common | flags
 
 
-def add_rounds(parser):
-    """Add the flags of benchmarks with interleaved rounds; every round begins with LEAD_IN untimed steps."""
-    parser.add_flags(rounds=5, steps_per_round=10, threads=4, warm_up=1)
-    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
-
-
-def add_batch_size(parser):
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per GPU (default 16)")
-
-
-def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, [1, 2, 4])
-    add = parser.add_argument
-    add_rounds(parser)
-    parser.add_flags(no_ddp=False, no_compile=False)
-    add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
-    add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
-    add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
-    text = "our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)"
-    add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
-    gpu_counts, seq_len = sorted(set(args.ranks)), args.seq_len or PRESETS[args.preset].block_size
+@benchmark(
+    common=flags_of([1, 2, 4], no_ddp=False, no_compile=False),
+    batch_size=dict(type=int, nargs="*", default=[64, 16], help="sequences per GPU, a table each (default 64 16)"),
+    strong=dict(type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs"),
+    paper=dict(action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs"),
+    ways=dict(choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help="our variants (default: all)"),
+)
+def main(args):
+    gpu_counts, seq_len = sorted(set(args.ranks)), seq_len_of(args, args.preset)
     most = max(gpu_counts)
     if args.strong and args.strong % most:
         raise ConfigError(f"--strong {args.strong}: not divisible by {most} GPUs; use a multiple of {most}")
@@ -241,14 +203,13 @@ def main(argv=None):
         save(results, args)
     for title, batch_of in tables.items():
         ours, peers = variants(gpu_counts, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
-        specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
-        of_table = measure(args, specs, args.steps_per_round)
+        specs = [job := our_job(args, args.preset, ours)]
+        if not args.no_ddp:
+            options = job.options | {"variants": peers, "compiled": not args.no_compile}
+            specs.append(replace(job, name="DDP", module="benchmarks.peers.torch_ddp", options=options))
+        of_table = measure_variants(args, specs)
         summarise(of_table)
         results["scaling"].append({"title": title, "rows": of_table})
         print(f"\n{args.preset}, {args.precision}")
         TABLES["gpus-scaling"].print({"scaling": results["scaling"][-1:]})
         save(results, args)  # after each table, so that an interrupted run keeps its finished tables
-
-
-if __name__ == "__main__":
-    run_main(main)

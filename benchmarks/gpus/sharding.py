@@ -1,9 +1,8 @@
 """Is `--zero 3` faster than PyTorch's fully_shard on several GPUs, and does it need as little memory?
 
-Every program is a job of its own on all GPUs, so that its memory can be measured. Only one trains at a time, and every
-round measures all programs of a table. In PyTorch, fully_shard is applied to each compiled block and to the root. All
-programs begin with the same parameters and train on the same sequences in the same order. The losses of their first
-steps must agree; otherwise they do not train the same model, and the exit code is 1.
+Every program is a job of its own on all GPUs. In PyTorch, fully_shard is applied to each compiled block and to the
+root. All programs begin with the same parameters and train on the same sequences in the same order. The losses of their
+first steps must agree; otherwise they do not train the same model, and the exit code is 1.
 
 "GPU memory" is what nvidia-smi shows as used after the first steps, at most, without the CUDA context and without the
 memory of the other jobs. It includes NCCL's buffers. "held in pools" is the peak of CuPy's or PyTorch's pools:
@@ -15,15 +14,24 @@ peak_memory_bytes in the log of training, max_memory_reserved in PyTorch. "tenso
 """
 
 import functools
-import statistics
+from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.gpus import scaling
-from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, parser_of, round_function, variant_name
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import nvidia_smi, paired_ratio, save_each
+from benchmarks.gpus.scaling import (
+    CORPUS,
+    add_speed,
+    flags_of,
+    gpus,
+    our_job,
+    round_function,
+    seq_len_of,
+    variant_name,
+)
+from benchmarks.harness.report import nvidia_smi, save_each
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.rounds import SEED, measure_variants
+from benchmarks.harness.script import benchmark
 from gpt2core.architecture import parameter_shapes
 from gpt2core.data import Windows
 from gpt2core.memory.gpu import MARGIN, training_memory
@@ -31,20 +39,25 @@ from gpt2core.parallel.config import RECOMPUTE, ZERO, ParallelConfig
 from gpt2core.presets import PRESETS
 from stage2_cuda.runtime import triton_launch
 
-BENCHMARK = "benchmarks.gpus.sharding"  # the name under which the benchmark processes import this file
-FIELDS = *scaling.FIELDS, "first_losses", "driver_bytes", "held_bytes", "allocated_bytes"
 MAX_DIFFERENCE = 2**-8  # relative, of the first losses: the rounding error of one number in bf16
 PERIOD = 1_048_583  # a prime, so that the rows of a matrix of repeated numbers differ
 
 
 def prepare(module, world, preset, seq_len, variants, **options):
     """As scaling.prepare(); module: benchmarks.gpus.ours or benchmarks.peers.torch_fsdp_cuda."""
-    config, rng = PRESETS[preset], np.random.default_rng(scaling.SEED)
+    config, rng = PRESETS[preset], np.random.default_rng(SEED)
     # Small numbers are frequent, so that the loss decreases: it shows within a few steps whether an update is wrong.
-    tokens = (config.vocab_size * rng.random(scaling.CORPUS) ** 4).astype(np.int64)
+    tokens = (config.vocab_size * rng.random(CORPUS) ** 4).astype(np.int64)
     options["initial"] = functools.partial(initial_parameters, config)
     functions = module.make_variants(config, world, Windows(tokens, seq_len), variants, **options)
-    return round_function({name: observed(train, module.used_bytes) for name, train in functions.items()}, world)
+    used_bytes = functools.partial(used_bytes_of, world.rank)
+    return round_function({name: observed(train, used_bytes) for name, train in functions.items()}, world)
+
+
+def used_bytes_of(gpu):
+    """The bytes of a GPU that all programs use; 0 without a GPU."""
+    gpus = nvidia_smi("memory.used")
+    return int(gpus[gpu][0]) << 20 if gpus else 0
 
 
 def initial_parameters(config):
@@ -52,7 +65,7 @@ def initial_parameters(config):
 
     All matrices repeat the same PERIOD random numbers: to draw 1.5e9 numbers would take half a minute in each job.
     """
-    numbers = np.random.default_rng(scaling.SEED).standard_normal(PERIOD, np.float32) * np.float32(0.02)
+    numbers = np.random.default_rng(SEED).standard_normal(PERIOD, np.float32) * np.float32(0.02)
     for index, (name, shape) in enumerate(parameter_shapes(config)):
         if len(shape) == 1:
             yield name, np.full(shape, not name.endswith("bias"), np.float32)
@@ -103,13 +116,11 @@ def fitting(args, zeros, recompute, available):
 
     available: bytes of a GPU. PyTorch's program is assumed to need as much memory as --zero 3.
     """
-    seq_len = args.seq_len or PRESETS[args.preset].block_size
+    sizes = args.batch_size, seq_len_of(args, args.preset), args.precision
 
     def predicted(zero):
         parallel = ParallelConfig(zero=zero, recompute=recompute)
-        terms = training_memory(
-            PRESETS[args.preset], args.batch_size, seq_len, args.precision, ranks=args.ranks, parallel=parallel
-        )
+        terms = training_memory(PRESETS[args.preset], *sizes, ranks=args.ranks, parallel=parallel)
         return MARGIN * (sum(terms.values()) - terms["gathered to save"])
 
     left, found = available - predicted(3), []
@@ -123,34 +134,29 @@ def fitting(args, zeros, recompute, available):
 
 
 def specs_of(args, ours, peers):
-    """Yield the ProcessSpec of each job; a job has one program. Without --no-torch the last one is PyTorch's."""
-    common = {"precision": args.precision, "seq_len": args.seq_len or PRESETS[args.preset].block_size}
-    for name, options in ours.items():
-        yield from jobs(args, args.preset, {name: options}, {})
+    """The ProcessSpec of each job; a job has one program. Without --no-torch the last one is PyTorch's."""
+    specs = [our_job(args, args.preset, {name: options}) for name, options in ours.items()]
+    device = "cpu" if triton_launch.interpreted() else "cuda"
     for name, options in {} if args.no_torch else peers.items():
-        device = "cpu" if triton_launch.interpreted() else "cuda"
-        options = dict(
-            common, preset=args.preset, variants={name: options}, compiled=not args.no_compile, device=device
-        )
-        yield ProcessSpec("fully_shard", "benchmarks.peers.torch_fsdp_cuda", args.threads, options, ranks=args.ranks)
+        job = our_job(args, args.preset, {name: options})
+        options = job.options | {"compiled": not args.no_compile, "device": device}
+        module = "benchmarks.peers.torch_fsdp_cuda"
+        specs.append(replace(job, name="fully_shard", module=module, options=options))
+    return specs
 
 
 def summarise(results):
-    """Add fields to each result of one table: min, tokens_per_second, and those that compare it with PyTorch's.
+    """Do add_speed() for each result of one table, and compare it with PyTorch's, if there is one.
 
-    times_as_fast: PyTorch's time / its time. memory_ratio and held_ratio: its driver_bytes and held_bytes / PyTorch's;
-    None without a GPU. Without PyTorch these three are None. loss_difference, only with PyTorch: the largest relative
-    difference of the first losses.
+    memory_ratio: its driver_bytes / PyTorch's; None without a GPU or PyTorch.
+    loss_difference, only with PyTorch: the largest relative difference of the first losses; NaN if a loss is NaN.
     """
     peer = next((result for result in results if result["side"] != "ours"), None)
     for result in results:
-        result["min"] = min(result["seconds"])
-        tokens = result["batch_size"] * result["seq_len"]
-        result["tokens_per_second"] = tokens / statistics.median(result["seconds"])
-        result["times_as_fast"] = peer and paired_ratio(peer["seconds"], result["seconds"])
-        for field, key in (("memory_ratio", "driver_bytes"), ("held_ratio", "held_bytes")):
-            result[field] = result[key] / peer[key] if peer and peer[key] else None
-        if peer:  # NaN if a loss is NaN
+        add_speed(result, peer)
+        known = peer and peer["driver_bytes"]
+        result["memory_ratio"] = result["driver_bytes"] / peer["driver_bytes"] if known else None
+        if peer:
             differences = np.abs(np.divide(result["first_losses"], peer["first_losses"]) - 1)
             result["loss_difference"] = float(np.max(differences))
 
@@ -164,30 +170,20 @@ def agree(results):
     )
 
 
-def parser():
-    parser = parser_of(BENCHMARK, __doc__, 300, 2, preset="gpt2-xl")
-    add = parser.add_argument
-    add_batch_size(parser)
-    add_rounds(parser)
-    parser.add_flags(no_torch=False, no_compile=False)
-    text = "our programs; a row that does not fit in memory is omitted (default 3 2 0)"
-    add("--zero", type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help=text)
-    text = "one table each; block: with --recompute block, and with checkpointed blocks in PyTorch (default none block)"
-    add("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help=text)
-    return parser
-
-
-def main(argv=None):
-    args = parser().parse_args(argv)
-    seq_len = args.seq_len or PRESETS[args.preset].block_size
+@benchmark(
+    common=flags_of(2, preset="gpt2-xl", no_torch=False, no_compile=False),
+    zero=dict(type=int, choices=ZERO, nargs="+", default=[3, 2, 0], help="our programs that fit (default 3 2 0)"),
+    recompute=dict(choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE), help="one table each (default none block)"),
+)
+def main(args):
     memory = nvidia_smi("memory.total")
 
     def measure(recompute):
         zeros = fitting(args, args.zero, recompute, int(memory[0][0]) << 20) if memory else args.zero
-        ours, peers = variants(args.ranks, args.ranks * args.batch_size, zeros, recompute, args.bucket_mb)
-        specs = list(specs_of(args, ours, peers))
-        results = scaling.measure(args, specs, args.steps_per_round, BENCHMARK, FIELDS)
-        print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU, --recompute {recompute}")
+        programs = variants(args.ranks, args.ranks * args.batch_size, zeros, recompute, args.bucket_mb)
+        results = measure_variants(args, specs_of(args, *programs))
+        size = f"{args.batch_size} x {seq_len_of(args, args.preset)} per GPU"
+        print(f"\n{args.preset}, {args.precision}, {size}, --recompute {recompute}")
         return results
 
     results = save_each(args, map(measure, args.recompute), summarise, TABLES["gpus-sharding"].print)
@@ -195,7 +191,3 @@ def main(argv=None):
         return 0
     print(f"the first losses of a program differ from PyTorch's by more than {MAX_DIFFERENCE:.1e}")
     return 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -9,39 +9,37 @@ baselines, because the deterministic mode uses other kernels for matrix products
     python -m benchmarks.gpus.strategies --ranks 2 --buckets-mb 1 10 100      # bucket sizes
 """
 
-from benchmarks.gpus.scaling import add_batch_size, add_rounds, gpus, jobs, measure, parser_of, variant_name
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.gpus import scaling
+from benchmarks.gpus.scaling import flags_of, gpus, our_job, seq_len_of, variant_name
+from benchmarks.harness.report import paired_ratio
+from benchmarks.harness.rounds import measure_variants
+from benchmarks.harness.script import benchmark
 from gpt2core.parallel.data.strategies import STRATEGIES
-from gpt2core.presets import PRESETS
+
+prepare = scaling.prepare  # called on every rank by harness/processes.py
 
 
-def variants(ranks, batch_size, bucket_mb):
+def variants(ranks, batch_size, bucket_mb, sweep_mb=()):
     """The variants to measure: {name: options}, an argument of make_variants() in gpus/ours.py.
 
     These are the baselines, all strategies, ZeRO-1 with both kinds of --zero-gather, bf16 gradients and the
-    deterministic mode.
+    deterministic mode. With sweep_mb: a baseline, the strategies without buckets, and "bucket" with these sizes.
     """
-    fast = [{"dp": dp} for dp in STRATEGIES]
-    for options in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
-        fast += [{"dp": dp, **options} for dp in ("flat", "bucket")]
-    deterministic = [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     sizes = {"ranks": ranks, "batch_size": batch_size, "bucket_mb": bucket_mb}
+    fast = [{"dp": dp} for dp in STRATEGIES]
+    if sweep_mb:
+        fast = [options for options in fast if options["dp"] != "bucket"]
+        fast += [{"dp": "bucket", "bucket_mb": mb} for mb in sweep_mb]
+    else:
+        for options in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
+            fast += [{"dp": dp, **options} for dp in ("flat", "bucket")]
+    deterministic = [] if sweep_mb else [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     chosen = {}
     for baseline, compared in (({}, fast), ({"deterministic": True}, deterministic)):
-        chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
-        chosen |= {variant_name(ranks, options): dict(sizes, **options) for options in compared}
+        if compared:
+            chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
+            chosen |= {variant_name(ranks, options): sizes | options for options in compared}
     return chosen
-
-
-def bucket_sweep(ranks, batch_size, sizes_mb):
-    """{name: options}: the baseline, the strategies without buckets, and "bucket" with each minimum size."""
-    sizes = {"ranks": ranks, "batch_size": batch_size}
-    chosen = {baseline_of(ranks, {}): dict(sizes, communicate=False)}
-    chosen |= {variant_name(ranks, {"dp": dp}): dict(sizes, dp=dp) for dp in STRATEGIES if dp != "bucket"}
-    name = variant_name(ranks, {"dp": "bucket"})
-    return chosen | {f"{name} --bucket-mb {mb:g}": dict(sizes, dp="bucket", bucket_mb=mb) for mb in sizes_mb}
 
 
 def baseline_of(ranks, options):
@@ -50,39 +48,23 @@ def baseline_of(ranks, options):
 
 
 def summarise(results):
-    """Add fields to each result: min, times_baseline, communication_share and times_plain.
-
-    times_baseline: its time / time of its baseline. communication_share: of the step time. times_plain: its time / time
-    of the same --dp without other options.
-    """
+    """Add to each result times_baseline, its time / that of its baseline, and communication_share, of the step time."""
     by_name = {result["name"]: result for result in results}
     for result in results:
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
-        if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
-            result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
-        result["min"] = min(result["seconds"])
 
 
-def main():
-    parser = parser_of("benchmarks.gpus.strategies", __doc__, 300, 4)
-    add_batch_size(parser)
-    add_rounds(parser)
-    parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
-    args = parser.parse_args()
-    seq_len = args.seq_len or PRESETS[args.preset].block_size
+@benchmark(
+    "gpus-strategies",
+    flags_of(4),
+    buckets_mb=dict(type=float, nargs="+", help="compare only these --bucket-mb with no buckets"),
+)
+def main(args):
     batch = args.ranks * args.batch_size
-    if args.buckets_mb:
-        chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
-    else:
-        chosen = variants(args.ranks, batch, args.bucket_mb)
-    results = measure(args, list(jobs(args, args.preset, chosen, {})), args.steps_per_round)
+    chosen = variants(args.ranks, batch, args.bucket_mb, args.buckets_mb)
+    results = measure_variants(args, [our_job(args, args.preset, chosen)])
     summarise(results)
-    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU")
-    TABLES["gpus-strategies"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    print(f"\n{args.preset}, {args.precision}, {args.batch_size} x {seq_len_of(args, args.preset)} per GPU")
+    return results

@@ -9,9 +9,8 @@ the compilation are not part of a time. Stage 1 has the 8 ranks of the paper's c
 
 import statistics
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, nvidia_smi, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import PACKAGES, inference_seconds, python_command, train
 from benchmarks.paper import PROCESSES, SECONDS
 from gpt2core.app.shipped import WEIGHTS
@@ -41,23 +40,16 @@ def measure(stage, args):
     }
 
 
-def main(argv=None):
-    parser = benchmark_parser("benchmarks.gpus.table_1", __doc__)
-    add = parser.add_argument
-    add("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="stages to run (default all)")
-    add("--steps", type=int, default=50, help="steps of the training (default 50, as in the paper)")
-    add("--ranks", type=int, default=PROCESSES["command"], help="ranks of stage 1 (default 8)")
-    parser.add_flags(rounds=3, timeout=600)
-    args = parser.parse_args(argv)
+@benchmark(
+    "table-1",
+    dict(steps=50, rounds=3, timeout=600),
+    stages=dict(type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="stages to run (default all)"),
+    ranks=dict(type=int, default=PROCESSES["command"], help="ranks of stage 1 (default 8)"),
+)
+def main(args):
     args.gpus = len(nvidia_smi("name"))
     if args.steps < 2:
         raise UserError(f"--steps {args.steps}: the time of a step is that of the second and later ones: use 2 or more")
     if max(args.stages) >= 2 and not args.gpus:
         raise UserError("this machine has no GPU, which stages 2 and 3 need: use --stages 0 1")
-    results = [measure(stage, args) for stage in args.stages]
-    TABLES["table-1"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return [measure(stage, args) for stage in args.stages]

@@ -13,12 +13,12 @@ slows each kernel a little, so the step takes longer than in the other benchmark
 import numpy as np
 
 from benchmarks.gpu.profile import union_length
-from benchmarks.gpus.scaling import add_batch_size, parser_of
+from benchmarks.gpus.scaling import flags_of
 from benchmarks.harness.drawing import draw_timeline
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import launch
 from gpt2core.data import Windows
 from gpt2core.parallel.data.strategies import STRATEGIES
@@ -70,16 +70,11 @@ def last_of_two(activities):
 
 def processes_of(steps):
     """The steps {name: lanes_of()} as processes of a trace: each step is a process."""
-    return [
-        Process(
-            name,
-            {
-                title: [Span(short(each.name), each.start, each.duration) for at, each in placed if at == lane]
-                for lane, title in enumerate(LANES)
-            },
-        )
-        for name, placed in steps.items()
-    ]
+    processes = [Process(name, {title: [] for title in LANES}) for name in steps]
+    for process, placed in zip(processes, steps.values(), strict=True):
+        for lane, each in placed:
+            process.lanes[LANES[lane]].append(Span(short(each.name), each.start, each.duration))
+    return processes
 
 
 def times_of(placed):
@@ -106,19 +101,17 @@ def times_of(placed):
 def plot(steps, path):
     """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
     spans = {}
-    for name, placed in steps.items():
-        of_step = spans[f"{name}: {times_of(placed)['step_ms']:.1f} ms"] = {lane: [] for lane in LANES}
-        for lane, activity in placed:
-            of_step[LANES[lane]].append((activity.start / 1e3, activity.duration / 1e3))
+    for name, lanes in processes_of(steps):
+        lanes = {lane: [(each.start / 1e3, each.duration / 1e3) for each in found] for lane, found in lanes.items()}
+        spans[f"{name}: {times_of(steps[name])['step_ms']:.1f} ms"] = lanes
     draw_timeline(path, dict(zip(LANES, COLOURS, strict=True)), spans)
 
 
-def main():
-    parser = parser_of("benchmarks.gpus.timeline", __doc__, 200, 4)
-    add_batch_size(parser)
-    panels = "strategies, one panel each (default naive bucket)"
-    parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
-    args = parser.parse_args()
+@benchmark(
+    common=flags_of(4, 200, rounds=False),
+    dp=dict(choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help="one panel each (default naive bucket)"),
+)
+def main(args):
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
@@ -131,7 +124,3 @@ def main():
     write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))
     print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {path.stem}.png.")
-
-
-if __name__ == "__main__":
-    run_main(main)

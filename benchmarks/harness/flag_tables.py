@@ -9,20 +9,16 @@ from gpt2core.app.settings.setting_fields import flag, help_text
 
 def rows(settings, group):
     """The rows of one group of flags: name and help text; `settings`: TrainSettings or InferenceSettings."""
-    return [
-        {group[0]: names(each), "": as_markdown(help_text(each, settings))}
-        for each in fields(settings)
-        if each.metadata["group"] == group
-    ]
+    chosen = [each for each in fields(settings) if each.metadata["group"] == group]
+    return [{group[0]: names(each), "": as_markdown(help_text(each, settings))} for each in chosen]
 
 
 def names(setting):
     """The flags of a setting in Markdown, with the name of the value if it has one of its own."""
-    value = setting.metadata.get("metavar")
-    both = f" / `{flag('no_' + setting.name)}`" if setting.metadata.get("switch") else ""
-    return as_markdown(
-        flag(setting.name) + both if not value else f"`{flag(setting.name)} {value}`".replace("|", "\\|")
-    )
+    if value := setting.metadata.get("metavar"):
+        return f"`{flag(setting.name)} {value}`".replace("|", "\\|")
+    no = f" / {flag('no_' + setting.name)}" if setting.metadata.get("switch") else ""
+    return as_markdown(flag(setting.name) + no)
 
 
 def as_markdown(text):

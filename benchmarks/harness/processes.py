@@ -22,9 +22,10 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 
-from gpt2core.app.command import error_text
+from gpt2core.app.command import error_text, run_command
 from gpt2core.app.output.failed_output import output_error
 from gpt2core.app.settings.flag_parser import HelpPrinted
 from gpt2core.communicator import Solo
@@ -90,7 +91,11 @@ class BenchmarkProcess:
         self.errors.close()
 
     def run_round(self, **request):
-        """Send one request; return the result of run_round() with the field peak_bytes. Raises BenchmarkFailed."""
+        """Send one request; return the result of run_round() with the field peak_bytes. Raises BenchmarkFailed.
+
+        Without a request, wait until all ranks have called prepare().
+        """
+        time.sleep(0.1)  # after a parallel region, OpenMP threads of another process still use the cores
         with suppress(BrokenPipeError):  # the process has ended; _answer() raises BenchmarkFailed with the reason
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -119,19 +124,6 @@ class BenchmarkProcess:
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
 
 
-class JobVariant:
-    """One of several variants that one BenchmarkProcess can run, for run_rounds().
-
-    It has the same method run_round() as a process. This method adds the variant's name to the request.
-    """
-
-    def __init__(self, process, name):
-        self.process, self.spec = process, ProcessSpec(name, "", 1)
-
-    def run_round(self, **request):
-        return self.process.run_round(name=self.spec.name, **request)
-
-
 def failure(message, errors):
     """A BenchmarkFailed with `message` and the last 40 lines of the open file `errors`."""
     errors.seek(0)
@@ -145,42 +137,46 @@ def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None)
     environment: a dictionary of further environment variables.
     """
     environment = os.environ | dict.fromkeys(BLAS_VARIABLES, str(blas_threads)) | (environment or {})
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:
+        files = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **files)
         try:
-            status = process.wait(timeout)
-            if status:
-                raise failure(f"'{name}' ended with status {status}", errors)
-            errors.seek(0)
-            return errors.read()
+            problem = (status := process.wait(timeout)) and f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            end(process)
-            raise failure(f"'{name}' was stopped after {timeout} s", errors) from None
+            problem = f"was stopped after {timeout} s"
         finally:
             end(process)
+        if problem:
+            raise failure(f"'{name}' {problem}", output)
+        output.seek(0)
+        return output.read()
+
+
+def interleaved(functions, rounds):
+    """{name: [the result of each round]} of functions {name: function}; each round starts with another function."""
+    results, names = {name: [] for name in functions}, list(functions)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            progress(f"round {number + 1}/{rounds}: {name}")
+            results[name].append(functions[name]())
+    progress("")
+    return results
 
 
 def run_rounds(processes, rounds, warm_up, request):
-    """Measure all processes in interleaved rounds.
+    """Send each process the request `warm_up` once, then in interleaved rounds the request `request`.
 
-    Each process first gets the request `warm_up` once, then the request `request` once in each round. Returns
-    {name of the process: {"warm_up": result, "rounds": [result of each round]}}.
+    processes: BenchmarkProcesses, or {name: run_round() of a process}. Returns {name: {"warm_up": result, "rounds":
+    [result of each round]}}.
     """
-    results = {}
-    for process in processes:
-        progress(f"warming up {process.spec.name}")
-        results[process.spec.name] = {"warm_up": process.run_round(**warm_up), "rounds": []}
-    for index in range(rounds):
-        start = index % len(processes)  # each round starts with another process
-        for process in processes[start:] + processes[:start]:
-            progress(f"round {index + 1}/{rounds}: {process.spec.name}")
-            time.sleep(0.1)  # after a parallel region, OpenMP threads still use the cores for some milliseconds
-            results[process.spec.name]["rounds"].append(process.run_round(**request))
-    progress("")
-    return results
+    runs = processes if isinstance(processes, dict) else {each.spec.name: each.run_round for each in processes}
+    warmed_up = {}
+    for name, run in runs.items():
+        progress(f"warming up {name}")
+        warmed_up[name] = run(**warm_up)
+    measured = interleaved({name: partial(run, **request) for name, run in runs.items()}, rounds)
+    return {name: {"warm_up": warmed_up[name], "rounds": measured[name]} for name in runs}
 
 
 def peak_bytes(usage=None):
@@ -217,23 +213,17 @@ def serve(job):
         else:
             traceback.print_exc()
         os.kill(os.getpid(), signal.SIGKILL)  # MPICH does not detect a rank that exits before MPI_Init
-    options, world = job["options"], Solo()
-    if job["ranks"]:
-        world = options["world"] = module.make_world(job["ranks"])
-    report = answer if world.is_root else lambda content: None
-    report({})  # all imports are done: the parent reads the memory baseline from this answer
-    try:
+
+    def body(world):
+        report = answer if world.is_root else lambda content: None
+        report({})  # all imports are done: the parent reads the memory baseline from this answer
+        options = job["options"] | ({"world": world} if job["ranks"] else {})
         run_round = benchmark.prepare(module, **options)
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
-            report(run_round(**json.loads(line)))
-    except Exception as error:
-        # If all ranks fail, rank 0 prints its error and aborts the other ranks before they print theirs.
-        time.sleep(0.4 * min(world.rank, 8))
-        if isinstance(error, UserError):
-            print(f"error: {error_text(error)}", file=sys.stderr, flush=True)
-            world.abort(USER_ERROR)
-        traceback.print_exc()
-        world.abort(1)
+            request = json.loads(line)
+            report(run_round(**request) if request else world.barrier() or {})
+
+    run_command(lambda: module.make_world(job["ranks"]) if job["ranks"] else Solo(), body)
 
 
 def run_main(main, measures_time=True):

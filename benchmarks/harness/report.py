@@ -54,14 +54,20 @@ def round_medians(rounds):
 
 
 def add_step_fields(results):
-    """Add the fastest step ("min") and "cores_used" to results; return {name: [the median step of each round]}.
+    """Add "cores_used" to results; return {name: [the median step of each round]}.
 
     A result has "seconds", a list per round with a number per step, and the "cpu_seconds" of all steps.
     """
     for result in results:
-        steps = sum(result["seconds"], [])
-        result["min"], result["cores_used"] = min(steps), result["cpu_seconds"] / sum(steps)
+        result["cores_used"] = result["cpu_seconds"] / sum(sum(result["seconds"], []))
     return {result["name"]: round_medians(result["seconds"]) for result in results}
+
+
+def add_ratios(results, field, base_of):
+    """Do add_step_fields(), and add `field`, the time of a result / the time of the result base_of(its name)."""
+    medians = add_step_fields(results)
+    for result in results:
+        result[field] = paired_ratio(medians[result["name"]], medians[base_of(result["name"])])
 
 
 def add_peer(own, results, ratios, field="seconds"):
@@ -130,10 +136,7 @@ def hardware():
         "numpy": numpy.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "blas_kernels": kernels[0] if kernels else None,
-        "mkl": installed_version("mkl"),
-        "torch": installed_version("torch"),
-        "mpi4py": installed_version("mpi4py"),
-        "mpich": installed_version("mpich"),
+        **{name: installed_version(name) for name in ("mkl", "torch", "mpi4py", "mpich")},
         **gpu_hardware(),
     }
 
@@ -227,6 +230,7 @@ FLAGS = {  # {name: help text} of flags of several benchmarks
     "device": "cuda, or cpu for a trial",
     "precision": "precision",
     "ranks": "ranks of a job; on GPUs, each rank has its own",
+    "stage": "1: on CPUs; 3: on GPUs",
     "threads": "CPU threads of each process",
     "rounds": "number of rounds; each round times every program",
     "steps_per_round": "timed steps of each program in a round",
@@ -249,7 +253,12 @@ FLAGS = {  # {name: help text} of flags of several benchmarks
     "no_ddp": "do not run PyTorch",
     "no_torch": "do not run PyTorch",
 }
-CHOICES = {"preset": PRESETS, "precision": ("fp32", "tf32", "bf16"), "device": ("cuda", "cpu")}  # values of flags
+CHOICES = {
+    "preset": PRESETS,
+    "precision": ("fp32", "tf32", "bf16"),
+    "device": ("cuda", "cpu"),
+    "stage": (1, 3),
+}  # values of flags
 
 
 class BenchmarkParser(Parser):
@@ -258,9 +267,15 @@ class BenchmarkParser(Parser):
     MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage", "stages"  # names of flags
 
     def add_flags(self, **defaults):
-        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none."""
+        """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none.
+
+        A dictionary: the arguments of add_argument() for a flag that is not in FLAGS.
+        """
         for name, default in defaults.items():
-            flag, text = f"--{name.replace('_', '-')}", FLAGS[name]
+            flag, text = f"--{name.replace('_', '-')}", FLAGS.get(name)
+            if isinstance(default, dict):
+                self.add_argument(flag, **default)
+                continue
             if default is False:
                 self.add_argument(flag, action="store_true", help=text)
                 continue
@@ -296,8 +311,6 @@ def benchmark_parser(benchmark, docstring, saves=True, **flags):
     if saves:
         add, name = parser.add_argument, benchmark.split(".")[-1]
         add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
-        # --no-save is the default now. The flag exists because older command lines have it.
-        add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
         add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
         add("--commit", help="commit to record in the results file (default: the one that git reports)")
     parser.add_flags(**flags)

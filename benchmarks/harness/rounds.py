@@ -1,5 +1,6 @@
-"""Measure programs in turn: functions of one process (A B C, C B A, ...), or processes (see processes.run_rounds)."""
+"""Measure programs in turn, functions of one process or processes: A B C, B C A, ... (see processes.interleaved)."""
 
+import functools
 import statistics
 import time
 import timeit
@@ -7,7 +8,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, peak_bytes, progress, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, peak_bytes, run_rounds
+from benchmarks.harness.processes import interleaved as interleaved  # for programs in one process
+from gpt2core.parallel.micro_batches.count import plan_micro_batches
 
 SEED = 20260101
 
@@ -26,17 +29,6 @@ def median_seconds(function, times):
 def mean_seconds(function, times):
     """The mean seconds of `times` calls of function()."""
     return timeit.timeit(function, number=times) / times
-
-
-def interleaved(functions, rounds):
-    """{name: [the result of each round]} of functions {name: function}; every second round has the reverse order."""
-    results = {name: [] for name in functions}
-    for number in range(rounds):
-        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
-            progress(f"round {number + 1}/{rounds}: {name}")
-            results[name].append(functions[name]())
-    progress("")
-    return results
 
 
 def measure_specs(specs, args, warm_up, request):
@@ -141,18 +133,38 @@ def step_results(measured):
     }
 
 
-def measure_job(args, ranks, options, names, fields):
-    """Measure variants of the training step in one MPI job of this project; return one result for each of `names`.
+def measure_variants(args, specs):
+    """Measure variants of the training step in interleaved rounds; return one result for each variant.
 
-    options: of prepare(), whose run_round(name, steps) has the answer of timed_steps(). A result has step_results() and
-    these fields of the answer of the last round. args: the flags, with "benchmark", the module that has prepare().
+    specs: the ProcessSpecs of jobs; their option "variants" is {name: options}, and run_round(name, steps) returns a
+    dictionary. All jobs are prepared before the first one trains. A result has "name", "side" (the name of its job),
+    "ranks", all options, the answer of the last round, and "seconds", a list of those of each round. args: the flags.
     """
-    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks, mpi=True)
-    with BenchmarkProcess(job, args.benchmark, args.timeout) as process:
-        variants = [JobVariant(process, name) for name in names]
-        measured = run_rounds(variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    times, last = step_results(measured), {name: each["rounds"][-1] for name, each in measured.items()}
-    return [
-        {"name": name, "ranks": ranks, **times[name], **{field: last[name][field] for field in fields}}
-        for name in names
-    ]
+    with ExitStack() as stack:
+        runs, results = {}, {}
+        for spec in specs:
+            process = stack.enter_context(BenchmarkProcess(spec, args.benchmark, args.timeout))
+            process.run_round()
+            common = {key: value for key, value in spec.options.items() if key != "variants"}
+            for name, options in spec.options["variants"].items():
+                runs[name] = functools.partial(process.run_round, name=name)
+                results[name] = {"name": name, "side": spec.name, "ranks": spec.ranks, **common, **options}
+        measured = run_rounds(runs, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    for name, answers in measured.items():
+        rounds = answers["rounds"]
+        results[name] |= rounds[-1] | {"seconds": [each["seconds"] for each in rounds]}
+        if "cpu_seconds" in rounds[-1]:
+            results[name]["cpu_seconds"] = sum(each["cpu_seconds"] for each in rounds)
+    return list(results.values())
+
+
+def measure_jobs(args, cases):
+    """Yield measure_variants() of each case (ranks, variants, other options of prepare()), an MPI job of this project.
+
+    Raises ConfigError before the first job if the sequences cannot be divided.
+    """
+    for ranks, *_ in cases:
+        plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
+    for ranks, variants, options in cases:
+        options = options | {"batch_size": args.batch_size, "variants": variants}
+        yield measure_variants(args, [ProcessSpec("ours", "benchmarks.harness.ours", 1, options, ranks, mpi=True)])

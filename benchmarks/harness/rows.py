@@ -16,13 +16,12 @@ from testing.jobs import ROOT
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
 
 
-def add_row_flags(parser):
-    """Add --only, --minutes, --fresh and --dry-run."""
-    add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains all these texts")
-    add("--minutes", type=float, default=8, help="start no row after this time; run again for the rest (default 8)")
-    add("--fresh", action="store_true", help="measure all rows again (default: skip the rows in the file)")
-    add("--dry-run", action="store_true", help="print the names of the rows that would be measured")
+ROW_FLAGS = {  # arguments of add_argument() for each flag of run_rows()
+    "only": dict(nargs="+", default=[], metavar="TEXT", help="only rows whose name contains all these texts"),
+    "minutes": dict(type=float, default=8, help="start no row after this time; run again for the rest (default 8)"),
+    "fresh": dict(action="store_true", help="measure all rows again (default: skip the rows in the file)"),
+    "dry_run": dict(action="store_true", help="print the names of the rows that would be measured"),
+}
 
 
 def rows_path(args, suffix=".json"):

@@ -63,36 +63,6 @@ def marked(ratios):
     return {name: Speedup(each.times, each.ideal, misled) for name, each in found.items()}
 
 
-def rank_speedups(results, serial):
-    """{name: Speedup} of our results with other numbers of ranks and threads, relative to one process, one thread.
-
-    results: those of benchmarks/ranks/ranks.py; serial: the name of that with one process. The ideal is the number of
-    threads of all ranks. A result of PyTorch has no ideal: its kernels may be faster than ours.
-    """
-    ours = (result for result in results if result["name"].startswith("stage"))
-    return marked(
-        {
-            result["name"]: (
-                result["times_as_fast"][serial]["median"],
-                result["ranks"] * result["options"]["threads"],
-            )
-            for result in ours
-        }
-    )
-
-
-def efficiencies(results):
-    """{name: Speedup} of the parallel efficiencies of benchmarks/gpus/scaling.py, whose ideal is 1.
-
-    The efficiencies of our results are relative to our run on one GPU, those of PyTorch to PyTorch's.
-    """
-    found = {}
-    for side in {result["side"] for result in results}:
-        known = [result for result in results if result["side"] == side and result["efficiency"] is not None]
-        found |= marked({result["name"]: (result["efficiency"]["median"], 1) for result in known})
-    return found
-
-
 class OtherPrograms:
     """The number of cores that other programs use, on average from the creation of this object to the call of cores().
 

@@ -10,8 +10,8 @@ Columns are text: "title = cell" for each column, separated by | or new lines; o
 fields of a row, without : and ! outside of square brackets: "{case}, {name}", "{shape[0]}", "{ms.forward / ms.both}". A
 point reads a field of a dictionary. `row` is the row itself: row.name or row["name"] may be missing, other names must
 exist. `file` is the content of the file, with "name" and "machine". After the colon comes a format of Python, as in
-"{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None and of a missing field, and of a sum or product
-with them, is "".
+"{us:.1f}", or one of FORMATS, as in "{seconds:ms 3}". The text of None, and of what is computed from a missing field,
+is "".
 """
 
 import functools
@@ -30,26 +30,22 @@ MACHINES = {"zen3": "AMD Zen 3", "zen5": "AMD Zen 5", "intel": "Intel Xeon"}  # 
 
 @functools.cache
 def load(name):
-    """The content of results/<name>.json as Fields; "results" is [] if there is no such file."""
-    path = RESULTS / f"{name}.json"
-    record = parsed(path.read_text()) if path.exists() else Fields(results=[], hardware={})
-    return Fields(record, name=name, machine=machine(name, record["hardware"]))
+    """The content of results/<name>.json as Fields, with its name and machine; "results" is [] if there is no file.
 
-
-def machine(name, hardware):
-    """The machine of a file for a reader: "4 x H200", or the kind of the CPU.
-
-    Hardware of an AMD server CPU does not name its generation: a file that is not of Zen 4 must end as in MACHINES.
+    machine, for a reader: "4 x H200", or the kind of the CPU. The hardware of an AMD server CPU does not name its
+    generation: a file that is not of Zen 4 must end as in MACHINES. on_gpu: whether GPUs were measured.
     """
-    if on_gpu(name, hardware):
-        words = [*hardware["gpu"].split(), hardware["gpu"]]  # "NVIDIA H100 80GB HBM3" is an H100
-        return f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
-    cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
-    return MACHINES.get(name.split("_")[-1]) or next((kind for word, kind in kinds.items() if word in cpu), cpu)
-
-
-def on_gpu(name, hardware):
-    return hardware.gpu and not name.startswith(("cpu/", "ranks/"))
+    path = RESULTS / f"{name}.json"
+    record = json.loads(path.read_text(), object_hook=Fields) if path.exists() else Fields(results=[], hardware={})
+    hardware, gpu = record["hardware"], record["hardware"].get("gpu", "")
+    if on_gpu := gpu and not name.startswith(("cpu/", "ranks/")):
+        words = [*gpu.split(), gpu]  # "NVIDIA H100 80GB HBM3" is an H100
+        machine = f"{hardware['gpus']} x " * (hardware["gpus"] > 1) + words[1]
+    else:
+        cpu, kinds = hardware.get("cpu", ""), {"Intel": "Intel Xeon", "AMD EPYC": "AMD Zen 4"}
+        kind = next((kind for word, kind in kinds.items() if word in cpu), cpu)
+        machine = MACHINES.get(name.split("_")[-1], kind)
+    return Fields(record, name=name, machine=machine, on_gpu=bool(on_gpu))
 
 
 def source(name):
@@ -57,17 +53,15 @@ def source(name):
 
     If its rows were measured one by one, the line names the commits of all rows; date and command are of the last ones.
     """
-    record, hardware = load(name), load(name)["hardware"]
-    if on_gpu(name, hardware):
-        text = "{gpus} x {gpu}, PyTorch {torch}, Triton {triton}"
-    else:
-        text = "{cpu}, {cores} cores, NumPy {numpy}, {blas}" + ", PyTorch {torch}" * bool(hardware["torch"])
+    record, text = load(name), "{gpus} x {gpu}, PyTorch {torch}, Triton {triton}"
+    if not record["on_gpu"]:
+        text = "{cpu}, {cores} cores, NumPy {numpy}, {blas}" + ", PyTorch {torch}" * bool(record["hardware"]["torch"])
     rows = record["results"] if isinstance(record["results"], list) else []
     commits = sorted((row["date"], row["commit"]) for row in rows if "commit" in row) or [("", record["commit"])]
     commits = list(dict.fromkeys(commit for _, commit in commits))
     measured = f"{record['date'][:10]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     file = f"[`results/{name}.json`](../results/{name}.json)"
-    return f"{file}: {measured}, {text.format_map(hardware)}; `{record['command']}`"
+    return f"{file}: {measured}, {text.format_map(record['hardware'])}; `{record['command']}`"
 
 
 # -- formats: a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns --------------
@@ -107,7 +101,7 @@ FORMATS = {  # {name: function of the value and of the words after the name}
 def formatted(value, format_spec):
     """The text of a value: by one of FORMATS and the words after its name, or by a format of Python."""
     name, *words = format_spec.split() or [""]
-    if value is None or isinstance(value, Missing):
+    if value is None or value is OUT_OF_MEMORY:
         return "out of memory" if value is OUT_OF_MEMORY and name == "cell" else ""
     return FORMATS[name](value, *words) if name in FORMATS else format(value, format_spec)
 
@@ -115,49 +109,39 @@ def formatted(value, format_spec):
 # -- templates --------------------------------------------------------------------------------------------------------
 
 
-class Missing:
-    """A value that was not measured; its fields, and sums and products with it, are missing too."""
-
-    def __bool__(self):
-        return False
-
-    def __iter__(self):
-        return iter(())
-
-    def itself(self, *_):
-        return self
-
-    __getattr__ = __getitem__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = itself
-    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = itself
-
-
-NOT_MEASURED, OUT_OF_MEMORY = Missing(), Missing()
-
-
 class Fields(dict):
     """A dictionary of a file in results/: fields.name is fields["name"].
 
-    A missing field is OUT_OF_MEMORY if the field "oom" is true, as run_rows() writes it, and else NOT_MEASURED.
+    A missing field is None, or OUT_OF_MEMORY if the field "oom" is true, as run_rows() writes it.
     """
 
     def __missing__(self, name):
-        return OUT_OF_MEMORY if self.get("oom") else NOT_MEASURED
+        return OUT_OF_MEMORY if self.get("oom") else None
 
     __getattr__ = dict.__getitem__
 
 
-def parsed(text):
-    """The content of JSON, with Fields instead of dictionaries, and NOT_MEASURED for a field that is null."""
-    return json.loads(
-        text, object_hook=lambda found: Fields({k: NOT_MEASURED if v is None else v for k, v in found.items()})
-    )
+class OutOfMemory(Fields):
+    """Its fields are itself, and it is false."""
+
+    def __bool__(self):
+        return False
+
+
+OUT_OF_MEMORY = OutOfMemory(oom=True)
 
 
 class Templates(string.Formatter):
     """str.format with expressions of the fields of a row, and FORMATS. Raises NameError for a name that is no field."""
 
     def get_field(self, expression, args, fields):
-        return eval(expression, fields), expression
+        try:
+            return eval(expression, fields), expression
+        except (AttributeError, TypeError) as error:  # it is computed from a missing value
+            for name, value in {"OutOfMemory": OUT_OF_MEMORY, "NoneType": None}.items():
+                if name in str(error):
+                    return value, expression
+            raise
 
     def format_field(self, value, format_spec):
         return formatted(value, format_spec)
@@ -240,7 +224,7 @@ class Table:
             keys = [tuple(map(row.get, self.same.split())) for row in rows]
             pairs = [*zip(keys, rows, strict=True)]
             bases = {key: row for key, row in reversed(pairs) if eval(self.base, dict(row, row=row))}
-            rows = [Fields(row, base=bases.get(key, NOT_MEASURED)) for key, row in pairs]
+            rows = [Fields(row, base=bases.get(key)) for key, row in pairs]
         return rows
 
     def joined(self, rows):
@@ -254,7 +238,8 @@ class Table:
 
     def cells(self, records):
         """[{title: cell}] of the contents of files, with the tables `also` of the same files."""
-        records, tables = parsed(json.dumps(records)), (self, *(each for each in self.also if each.files == self.files))
+        records = json.loads(json.dumps(records), object_hook=Fields)
+        tables = [self, *(each for each in self.also if each.files == self.files)]
         return self.joined([row for table in tables for row in table.filled(records)])
 
     def print(self, results, title=""):

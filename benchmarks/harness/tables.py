@@ -12,8 +12,7 @@ import re
 import sys
 
 from benchmarks.harness import assignment_tables, flag_tables, result_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import load, source
 from testing.jobs import ROOT
 
@@ -86,10 +85,12 @@ def pages():
     return [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.harness.tables", __doc__, saves=False)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
-    args = parser.parse_args()
+@benchmark(
+    saves=False,
+    measures_time=False,
+    check=dict(action="store_true", help="change nothing; exit code 1 if a page is out of date"),
+)
+def main(args):
     texts = {path: path.read_text(encoding="utf-8") for path in pages()}
     outdated = {path: new for path, text in texts.items() if (new := filled(text)) != text}
     names = ", ".join(str(path.relative_to(ROOT)) for path in outdated)
@@ -100,7 +101,3 @@ def main():
         path.write_text(new, encoding="utf-8")
     print(f"rewritten: {names}" if outdated else "up to date")
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main, measures_time=False)

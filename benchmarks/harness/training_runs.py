@@ -1,6 +1,7 @@
 """Runs of train_gpt2.py as a user starts them, and their logs."""
 
 import re
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from stage1_mpi.launch import choose, launch_line
 from testing.jobs import ROOT
 
 PACKAGES = "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"
+UNTIMED_STEPS = 5
 
 
 def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=None, **flags):
@@ -30,6 +32,12 @@ def train(name, package, timeout, words=(), ranks=None, cwd=ROOT, environment=No
         output = run_to_end(name, command, blas_threads=1, timeout=timeout, cwd=cwd, environment=environment)
         progress("")
         return read_log(flags["log"]), output
+
+
+def median_step(log):
+    """The median of the seconds of a step, without the first steps, in which kernels are compiled and captured."""
+    seconds = [row["seconds"] for row in log]
+    return statistics.median(seconds[UNTIMED_STEPS:] or seconds)
 
 
 def inference_seconds(name, command, timeout):

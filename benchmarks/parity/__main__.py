@@ -14,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, nvidia_smi
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import nvidia_smi
+from benchmarks.harness.script import benchmark
 from benchmarks.parity.rungs import RUNGS, Outcome
 from gpt2core.errors import ConfigError
 
@@ -26,31 +27,22 @@ FIRST_ROW = '[\n {\n  "rung": '  # the first characters of a file of --json
 GREY, RED, RESET = "\033[90m", "\033[31m", "\033[0m"
 
 
-def rows_of(rungs, options):
-    """Run the rungs; yield a dictionary for each."""
-    for rung in rungs:
-        progress(f"{rung.name}: {rung.compared}")
-        row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
-        started = time.perf_counter()
-        if reason := rung.reason():
-            row |= {"result": "not run", "measured": reason, "found": None}
-        else:
-            outcome = run_rung(rung, options)
-            result = "passed" if outcome.passed else "FAILED"
-            row |= {"result": result, "measured": outcome.measured, "found": outcome.found}
-        yield row | {"seconds": round(time.perf_counter() - started, 1)}
-        progress("")
-
-
-def run_rung(rung, options):
-    """The Outcome of a rung; an exception is a failure."""
+def row_of(rung, options):
+    """Run a rung; return its row. An exception is a failure."""
+    progress(f"{rung.name}: {rung.compared}")
+    started, reason = time.perf_counter(), rung.reason()
     try:
-        return rung.run(options)
+        outcome = Outcome(False, reason) if reason else rung.run(options)
     except Exception as error:  # whatever a kernel that is being developed may raise
         lines = [line for line in str(error).splitlines() if line.strip()]
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
         last = f" ... {lines[-1]}" if len(lines) > 1 else ""
-        return Outcome(False, text, f"not found, because the run raised {text}{last}")
+        outcome = Outcome(False, text, f"not found, because the run raised {text}{last}")
+    progress("")
+    row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
+    row["result"] = "not run" if reason else "passed" if outcome.passed else "FAILED"
+    seconds = round(time.perf_counter() - started, 1)
+    return row | {"measured": outcome.measured, "found": outcome.found, "seconds": seconds}
 
 
 def print_row(row):
@@ -59,19 +51,6 @@ def print_row(row):
     text = "  ".join([*cells, f"{row['tolerance']}: {row['measured']}"])
     colour = {"not run": GREY, "FAILED": RED}.get(row["result"]) if sys.stdout.isatty() else None
     print(f"{colour}{text}{RESET}" if colour else text, flush=True)
-
-
-def parser():
-    parser = benchmark_parser("benchmarks.parity", __doc__, saves=False)
-    add = parser.add_argument
-    add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
-    names = [rung.name for rung in RUNGS]
-    add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
-    text = "steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)"
-    add("--steps", type=int, metavar="N", help=text)
-    add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
-    add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
-    return parser
 
 
 def check_json(path):
@@ -86,13 +65,30 @@ def check_json(path):
         raise ConfigError(f"--json {path}: is not a file of this program: choose another file")
 
 
-def main():
-    options, rows = parser().parse_args(), []
+NAMES = [rung.name for rung in RUNGS]
+
+
+@benchmark(
+    saves=False,
+    measures_time=False,
+    full=dict(action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)"),
+    only=dict(nargs="+", choices=NAMES, metavar="RUNG", default=NAMES, help=f"only these rungs: {', '.join(NAMES)}"),
+    steps=dict(
+        type=int,
+        metavar="N",
+        help="steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)",
+    ),
+    timeout=dict(type=int, default=900, help="seconds that one run of a script may take (default 900)"),
+    json=dict(type=Path, metavar="FILE", help="also write the rows to this file (default: no file)"),
+)
+def main(options):
+    rows = []
     if options.json:
         check_json(options.json)
-    for row in rows_of([rung for rung in RUNGS if not options.only or rung.name in options.only], options):
-        print_row(row)
-        rows.append(row)
+    for rung in RUNGS:
+        if rung.name in options.only:
+            rows.append(row_of(rung, options))
+            print_row(rows[-1])
     for row in rows:
         if row["found"]:
             print(f"\n{row['rung']}: {row['measured']}\nfirst difference: {row['found']}")
@@ -102,7 +98,3 @@ def main():
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    run_main(main, measures_time=False)

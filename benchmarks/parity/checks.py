@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks.parity import oracle
+from benchmarks.parity.oracle import ORACLES
 from gpt2core.communicator import Communicator, Handle
-from gpt2core.tracing.hooks import KERNELS
 from gpt2core.tree_sum import tree_sum
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # relative norms, of one kernel
-ORACLES = {name: vars(oracle)[name] for name in KERNELS if name in vars(oracle)}
 # kernels of two matrix products, one after the other, which double the rounding error
 TWO_PRODUCTS = "mlp", "attention", "unembed_cross_entropy"
 
@@ -194,31 +192,24 @@ class CollectiveRecorder:
         arguments = {key: value for key, value in bound.items() if key in ("op", "root")}
         record = Call(name, arguments, self.host(x), self.describe(x))
         self.calls.append(record)
-        result = call()
-        if not blocking:
-            return RecordedHandle(result, functools.partial(self.finish, record))
-        self.finish(record, result)
-        return result
-
-    def finish(self, record, result):
-        record.result = None if result is None else self.host(result)
+        handle = RecordedHandle(Handle(call()) if blocking else call(), record, self.host)
+        return handle.wait() if blocking else handle
 
     def host(self, x):
         return np.array(self.backend.to_host(x))
 
 
 class RecordedHandle(Handle):
-    """A Handle that calls finished(result) when the first wait() returns."""
+    """A Handle whose first wait() writes the result to the record of the Call, on the host."""
 
-    def __init__(self, handle, finished):
+    def __init__(self, handle, record, host):
         super().__init__()
-        self.handle, self.finished = handle, finished
+        self.handle, self.record, self.host = handle, record, host
 
     def wait(self):
         result = self.handle.wait()
-        if self.finished:
-            self.finished(result)
-            self.finished = None
+        if self.record.result is None and result is not None:
+            self.record.result = self.host(result)
         return result
 
 

@@ -1,16 +1,16 @@
 """Every kernel of gpt2core/backend.py as its textbook formula, in float64: the reference of `make parity`.
 
-A function with the name of a kernel is its oracle: it returns {name of a result: (expected array, least norm)}, in the
-order of the kernel's results. i: the inputs of the call, {parameter: float64 array or other argument}. forward: those
-of the forward call that returned `aux`, for an oracle that needs them. The error of a result is compared with max(norm
-of the expected array, least norm): sums whose terms cancel have the rounding errors of their terms. The formulas use
-no code of a backend, so no error of a backend can be in both.
+ORACLES has an oracle for each kernel: it returns {name of a result: (expected array, least norm)}, in the order of the
+kernel's results. i: the inputs of the call, {parameter: float64 array or other argument}. forward: those of the forward
+call that returned `aux`, for an oracle that needs them. The error of a result is compared with max(norm of the expected
+array, least norm): sums whose terms cancel have the rounding errors of their terms. The formulas use no code of a
+backend, so no error of a backend can be in both.
 """
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
 import math
-from types import SimpleNamespace
+from collections import defaultdict
 
 import numpy as np
 
@@ -40,6 +40,12 @@ def linear_gradients(dy, x, w):
     return dy @ w.T, rows(x).T @ rows(dy), rows(dy).sum(0)
 
 
+def named_gradients(dy, x, w):
+    """{"dx", "dw", "db"} of linear(x, w, b), with their least norms."""
+    dx, dw, db = linear_gradients(dy, x, w)
+    return of(dx=dx, dw=dw) | {"db": (db, norm(dy))}
+
+
 def gelu(x):
     return x * (1 + np.tanh(GELU * (x + 0.044715 * x**3))) / 2
 
@@ -49,40 +55,21 @@ def gelu_slope(x):
     return (1 + t) / 2 + x * (1 - t * t) / 2 * GELU * (1 + 3 * 0.044715 * x * x)
 
 
-def linear_forward(i):
-    return of(y=linear(i.x, i.w, i.b))
-
-
 def linear_backward(i):
-    dx, dw, db = linear_gradients(i.dy, i.x, i.w)
-    return of(dx=dx, dw=dw) | ({"db": (db, norm(i.dy))} if i.bias else {})
-
-
-def bias_backward(i):
-    return {"db": (rows(i.dy).sum(0), norm(i.dy))}
-
-
-def linear_gelu_forward(i):
-    return of(y=gelu(linear(i.x, i.w, i.b)))
+    gradients = named_gradients(i.dy, i.x, i.w)
+    return gradients if i.bias else {name: gradients[name] for name in ("dx", "dw")}
 
 
 def linear_gelu_backward(i, forward):
     h = linear(i.x, i.w, forward.b)
-    dh = i.dy.reshape(h.shape) * gelu_slope(h)  # mlp_backward of stage 2 calls this kernel with the rows of dy
-    dx, dw, db = linear_gradients(dh, i.x, i.w)
-    return of(dx=dx, dw=dw) | {"db": (db, norm(dh))}
-
-
-def mlp_forward(i):
-    return of(y=gelu(linear(i.x, i.w, i.b)) @ i.w2)
+    # mlp_backward of stage 2 calls this kernel with the rows of dy
+    return named_gradients(i.dy.reshape(h.shape) * gelu_slope(h), i.x, i.w)
 
 
 def mlp_backward(i, forward):
     h = linear(i.x, i.w, forward.b)
     dh, dw2, _ = linear_gradients(i.dy, gelu(h), i.w2)
-    dh = dh * gelu_slope(h)
-    dx, dw, db = linear_gradients(dh, i.x, i.w)
-    return of(dx=dx, dw=dw) | {"db": (db, norm(dh)), "dw2": (dw2, 0.0)}
+    return named_gradients(dh * gelu_slope(h), i.x, i.w) | of(dw2=dw2)
 
 
 # -- layernorm ---------------------------------------------------------------------------------------------------------
@@ -104,33 +91,13 @@ def layernorm_gradients(dy, s, w, eps):
     h, r = normalise(s, eps)
     g = dy * w
     dx = r * (g - g.mean(-1, keepdims=True) - h * (g * h).mean(-1, keepdims=True))
-    return {
-        "dx": (dx, norm(r * g)),
-        "dw": (rows(dy * h).sum(0), norm(dy * h)),
-        "db": (rows(dy).sum(0), norm(dy)),
-    }
+    dw, db = rows(dy * h).sum(0), rows(dy).sum(0)
+    return {"dx": (dx, norm(r * g)), "dw": (dw, norm(dy * h)), "db": (db, norm(dy))}
 
 
 def stream(i):
     """s = x + a + a_bias of a call of residual_layernorm_forward, or x of layernorm_forward."""
     return i.x if getattr(i, "a", None) is None else i.x + i.a + i.a_bias
-
-
-def layernorm_forward(i):
-    return of(y=layernorm(i.x, i.w, i.b, i.eps))
-
-
-def layernorm_backward(i, forward):
-    return layernorm_gradients(i.dy, stream(forward), i.w, forward.eps)
-
-
-def residual_add_forward(i):
-    return of(s=stream(i))
-
-
-def residual_layernorm_forward(i):
-    s = stream(i)
-    return of(s=s, y=layernorm(s, i.w, i.b, i.eps))
 
 
 def residual_layernorm_backward(i, forward):
@@ -190,27 +157,16 @@ def turned(qkv, H, position, sign):
     return np.concatenate([merged(part) for part in x], -1)
 
 
-def rotary_forward(i):
-    return of(y=turned(i.qkv, i.n_head, i.position, 1))
-
-
-def rotary_backward(i):
-    return of(dqkv=turned(i.dy, i.n_head, i.position, -1))
+def logsumexp(qkv, H):
+    """In base 2, as the GPU's kernels keep it."""
+    s = scores(qkv, H)[3]
+    top = s.max(-1)
+    return LOG2E * (top + np.log(np.exp(s - top[..., None]).sum(-1)))
 
 
 def attention_forward(i):
-    s = scores(i.qkv, i.n_head)[3]
-    top = s.max(-1)
-    logsumexp = LOG2E * (top + np.log(np.exp(s - top[..., None]).sum(-1)))  # in base 2, as the GPU's kernels keep it
-    return of(y=attention(i.qkv, i.n_head)) | {"logsumexp": (logsumexp, math.sqrt(logsumexp.size))}
-
-
-def attention_backward(i):
-    return of(dqkv=attention_gradient(i.dy, i.qkv, i.n_head))
-
-
-def rotary_attention_forward(i):
-    return of(y=attention(turned(i.qkv, i.n_head, i.position, 1), i.n_head))
+    found = logsumexp(i.qkv, i.n_head)
+    return of(y=attention(i.qkv, i.n_head)) | {"logsumexp": (found, math.sqrt(found.size))}
 
 
 def rotary_attention_backward(i, forward):
@@ -221,58 +177,45 @@ def rotary_attention_backward(i, forward):
 # -- embedding, logits, loss -------------------------------------------------------------------------------------------
 
 
+def own_rows(ids, first, count):
+    """(the indices in the flat `ids` of those from `first` on, of `count`; their rows)."""
+    local = ids.astype(int).ravel() - first
+    own = np.flatnonzero((local >= 0) & (local < count))
+    return own, local[own]
+
+
 def embedding_forward(i):
-    i.ids = i.ids.reshape(-1, i.ids.shape[-1])  # the sequences of all micro-batches
-    local = i.ids.astype(int) - i.first
-    own = (local >= 0) & (local < len(i.wte))
-    y = np.where(own[..., None], i.wte[np.clip(local, 0, len(i.wte) - 1)], 0.0)
-    return of(y=y if i.wpe is None else y + i.wpe[i.position : i.position + i.ids.shape[1]])
+    ids = i.ids.reshape(-1, i.ids.shape[-1])  # the sequences of all micro-batches
+    y, (own, local) = np.zeros((ids.size, i.wte.shape[1])), own_rows(ids, i.first, len(i.wte))
+    y[own] = i.wte[local]
+    y = y.reshape(*ids.shape, -1)
+    return of(y=y if i.wpe is None else y + i.wpe[i.position : i.position + ids.shape[1]])
 
 
 def embedding_backward(i):
-    i.ids, i.dy = i.ids.reshape(-1, i.ids.shape[-1]), i.dy.reshape(-1, *i.dy.shape[-2:])
-    dwte = np.zeros_like(i.wte)
-    local = i.ids.astype(int).ravel() - i.first
-    own = (local >= 0) & (local < len(dwte))
-    np.add.at(dwte, local[own], rows(i.dy)[own])
-    if i.wpe is None:
-        return {"dwte": (dwte, norm(i.dy))}
-    dwpe = np.zeros_like(i.wpe)
-    dwpe[i.position : i.position + i.dy.shape[1]] = i.dy.sum(0)
-    return {"dwte": (dwte, norm(i.dy)), "dwpe": (dwpe, norm(i.dy))}
-
-
-def unembed_forward(i):
-    return of(y=i.x @ i.w.T)
-
-
-def unembed_backward(i):
-    return of(dx=i.dy @ i.w, dw=rows(i.dy).T @ rows(i.x))
+    dy, (own, local) = i.dy.reshape(-1, *i.dy.shape[-2:]), own_rows(i.ids, i.first, len(i.wte))
+    gradients = {"dwte": np.zeros_like(i.wte)}
+    np.add.at(gradients["dwte"], local, rows(dy)[own])
+    if i.wpe is not None:
+        gradients["dwpe"] = np.zeros_like(i.wpe)
+        gradients["dwpe"][i.position : i.position + dy.shape[1]] = dy.sum(0)
+    return {name: (array, norm(dy)) for name, array in gradients.items()}
 
 
 def statistics(logits, targets, first):
     """maxima, sums, target_logits of cross_entropy_forward."""
-    maxima, local = logits.max(1), targets.astype(int) - first
-    own = np.flatnonzero((local >= 0) & (local < logits.shape[1]))
-    target_logits = np.zeros(len(logits))
-    target_logits[own] = logits[own, local[own]]
-    return {
-        "maxima": (maxima, math.sqrt(maxima.size)),
-        "sums": (np.exp(logits - maxima[:, None]).sum(1), 0.0),
-        "target_logits": (target_logits, math.sqrt(maxima.size)),
-    }
+    maxima, (own, local) = logits.max(1), own_rows(targets, first, logits.shape[1])
+    target_logits, least = np.zeros(len(logits)), math.sqrt(maxima.size)
+    target_logits[own] = logits[own, local]
+    sums = np.exp(logits - maxima[:, None]).sum(1)
+    return {"maxima": (maxima, least), "sums": (sums, 0.0), "target_logits": (target_logits, least)}
 
 
 def logit_gradient(i, logits):
     """dy * scale * (softmax - onehot); maxima and sums are over the whole vocabulary."""
-    p, local = np.exp(logits - i.maxima[:, None]) / i.sums[:, None], i.targets.astype(int) - i.first
-    own = np.flatnonzero((local >= 0) & (local < logits.shape[1]))
-    p[own, local[own]] -= 1
+    p = np.exp(logits - i.maxima.reshape(-1, 1)) / i.sums.reshape(-1, 1)
+    p[own_rows(i.targets, i.first, logits.shape[1])] -= 1
     return p * (float(i.dy.reshape(())) * i.scale)
-
-
-def cross_entropy_forward(i):
-    return statistics(i.logits, i.targets, i.first)
 
 
 def cross_entropy_backward(i, forward=None):
@@ -281,29 +224,12 @@ def cross_entropy_backward(i, forward=None):
     return of(dlogits=logit_gradient(i, logits))
 
 
-def unembed_cross_entropy_forward(i):
-    return statistics(rows(i.x) @ i.w.T, i.targets.ravel(), i.first)
-
-
 def unembed_cross_entropy_backward(i):
-    i.targets, i.maxima, i.sums = i.targets.ravel(), i.maxima.ravel(), i.sums.ravel()
     dlogits = logit_gradient(i, rows(i.x) @ i.w.T)
     return of(dx=dlogits @ i.w, dw=dlogits.T @ rows(i.x))
 
 
-def loss_rows(i):
-    return of(rows=np.stack([i.sums * np.exp(i.maxima - i.row_maxima), i.target_logits]))
-
-
-def loss(i):
-    return of(loss=i.scale * (np.log(i.sums) - (i.target_logits - i.row_maxima)).sum())
-
-
 # -- flat buffers ------------------------------------------------------------------------------------------------------
-
-
-def page_sums(i):
-    return of(sums=(i.flat.reshape(-1, 1024) ** 2).sum(1))
 
 
 def clip(i):
@@ -319,16 +245,44 @@ def adamw_step(i):
     return of(m=m, v=v, p=np.where(decay, shrink, 1.0) * i.p - rate * m / (np.sqrt(v) + eps))
 
 
-def add(i):
-    return {"sum": (i.a + i.b, norm(i.a))}
+# -- all kernels -------------------------------------------------------------------------------------------------------
 
-
-def gelu_forward(i):
-    return of(y=gelu(i.x))
-
-
-def gelu_backward(i):
-    return {"dx": (i.dy * gelu_slope(i.x), norm(i.dy))}
+ORACLES = {  # {name of a kernel: its oracle}
+    "linear_forward": lambda i: of(y=linear(i.x, i.w, i.b)),
+    "linear_backward": linear_backward,
+    "bias_backward": lambda i: {"db": (rows(i.dy).sum(0), norm(i.dy))},
+    "linear_gelu_forward": lambda i: of(y=gelu(linear(i.x, i.w, i.b))),
+    "linear_gelu_backward": linear_gelu_backward,
+    "mlp_forward": lambda i: of(y=gelu(linear(i.x, i.w, i.b)) @ i.w2),
+    "mlp_backward": mlp_backward,
+    "gelu_forward": lambda i: of(y=gelu(i.x)),
+    "gelu_backward": lambda i: {"dx": (i.dy * gelu_slope(i.x), norm(i.dy))},
+    "layernorm_forward": lambda i: of(y=layernorm(i.x, i.w, i.b, i.eps)),
+    "layernorm_backward": lambda i, forward: layernorm_gradients(i.dy, stream(forward), i.w, forward.eps),
+    "residual_add_forward": lambda i: of(s=stream(i)),
+    "residual_layernorm_forward": lambda i: of(s=stream(i), y=layernorm(stream(i), i.w, i.b, i.eps)),
+    "residual_layernorm_backward": residual_layernorm_backward,
+    "rotary_forward": lambda i: of(y=turned(i.qkv, i.n_head, i.position, 1)),
+    "rotary_backward": lambda i: of(dqkv=turned(i.dy, i.n_head, i.position, -1)),
+    "attention_forward": attention_forward,
+    "attention_backward": lambda i: of(dqkv=attention_gradient(i.dy, i.qkv, i.n_head)),
+    "rotary_attention_forward": lambda i: of(y=attention(turned(i.qkv, i.n_head, i.position, 1), i.n_head)),
+    "rotary_attention_backward": rotary_attention_backward,
+    "embedding_forward": embedding_forward,
+    "embedding_backward": embedding_backward,
+    "unembed_forward": lambda i: of(y=i.x @ i.w.T),
+    "unembed_backward": lambda i: of(dx=i.dy @ i.w, dw=rows(i.dy).T @ rows(i.x)),
+    "cross_entropy_forward": lambda i: statistics(i.logits, i.targets, i.first),
+    "cross_entropy_backward": cross_entropy_backward,
+    "unembed_cross_entropy_forward": lambda i: statistics(rows(i.x) @ i.w.T, i.targets, i.first),
+    "unembed_cross_entropy_backward": unembed_cross_entropy_backward,
+    "loss_rows": lambda i: of(rows=np.stack([i.sums * np.exp(i.maxima - i.row_maxima), i.target_logits])),
+    "loss": lambda i: of(loss=i.scale * (np.log(i.sums) - (i.target_logits - i.row_maxima)).sum()),
+    "page_sums": lambda i: of(sums=(i.flat.reshape(-1, 1024) ** 2).sum(1)),
+    "clip": clip,
+    "adamw_step": adamw_step,
+    "add": lambda i: {"sum": (i.a + i.b, norm(i.a))},
+}
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
@@ -341,59 +295,62 @@ def reference(config, parameters, ids, targets, scale):
     scale * the sum of the losses of all targets.
     """
     P = {name.removeprefix("transformer."): array for name, array in parameters.items()}
-    eps, H, y_of, blocks = config.layer_norm_epsilon, config.n_head, {}, []
+    d, y_of, H, head = defaultdict(float), {}, config.n_head, "wte.weight" if config.tied else "lm_head.weight"
+
+    # A layer returns its result, without the bias of a product, and a function of dy, which returns dx and sets d.
+    def product(name, x):
+        def backward(dy):
+            dx, d[f"{name}.weight"], d[f"{name}.bias"] = linear_gradients(dy, x, P[f"{name}.weight"])
+            return dx
+
+        return x @ P[f"{name}.weight"], backward
+
+    def normed(name, x):
+        w, b = P[f"{name}.weight"], P[f"{name}.bias"]
+
+        def backward(dy):
+            dx, d[f"{name}.weight"], d[f"{name}.bias"] = (
+                array for array, _ in layernorm_gradients(dy, x, w, config.layer_norm_epsilon).values()
+            )
+            return dx
+
+        return layernorm(x, w, b, config.layer_norm_epsilon), backward
+
+    def block(name, x):
+        n1, through_ln_1 = normed(f"{name}.ln_1", x)
+        qkv, through_c_attn = product(f"{name}.attn.c_attn", n1)
+        qkv = y_of[f"{name}.attn.c_attn", "linear_forward"] = qkv + P[f"{name}.attn.c_attn.bias"]
+        a = y_of[f"{name}.attn", "attention_forward"] = attention(qkv, H)
+        o, through_c_proj = product(f"{name}.attn.c_proj", a)
+        y_of[f"{name}.attn.c_proj", "linear_forward"] = o
+        x1 = x + o + P[f"{name}.attn.c_proj.bias"]
+        n2, through_ln_2 = normed(f"{name}.ln_2", x1)
+        h, through_c_fc = product(f"{name}.mlp.c_fc", n2)
+        h = h + P[f"{name}.mlp.c_fc.bias"]
+        m, through_mlp = product(f"{name}.mlp.c_proj", gelu(h))
+        y_of[f"{name}.mlp", "mlp_forward"] = m
+
+        def backward(dx):
+            dx = dx + through_ln_2(through_c_fc(through_mlp(dx) * gelu_slope(h)))
+            return dx + through_ln_1(through_c_attn(attention_gradient(through_c_proj(dx), qkv, H)))
+
+        return x1 + m + P[f"{name}.mlp.c_proj.bias"], backward
+
     x = y_of["wte", "embedding_forward"] = P["wte.weight"][ids] + P["wpe.weight"][: ids.shape[1]]
+    blocks = []
     for layer in range(config.n_layer):
-        w = {name.removeprefix(f"h.{layer}."): a for name, a in P.items() if name.startswith(f"h.{layer}.")}
-        n1 = layernorm(x, w["ln_1.weight"], w["ln_1.bias"], eps)
-        qkv = y_of[f"h.{layer}.attn.c_attn", "linear_forward"] = linear(
-            n1, w["attn.c_attn.weight"], w["attn.c_attn.bias"]
-        )
-        a = y_of[f"h.{layer}.attn", "attention_forward"] = attention(qkv, H)
-        o = y_of[f"h.{layer}.attn.c_proj", "linear_forward"] = a @ w["attn.c_proj.weight"]
-        x1 = x + o + w["attn.c_proj.bias"]
-        n2 = layernorm(x1, w["ln_2.weight"], w["ln_2.bias"], eps)
-        h = linear(n2, w["mlp.c_fc.weight"], w["mlp.c_fc.bias"])
-        m = y_of[f"h.{layer}.mlp", "mlp_forward"] = gelu(h) @ w["mlp.c_proj.weight"]
-        blocks.append((layer, w, SimpleNamespace(x=x, n1=n1, qkv=qkv, a=a, x1=x1, n2=n2, h=h)))
-        x = x1 + m + w["mlp.c_proj.bias"]
-    y = layernorm(x, P["ln_f.weight"], P["ln_f.bias"], eps)
-    head = "wte.weight" if config.tied else "lm_head.weight"
-    dlogits = softmax(y @ P[head].T)
-    np.put_along_axis(
-        dlogits, targets[..., None].astype(int), np.take_along_axis(dlogits, targets[..., None], -1) - 1, -1
-    )
+        x, backward = block(f"h.{layer}", x)
+        blocks.append(backward)
+    y, through_ln_f = normed("ln_f", x)
+    dlogits = rows(softmax(y @ P[head].T))
+    dlogits[np.arange(targets.size), targets.astype(int).ravel()] -= 1
     dlogits *= scale
-    d = {head: rows(dlogits).T @ rows(y)}
-    dx = add_norm(d, "ln_f", dlogits @ P[head], x, P["ln_f.weight"], eps)
-    for layer, w, of_block in reversed(blocks):
-        dx = block_backward(d, f"h.{layer}.", w, of_block, dx, H, eps)
+    dx = through_ln_f((dlogits @ P[head]).reshape(x.shape))
+    for backward in reversed(blocks):
+        dx = backward(dx)
     d["wpe.weight"] = np.zeros_like(P["wpe.weight"])
     d["wpe.weight"][: ids.shape[1]] = dx.sum(0)
-    dwte = np.zeros_like(P["wte.weight"])
-    np.add.at(dwte, ids.astype(int).ravel(), rows(dx))
-    d["wte.weight"] = dwte + (d["wte.weight"] if config.tied else 0)
+    d["wte.weight"] = np.zeros_like(P["wte.weight"])
+    np.add.at(d["wte.weight"], ids.astype(int).ravel(), rows(dx))
+    d[head] += dlogits.T @ rows(y)
     return y_of, {name: d[name.removeprefix("transformer.")] for name in parameters}
-
-
-def block_backward(d, name, w, saved, dx, H, eps):
-    """Write the gradients of one block's parameters to d; return the gradient of the block's input."""
-    d[f"{name}mlp.c_proj.bias"] = rows(dx).sum(0)
-    dh, d[f"{name}mlp.c_proj.weight"], _ = linear_gradients(dx, gelu(saved.h), w["mlp.c_proj.weight"])
-    dn, d[f"{name}mlp.c_fc.weight"], d[f"{name}mlp.c_fc.bias"] = linear_gradients(
-        dh * gelu_slope(saved.h), saved.n2, w["mlp.c_fc.weight"]
-    )
-    dx = dx + add_norm(d, f"{name}ln_2", dn, saved.x1, w["ln_2.weight"], eps)
-    d[f"{name}attn.c_proj.bias"] = rows(dx).sum(0)
-    da, d[f"{name}attn.c_proj.weight"], _ = linear_gradients(dx, saved.a, w["attn.c_proj.weight"])
-    dn, d[f"{name}attn.c_attn.weight"], d[f"{name}attn.c_attn.bias"] = linear_gradients(
-        attention_gradient(da, saved.qkv, H), saved.n1, w["attn.c_attn.weight"]
-    )
-    return dx + add_norm(d, f"{name}ln_1", dn, saved.x, w["ln_1.weight"], eps)
-
-
-def add_norm(d, name, dy, s, w, eps):
-    """Write the gradients of a LayerNorm's parameters to d; return the gradient of its input s."""
-    gradients = layernorm_gradients(dy, s, w, eps)
-    d[f"{name}.weight"], d[f"{name}.bias"] = gradients["dw"][0], gradients["db"][0]
-    return gradients["dx"][0]

@@ -1,7 +1,6 @@
 """The rungs of the parity ladder: what is compared, with which tolerance, and where the first difference is.
 
-A rung is a function of the options (see __main__.py) that returns an Outcome. Its `reason()` is the reason why this
-machine cannot run it, or None.
+A rung is a function of the options (see __main__.py) that returns an Outcome.
 """
 
 import functools
@@ -55,13 +54,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rung:
-    """One row of the table."""
+    """One row of the table. needs: see missing()."""
 
     name: str
     compared: str
     tolerance: str
     run: Callable
-    reason: Callable = lambda: None
+    needs: tuple = ()
+
+    def reason(self):
+        """Why this machine cannot run it, or None."""
+        return next(filter(None, map(missing, self.needs)), None)
 
 
 def outcome(found, measured):
@@ -78,14 +81,19 @@ def gpu_count():
     return 0 if os.environ.get("TRITON_INTERPRET", "0") != "0" else len(nvidia_smi("name"))
 
 
-def needs(*packages):
-    """reason() of a rung that imports these packages."""
+def missing(need):
+    """Why this machine does not have a need of a rung (a package or one of the names below), or None."""
+    if need == "MPI":
+        return message_of(jobs.launcher)
+    if need == "stage 2":  # its kernels, on a GPU or in Triton's interpreter
+        from stage2_cuda.runtime import triton_launch
 
-    def reason():
-        missing = [name for name in packages if find_spec(name) is None]
-        return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
-
-    return reason
+        return message_of(triton_launch.array_module)
+    if need == "two GPUs":
+        return f"needs two GPUs, and this machine has {gpu_count()}" if gpu_count() < 2 else None
+    if need == "no GPU":
+        return "fakes a GPU; rung stage-3 uses the real ones" if gpu_count() else None
+    return None if find_spec(need) else f"needs {need}: pip install {need}"
 
 
 def message_of(function):
@@ -95,26 +103,6 @@ def message_of(function):
     except ConfigError as error:
         return str(error)
     return None
-
-
-def needs_mpi():
-    """reason() of a rung that starts ranks."""
-    return message_of(jobs.launcher)
-
-
-def needs_stage_2():
-    """reason() of a rung that runs the kernels of stage 2, on a GPU or in Triton's interpreter."""
-    from stage2_cuda.runtime import triton_launch
-
-    return message_of(triton_launch.array_module)
-
-
-def needs_stage_3():
-    return needs_stage_2() or needs_mpi()
-
-
-def needs_no_gpu():
-    return needs_stage_2() or ("fakes a GPU; rung stage-3 uses the real ones" if gpu_count() else None)
 
 
 # -- a small training run ----------------------------------------------------------------------------------------------
@@ -138,10 +126,13 @@ def trainer_maker(backend, config=MODEL, batch_size=8, micro_batches=4, **parall
 
 
 def trained(world, make_trainer, config, steps):
-    """[(loss, gradient norm) of each step], and the hash of the parameters."""
-    trainer, windows = make_trainer(world), windows_of(config)
-    reports = [trainer.step(read_batch(trainer, windows), LR) for _ in range(steps)]
-    return [(report.loss, report.grad_norm) for report in reports], parameter_hash(trainer)
+    """The log of a training run, a dictionary for each step as first_difference() compares them."""
+    trainer, windows, log = make_trainer(world), windows_of(config), []
+    for step in range(steps):
+        report = trainer.step(read_batch(trainer, windows), LR)
+        log.append({"step": step, "loss": report.loss, "grad_norm": report.grad_norm})
+    log[-1]["parameters_sha256"] = parameter_hash(trainer)
+    return log
 
 
 def examined(make_trainer, config, steps, ranks=1, exact=True, world_of=lambda threads: threads):
@@ -151,14 +142,6 @@ def examined(make_trainer, config, steps, ranks=1, exact=True, world_of=lambda t
         return examine(make_trainer, windows_of(config), steps, LR, world_of(threads), exact)
 
     return run(Solo()) if ranks == 1 else run_ranks(ranks, run, timeout=LIMIT)[0]
-
-
-def curve_difference(got, wanted):
-    """What is different in two results of trained(), as text; None if they have equal bits."""
-    for step, (one, other) in enumerate(zip(got[0], wanted[0], strict=True)):
-        if one != other:
-            return f"step {step}: loss and norm are {one} instead of {other}"
-    return None if got[1] == wanted[1] else "the parameters after the last step differ"
 
 
 # -- kernels, model, collectives ---------------------------------------------------------------------------------------
@@ -241,20 +224,15 @@ def first_collective_difference(comm):
     p, r = comm.size, comm.rank
     xs = [np.random.default_rng(rank).standard_normal((p * 5, 3)).astype(np.float32) for rank in range(p)]
     total, mine = tree_sum([x.astype(np.float64) for x in xs]), slice(5 * r, 5 * r + 5)
-    calls = []
-    for name in collectives.ALL_REDUCE:
-        call = functools.partial(collectives.all_reduce, comm, xs[r], algorithm=name)
-        calls.append((f"all_reduce, algorithm {name}", total, call))
-    for name in collectives.REDUCE_SCATTER:
-        call = functools.partial(collectives.reduce_scatter, comm, xs[r], algorithm=name)
-        calls.append((f"reduce_scatter, algorithm {name}", total[mine], call))
-    calls += [("all_gather", np.concatenate(xs), lambda: collectives.all_gather(comm, xs[r]))]
-    calls += [("all_to_all", np.concatenate([x[mine] for x in xs]), lambda: collectives.all_to_all(comm, xs[r]))]
-    calls += [("broadcast", xs[p - 1], lambda: collectives.broadcast(comm, xs[r], p - 1))]
+    calls = [("all_reduce", total, dict(algorithm=name)) for name in collectives.ALL_REDUCE]
+    calls += [("reduce_scatter", total[mine], dict(algorithm=name)) for name in collectives.REDUCE_SCATTER]
+    calls += [("all_gather", np.concatenate(xs), {}), ("all_to_all", np.concatenate([x[mine] for x in xs]), {})]
+    calls += [("broadcast", xs[p - 1], dict(root=p - 1))]
     found = None
-    for place, want, call in calls:
-        try:
-            got = call()  # every rank makes every call, so that no rank waits for another
+    for name, want, options in calls:
+        place = ", ".join([name, *(f"{key} {value}" for key, value in options.items())])
+        try:  # every rank makes every call, so that no rank waits for another
+            got = getattr(collectives, name)(comm, xs[r], **options)
         except CommunicatorError as error:
             raise CommunicatorError(f"{place}: {error}") from error
         found = found or difference(got, want, 1e-5, place=f"{place}, rank {r} of {p}", tensor="result")
@@ -266,9 +244,8 @@ def first_collective_difference(comm):
 
 def gradients_of_stage_0(options):
     steps = steps_of(options, 2)
-    return outcome(
-        examined(trainer_maker(NumpyBackend), MODEL, steps), f"{counted(steps, 'step')}: each kernel, each gradient"
-    )
+    found = examined(trainer_maker(NumpyBackend), MODEL, steps)
+    return outcome(found, f"{counted(steps, 'step')}: each kernel, each gradient")
 
 
 def gradients_of_stage_2(options):
@@ -284,21 +261,44 @@ def gradients_of_stage_2(options):
 
 def strategies_on_threads(options):
     """Losses, norms and parameters of every --dp and --zero on threads, with those of one rank; tp within 1e-5."""
-    steps, count = steps_of(options, 3), 0
+    steps = steps_of(options, 3)
     wanted = trained(Solo(), trainer_maker(NumpyBackend), MODEL, steps)
     ways = [dict(dp=dp, zero=zero) for dp in STRATEGIES for zero in (0, 1)]
     ways += [dict(dp="bucket", zero=1, zero_gather="forward"), dict(tp=2)]
-    for ranks in (2, 4):
-        for how in ways:
-            make, exact, count = trainer_maker(NumpyBackend, **how), "tp" not in how, count + 1
-            got = run_ranks(ranks, trained, make, MODEL, steps, timeout=LIMIT)[0]
-            text = curve_difference(got, wanted)
-            near = np.allclose([loss for loss, _ in got[0]], [loss for loss, _ in wanted[0]], rtol=1e-5, atol=0)
-            if text and (exact or not near):
-                found = examined(make, MODEL, steps, ranks, exact)
-                flags = " ".join(f"--{name} {value}" for name, value in how.items())
-                return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))
-    return Outcome(True, f"{count} runs of {steps} steps are equal")
+    cases = [(ranks, how, trainer_maker(NumpyBackend, **how), MODEL, steps) for ranks in (2, 4) for how in ways]
+    return first_failure(cases, wanted)
+
+
+def nccl_on_threads(options):
+    """The calls of NCCL of stage 3, executed by a fake on threads, give stage 2's bits."""
+    from stage2_cuda.cuda_backend import CudaBackend
+    from testing.fake_gpu import OnFakeGpu
+
+    sizes = dict(config=SMALL, batch_size=4, micro_batches=2)
+    wanted = trained(Solo(), trainer_maker(CudaBackend, **sizes), SMALL, 2)
+    ways = dict(dp="bucket"), dict(dp="flat", zero=1)
+    cases = [(2, how, trainer_maker(CudaBackend, **sizes, **how), SMALL, 2) for how in ways]
+    return first_failure(cases, wanted, OnFakeGpu)
+
+
+def trained_on(threads, world_of, *options):
+    return trained(world_of(threads), *options)
+
+
+def first_failure(cases, wanted, world_of=lambda threads: threads):
+    """The Outcome of training on threads, compared with `wanted`, from trained().
+
+    cases: [(ranks, options of ParallelConfig, make_trainer, model, steps)]. world_of(threads): the communicator.
+    """
+    for ranks, how, make, config, steps in cases:
+        got = run_ranks(ranks, trained_on, world_of, make, config, steps, timeout=LIMIT)[0]
+        exact = "tp" not in how
+        text = first_difference(got, wanted)
+        if text and (exact or not max(loss_errors(got, wanted)) <= 1e-5):
+            found = examined(make, config, steps, ranks, exact, world_of)
+            flags = " ".join(f"--{name} {value}" for name, value in how.items())
+            return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))
+    return Outcome(True, f"{len(cases)} runs of {cases[0][-1]} steps are equal")
 
 
 def steps_of(options, default):
@@ -310,21 +310,6 @@ def unlocated(text):
     return f"{text}; each kernel, collective and gradient of the examined steps is right up to rounding"
 
 
-def nccl_on_threads(options):
-    """The calls of NCCL of stage 3, executed by a fake on threads, give stage 2's bits."""
-    from stage2_cuda.cuda_backend import CudaBackend
-    from testing.fake_gpu import OnFakeGpu
-
-    sizes = dict(config=SMALL, batch_size=4, micro_batches=2)
-    wanted, count = trained(Solo(), trainer_maker(CudaBackend, **sizes), SMALL, 2), 0
-    for how in (dict(dp="bucket"), dict(dp="flat", zero=1)):
-        make, count = trainer_maker(CudaBackend, **sizes, **how), count + 1
-        got = run_ranks(2, lambda threads, make=make: trained(OnFakeGpu(threads), make, SMALL, 2), timeout=LIMIT)[0]
-        if text := curve_difference(got, wanted):
-            return Outcome(False, text, str(examined(make, SMALL, 1, 2, True, OnFakeGpu) or unlocated(text)))
-    return Outcome(True, f"{count} runs of 2 steps are equal")
-
-
 # -- the scripts ------------------------------------------------------------------------------------------------------
 # They run in the current directory, which has the code to compare: it may be the working folder of a student.
 
@@ -333,31 +318,53 @@ def stage_1_curve(options):
     """The log of stage 1 on several ranks, with that of stage 0."""
     preset, steps = ("paper", 50) if options.full else ("tiny", 8)
     common = dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps, threads=1)
-    wanted, _ = train("stage 0", "stage0_serial", **common)
-    runs = [(1, {}), (2, {"dp": "bucket", "zero": 1}), (2, {}), (4, {})]
-    for ranks, parallel in runs + [(8, {})] * options.full:
-        log, _ = train(f"{ranks} ranks", "stage1_mpi", ranks=ranks, bucket_mb=0.1, **common, **parallel)
+    runs = [(1, {}), (2, {"dp": "bucket", "zero": 1}), (2, {}), (4, {}), *[(8, {})] * options.full]
+
+    def locate(ranks, parallel):
+        return examined(trainer_maker(NumpyBackend, **parallel), MODEL, steps_of(options, 3), max(2, ranks))
+
+    return equal_curves("stage0_serial", "stage1_mpi", runs, common, locate, bucket_mb=0.1)
+
+
+def stage_3_curve(options):
+    """The log of stage 3 on several ranks, with that of stage 2, in deterministic mode."""
+    common = curve_flags(options) | dict(words=["--deterministic"], micro_batches=4)
+    if not (gpu_count() or options.full):
+        common |= dict(n_layer=1, block_size=8)  # the interpreter is slow
+    counts = [1, *(ranks for ranks in (2, 4) if ranks <= gpu_count())] if gpu_count() > 1 else [2]
+    runs = [(ranks, {"dp": "bucket"}) for ranks in counts]
+    return equal_curves("stage2_cuda", "stage3_mpi_cuda", runs, common, lambda ranks, _: locate_in_stage_3(ranks))
+
+
+def equal_curves(one_process, package, runs, common, locate, **more):
+    """The Outcome of comparing the logs of `runs`, [(ranks, flags)] of a package, with the log of one process.
+
+    common, more: arguments of train(), `more` of the runs. locate(ranks, flags): the first Difference of a small
+    training run, or None.
+    """
+    wanted, _ = train(one_process, one_process, **common)
+    for ranks, flags in runs:
+        log, _ = train(f"{ranks} ranks", package, ranks=ranks, **common, **more, **flags)
         if text := first_difference(log, wanted):
-            found = examined(trainer_maker(NumpyBackend, **parallel), MODEL, steps_of(options, 3), max(2, ranks))
-            return Outcome(False, f"{ranks} ranks: {text}", str(found or unlocated(text)))
-    return Outcome(True, f"{preset}, {steps} steps: {len(runs) + options.full} runs are equal")
+            return Outcome(False, f"{ranks} ranks: {text}", str(locate(ranks, flags) or unlocated(text)))
+    counts = ", ".join(str(ranks) for ranks, _ in runs)
+    return Outcome(True, f"{common['preset']}, {common['steps']} steps on {counts} ranks: equal")
 
 
 def stage_2_curve(options):
     """The losses of stage 2, with those of stage 0, at every step; 16 bits: the last loss."""
     common = curve_flags(options)
-    wanted = losses_of(train("stage 0", "stage0_serial", **common))
+    wanted, _ = train("stage 0", "stage0_serial", **common)
     tolerances = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2} if gpu_count() else {"fp32": 1e-3}
     measured = []
     for precision, tolerance in tolerances.items():
-        got = losses_of(train(f"stage 2, {precision}", "stage2_cuda", precision=precision, **common))
-        errors = np.abs(np.divide(got, wanted) - 1)
+        got, _ = train(f"stage 2, {precision}", "stage2_cuda", precision=precision, **common)
+        errors = loss_errors(got, wanted)
         compared = errors if tolerance < 2e-2 else errors[-1:]
         measured.append(f"{precision} {compared.max():.1e}")
         if not compared.max() <= tolerance:
             text = f"{precision}, step {int(np.argmax(errors > tolerance))}: loss differs by {compared.max():.1e}"
-            found = gradients_of_stage_2(options).found or unlocated(text)
-            return Outcome(False, text, found)
+            return Outcome(False, text, gradients_of_stage_2(options).found or unlocated(text))
     return Outcome(True, f"{common['preset']}, {common['steps']} steps: {', '.join(measured)}")
 
 
@@ -369,29 +376,13 @@ def curve_flags(options):
     return dict(timeout=options.timeout, cwd=os.getcwd(), preset=preset, steps=steps)
 
 
-def losses_of(run):
-    """The losses of a result of train()."""
-    return [line["loss"] for line in run[0]]
-
-
-def stage_3_curve(options):
-    """The log of stage 3 on several ranks, with that of stage 2, in deterministic mode."""
-    common = curve_flags(options) | dict(words=["--deterministic"], micro_batches=4)
-    if not (gpu_count() or options.full):
-        common |= dict(n_layer=1, block_size=8)  # the interpreter is slow
-    wanted, _ = train("stage 2", "stage2_cuda", **common)
-    counts = [1, *(ranks for ranks in (2, 4) if ranks <= gpu_count())] if gpu_count() > 1 else [2]
-    for ranks in counts:
-        log, _ = train(f"{ranks} ranks", "stage3_mpi_cuda", ranks=ranks, dp="bucket", **common)
-        if text := first_difference(log, wanted):
-            return Outcome(False, f"{ranks} ranks: {text}", str(locate_in_stage_3(ranks) or unlocated(text)))
-    steps, on = f"{common['preset']}, {common['steps']} steps", ", ".join(map(str, counts))
-    return Outcome(True, f"{steps} on {on} ranks: equal")
+def loss_errors(log, wanted):
+    """The relative deviation of the loss of each step."""
+    return np.abs([line["loss"] / other["loss"] - 1 for line, other in zip(log, wanted, strict=True)])
 
 
 def gradients_of_stage_3(options):
-    found = locate_in_stage_3(2)
-    return outcome(found, "2 ranks, 2 steps: each kernel, collective and gradient")
+    return outcome(locate_in_stage_3(2), "2 ranks, 2 steps: each kernel, collective and gradient")
 
 
 def locate_in_stage_3(ranks):
@@ -416,28 +407,24 @@ def examine_on_gpus(host):
     return examine(make, windows_of(MODEL), 2, LR, world, exact=True)
 
 
-def needs_two_gpus():
-    few = f"needs two GPUs, and this machine has {gpu_count()}" if gpu_count() < 2 else None
-    return needs_stage_3() or few
-
-
 EQUAL = "equal bits"
 RUNGS = [
     Rung("kernels-0", "stage 0: every kernel, with its formula in float64", "fp32 1e-5", kernels_of_stage_0),
     Rung("model", "stage 0: logits, loss, gradients, with transformers", "1e-4", model_against_transformers,
-         needs("torch", "transformers")),
+         ("torch", "transformers")),
     Rung("gradients-0", "stage 0: training steps, with a model in float64", "1e-4", gradients_of_stage_0),
     Rung("collectives", "stage 1: every collective, with its sum in float64", "1e-5", collectives_of_stage_1),
     Rung("strategies", "every --dp and --zero, --tp 2 on threads, with one rank", "equal bits; tp 1e-5",
          strategies_on_threads),
-    Rung("stage-1", "stage 1 = stage 0: losses on 1, 2, 4 (8) ranks", EQUAL, stage_1_curve, needs_mpi),
+    Rung("stage-1", "stage 1 = stage 0: losses on 1, 2, 4 (8) ranks", EQUAL, stage_1_curve, ("MPI",)),
     Rung("kernels-2", "stage 2: every kernel, with its formula in float64", "fp32 1e-5, tf32 1e-3, 16 bits 1e-2",
-         kernels_of_stage_2, needs_stage_2),
+         kernels_of_stage_2, ("stage 2",)),
     Rung("gradients-2", "stage 2: training steps, with a model in float64", "1e-4", gradients_of_stage_2,
-         needs_stage_2),
-    Rung("stage-2", "stage 2 ~ stage 0: losses", "fp32 1e-3, tf32 1e-2, 16 bits 2e-2", stage_2_curve, needs_stage_2),
-    Rung("nccl", "stage 3: NCCL's calls, executed by a fake, with stage 2", EQUAL, nccl_on_threads, needs_no_gpu),
+         ("stage 2",)),
+    Rung("stage-2", "stage 2 ~ stage 0: losses", "fp32 1e-3, tf32 1e-2, 16 bits 2e-2", stage_2_curve, ("stage 2",)),
+    Rung("nccl", "stage 3: NCCL's calls, executed by a fake, with stage 2", EQUAL, nccl_on_threads,
+         ("stage 2", "no GPU")),
     Rung("gradients-3", "stage 3: training steps on two GPUs, with a model in float64", "1e-4; sums equal bits",
-         gradients_of_stage_3, needs_two_gpus),
-    Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, needs_stage_3),
+         gradients_of_stage_3, ("stage 2", "MPI", "two GPUs")),
+    Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, ("stage 2", "MPI")),
 ]  # fmt: skip

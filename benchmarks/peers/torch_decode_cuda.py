@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks.peers import torch_gpt2
 from benchmarks.peers.torch_gpt2_cuda import PAD
+from benchmarks.peers.torch_graphs import captured_step
 
 # B batch, T new positions, C channels, H heads, D = C // H, L cached positions that a step reads, V vocabulary
 
@@ -196,18 +197,12 @@ class CudaGenerator:
         """The CUDA graph of a step. The state is the same before and after: warm-up steps change it."""
         state = self.model.tokens, self.model.position
         saved = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # the first call compiles
-                self.steps[name](length)
-                for tensor, value in zip(state, saved, strict=True):
-                    tensor.copy_(value)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.steps[name](length)
-        return graph
+
+        def restore():
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+        return captured_step(lambda: self.steps[name](length), restore)[0]
 
     @torch.no_grad()
     def __call__(self, prompts, new):

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.peers import torch_ddp
-from benchmarks.peers.torch_ddp_cuda import train_function
 from benchmarks.peers.torch_gpt2_cuda import PAD, CudaSteps, NanoGPT, torch_weights
 from benchmarks.torch.models import use_checkpoints
 
@@ -23,21 +22,13 @@ POLICIES = {"bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtyp
 
 
 def make_world(ranks):
-    """The ProcessGroup of a benchmark process. The CUDA context of each rank exists when this function returns."""
+    """The communicator of a benchmark process. The CUDA context of each rank exists when this function returns."""
     world = torch_ddp.make_world(ranks)
     if torch.cuda.is_available():
         torch.cuda.set_device(world.rank)
         torch.cuda.synchronize()
     world.barrier()
     return world
-
-
-def used_bytes():
-    """The bytes of this rank's GPU that all programs use, as nvidia-smi shows them; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 def make_variants(config, world, windows, variants, initial, precision="bf16", compiled=True, device="cuda"):
@@ -47,7 +38,7 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
     and perhaps recompute="block": backward computes each block's forward pass again. initial(): an iterator over this
     project's initial parameters. The first call of train() creates the model.
     """
-    torch._dynamo.config.automatic_dynamic_shapes = False  # as in torch_ddp_cuda.py
+    torch._dynamo.config.automatic_dynamic_shapes = False  # as in torch_ddp.py
     group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
     mesh = DeviceMesh.from_group(group, device)
 
@@ -68,7 +59,7 @@ def make_variants(config, world, windows, variants, initial, precision="bf16", c
                 config, per_rank, windows.seq_len, steps_precision, compiled=False, device=device, model=model
             )
 
-        return train_function(sharded_steps, windows, world.rank, ranks, batch_size, mean)
+        return torch_ddp.train_function(sharded_steps, windows, world.rank, ranks, batch_size, mean)
 
     return {name: variant(**options) for name, options in variants.items()}
 

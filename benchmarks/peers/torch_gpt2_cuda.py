@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import torch_gpt2
+from benchmarks.peers.torch_graphs import captured_step
 
 # B batch, T time, V vocabulary
 
@@ -90,20 +91,9 @@ class CudaSteps:
         return loss.detach()
 
     def capture(self):
-        """Capture update() in a CUDA graph, with static inputs.
-
-        Warm-up steps on another stream come first; they compile and allocate.
-        """
+        """Capture update() in a CUDA graph, with static inputs."""
         self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in range(2))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.update(self.inputs, self.targets)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = self.update(self.inputs, self.targets)
+        self.graph, self.loss = captured_step(lambda: self.update(self.inputs, self.targets))
 
     def upload(self, array):
         """Copy a NumPy array to the device through pinned memory, asynchronously, as get_batch of nanoGPT does."""

@@ -18,6 +18,21 @@ def captured(call, stream, calls=1):
     return graph, result
 
 
+def captured_step(step, restore=lambda: None):
+    """(a CUDA graph of step(), its result). Warm-up steps on another stream come first; they compile and allocate.
+
+    restore(): called after each of them.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+            restore()
+    torch.cuda.current_stream().wait_stream(stream)
+    return captured(step, None)
+
+
 def milliseconds(call):
     """The milliseconds of call() on the current stream, measured by CUDA events."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

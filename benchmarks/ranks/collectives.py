@@ -10,6 +10,7 @@ Ours are built from send and receive only (stage1_mpi/collectives.py). gloo is P
 import statistics
 import tempfile
 import time
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.rounds import interleaved, mean_seconds
+from benchmarks.harness.script import benchmark
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import CHOICES, NATIVE
 from testing.jobs import run_mpi
@@ -43,8 +46,9 @@ MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 def collective_times(world, operation, sizes, rounds, budget, store_file, with_gloo=True):
     """Measure float32 collectives, the all-reduce in place; return [{algorithm, bytes, seconds, bytes_sent}].
 
-    sizes: bytes of the arrays. budget: seconds per size after which no new round starts. In the result, seconds has one
-    number per round, the time of the slowest rank, and bytes_sent one number per rank, 0 for gloo.
+    sizes: bytes of the arrays. budget: seconds per size; fewer rounds are measured if they would take longer. In the
+    result, seconds has one number per round, the time of the slowest rank, and bytes_sent one number per rank, 0 for
+    gloo.
     """
     from mpi4py import MPI
 
@@ -53,30 +57,23 @@ def collective_times(world, operation, sizes, rounds, budget, store_file, with_g
     for size in sizes:
         length = size // 4 // world.size * world.size
         source = np.random.default_rng(world.rank).standard_normal(length, np.float32)
-        x = source.copy()
-        repeats = max(1, min(20, 10**6 // size))  # short calls are timed in groups
-        calls = calls_of(world, operation, x, gloo)
-        names = list(calls)
-        by_name = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in names}
+        x, repeats = source.copy(), max(1, min(20, 10**6 // size))  # short calls are timed in groups
+
+        def measured(call, x=x, source=source, repeats=repeats):
+            x[...], sent = source, world.bytes_sent
+            MPI.COMM_WORLD.Barrier()  # a waiting rank polls, so all ranks leave at nearly the same time
+            seconds = mean_seconds(call, repeats)
+            return world.all_gather_object((seconds, (world.bytes_sent - sent) // repeats))
+
+        functions = {name: partial(measured, call) for name, call in calls_of(world, operation, x, gloo).items()}
         started = time.monotonic()
-        for index in range(-1, rounds):  # round -1 is a warm-up
-            if world.broadcast_object(index >= MIN_ROUNDS and time.monotonic() - started > budget):
-                break
-            start = index % len(names)  # each round starts with another algorithm
-            for name in names[start:] + names[:start]:
-                x[...] = source
-                sent = world.bytes_sent
-                MPI.COMM_WORLD.Barrier()  # a waiting rank polls, so all ranks leave at nearly the same time
-                began = time.perf_counter()
-                for _ in range(repeats):
-                    calls[name]()
-                seconds = (time.perf_counter() - began) / repeats
-                sent = (world.bytes_sent - sent) // repeats
-                seconds, sent = zip(*world.all_gather_object((seconds, sent)), strict=True)
-                if index >= 0:
-                    by_name[name]["seconds"].append(max(seconds))
-                    by_name[name]["bytes_sent"] = sent
-        results += by_name.values()
+        interleaved(functions, 1)  # for warm-up
+        possible = int(budget / (time.monotonic() - started))
+        found = interleaved(functions, world.broadcast_object(min(rounds, max(MIN_ROUNDS, possible))))
+        for name, of_rounds in found.items():
+            seconds = [max(seconds for seconds, _ in of_ranks) for of_ranks in of_rounds]
+            sent = [sent for _, sent in of_rounds[-1]]
+            results.append({"algorithm": name, "bytes": x.nbytes, "seconds": seconds, "bytes_sent": sent})
     return results
 
 
@@ -84,17 +81,14 @@ def calls_of(world, operation, x, gloo):
     """{algorithm: function()} that run one collective of x: MPI's own, ours, and gloo's unless `gloo` is None."""
     out = x if operation == "all_reduce" else np.empty(len(x) // (world.size if "scatter" in operation else 1), x.dtype)
 
-    def use(name):
-        def call():
-            # world.all_to_all selects by size; here the name selects
-            mpi_communicator.OURS_MIN_BYTES = float("inf") if name == NATIVE else 0
-            if name in CHOICES:
-                world.use_collectives(name)
-            getattr(world, operation)(x, out=out)
+    def call(name):
+        # world.all_to_all selects by size; here the name selects
+        mpi_communicator.OURS_MIN_BYTES = float("inf") if name == NATIVE else 0
+        if name in CHOICES:
+            world.use_collectives(name)
+        getattr(world, operation)(x, out=out)
 
-        return call
-
-    calls = {name: use(name) for name in (NATIVE, *OPERATIONS[operation])}
+    calls = {name: partial(call, name) for name in (NATIVE, *OPERATIONS[operation])}
     return calls if gloo is None else calls | {GLOO: gloo_call(gloo, operation, x, out)}
 
 
@@ -126,33 +120,36 @@ def idle_waiting(world, rounds, seconds):
     """
     from mpi4py import MPI
 
+    a = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32)
+    b, c = a.copy(), a.copy()
+
+    def receive():
+        for to in range(1, world.size) if world.is_root else ():
+            world.send(a[0], to)
+        if not world.is_root:
+            world.recv(c[0], source=0)
+
     waiting = {
         "asleep": lambda: time.sleep(seconds + 0.2),
         "in our barrier": world.barrier,
         "in our all-reduce": lambda: world.all_reduce(np.ones(1000)),
-        "in our receive": lambda: world.recv(np.empty(MATRIX_SIZE, np.float32), source=0),
+        "in our receive": receive,
         "in the library's barrier": MPI.COMM_WORLD.Barrier,
     }
-    a = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32)
-    b, c = a.copy(), a.copy()
-    speeds = {name: [] for name in waiting}
-    for index in range(rounds):
-        names = list(waiting)
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            MPI.COMM_WORLD.Barrier()
-            if world.is_root:
-                time.sleep(0.1)  # until the other ranks wait
-                began, count = time.perf_counter(), 0
-                while (elapsed := time.perf_counter() - began) < seconds:
-                    np.matmul(a, b, out=c)
-                    count += 1
-                speeds[name].append(2e-9 * MATRIX_SIZE**3 * count / elapsed)
-                if name == "in our receive":
-                    for to in range(1, world.size):
-                        world.send(a[0], to)
-                    continue
-            waiting[name]()
-    return speeds
+
+    def speed(wait):
+        MPI.COMM_WORLD.Barrier()
+        if not world.is_root:
+            return wait()
+        time.sleep(0.1)  # until the other ranks wait
+        began, count = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - began) < seconds:
+            np.matmul(a, b, out=c)
+            count += 1
+        wait()
+        return 2e-9 * MATRIX_SIZE**3 * count / elapsed
+
+    return interleaved({name: partial(speed, wait) for name, wait in waiting.items()}, rounds)
 
 
 # -- in the parent process --------------------------------------------------------------------------------------------
@@ -235,15 +232,14 @@ def compare(args, operation):
     return results, fits
 
 
-def main():
-    parser = benchmark_parser(BENCHMARK, __doc__, ranks=[2, 4, 8], rounds=9, timeout=900)
-    add, text = parser.add_argument, "collectives (default all_reduce)"
-    add("--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help=text)
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)")
-    add("--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)")
-    add("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
-    args = parser.parse_args()
-
+@benchmark(
+    common=dict(ranks=[2, 4, 8], rounds=9, timeout=900),
+    operations=dict(choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"),
+    seconds=dict(type=float, default=20, help="seconds per size; at least 3 rounds are measured (default 20)"),
+    idle=dict(action="store_true", help="measure only rank 0's speed while other ranks wait"),
+)
+def main(args):
     if args.idle:
         ranks = max(args.ranks)
         speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
@@ -260,7 +256,3 @@ def main():
     for operation, (results, _) in found.items():
         end = "" if operation == "all_reduce" else f"_{operation}"
         plot(results, path.with_name(f"{path.stem}{end}.png"), operation)
-
-
-if __name__ == "__main__":
-    run_main(main)

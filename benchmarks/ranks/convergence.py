@@ -9,9 +9,9 @@ Two ranks train preset `tiny` on Moby-Dick with each order and each --compress, 
 
 import statistics
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
 from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import train as train_gpt2
 from gpt2core.app.output.loss_plot import Curve, write_plot
 from gpt2core.app.shipped import BOOK, TOKENIZERS
@@ -52,22 +52,14 @@ def compare(results):
             row["difference"], row["largest_difference"] = statistics.fmean(differences), max(differences, key=abs)
 
 
-def curves_of(results):
-    return [Curve(row["name"], *zip(*row["val_losses"], strict=True), {"marker": "."}) for row in results]
-
-
-def main():
-    parser = benchmark_parser("benchmarks.ranks.convergence", __doc__)
-    text = "seeds of the weights and orders (default 0 1)"
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help=text)
-    parser.add_flags(ranks=2, steps=400, eval_every=100, timeout=600)
-    args = parser.parse_args()
+@benchmark(
+    common=dict(ranks=2, steps=400, eval_every=100, timeout=600),
+    seeds=dict(type=int, nargs="+", default=[0, 1], help="seeds of the weights and orders (default 0 1)"),
+)
+def main(args):
     results = [result(name, [train(name, args, seed) for seed in args.seeds]) for name in RUNS]
     compare(results)
     TABLES["ranks-convergence"].print(results)
     path = save(results, args)
-    write_plot(curves_of(results), f"validation loss, {args.ranks} ranks, mean of the seeds", path.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)
+    curves = [Curve(row["name"], *zip(*row["val_losses"], strict=True), {"marker": "."}) for row in results]
+    write_plot(curves, f"validation loss, {args.ranks} ranks, mean of the seeds", path.with_suffix(".png"))

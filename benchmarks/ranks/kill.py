@@ -21,8 +21,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, nvidia_smi, save
+from benchmarks.harness.processes import progress
+from benchmarks.harness.report import nvidia_smi, save
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoints.directory import load_checkpoint
 from gpt2core.errors import CheckpointError
@@ -32,6 +33,7 @@ STAGES = {  # {stage: (its package, flags, group of the results, seconds within 
     1: ("stage1_mpi", ["--threads", 1], "ranks", 10),
     3: ("stage3_mpi_cuda", [], "gpus", 30),
 }
+FLAGS = dict(stage=1, preset="tiny", ranks=4, times=20, seed=0)  # of a benchmark that kills ranks
 FREE_LIMIT = 10  # seconds that the driver may take to free the GPU memory of a process
 IGNORED_MIB = 64  # MiB by which the memory in use on a GPU may grow
 # What the launcher or the watchdog prints when a rank was killed.
@@ -53,11 +55,14 @@ def job_folder():
         yield Path(name)
 
 
-def train(args, out, *flags):
-    """Start a training run with checkpoints in the directory `out` and its log beside it; return its Job."""
+def train(args, out, *flags, before=(sys.executable,), start=None):
+    """Start a training run with checkpoints in the directory `out` and its log beside it; return its Job.
+
+    before: words of the launcher before the program. start: the launcher, by default mpiexec.
+    """
     package, of_stage, *_ = STAGES[args.stage]
-    words = "-n", args.ranks, sys.executable, "-m", f"{package}.train_gpt2", "--deterministic", "--sample", 0
-    return Job(*words, *of_stage, "--out", out, "--log", f"{out}.jsonl", *flags)
+    words = "-n", args.ranks, *before, "-m", f"{package}.train_gpt2", "--deterministic", "--sample", 0
+    return Job(*words, *of_stage, "--out", out, "--log", f"{out}.jsonl", *flags, start=start)
 
 
 def finished(job):
@@ -130,12 +135,19 @@ def is_clean(result, limit):
     return bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.kill", __doc__)
-    parser.add_flags(preset="tiny", ranks=4, times=20, steps=60, checkpoint_every=2, seed=0)
-    parser.add_argument("--stage", type=int, choices=STAGES, default=1, help="1: on CPUs; 3: on GPUs (default 1)")
-    args = parser.parse_args()
-    results, rng, (_, _, group, limit) = [], random.Random(args.seed), STAGES[args.stage]
+def finish(args, columns, rows, summary, sentence, **results):
+    """Add the seconds of the rows to the summary; print and save everything."""
+    progress("")
+    seconds = [row["seconds"] for row in rows]
+    summary |= {"median_seconds": statistics.median(seconds), "longest_seconds": max(seconds)}
+    Table("", columns).print(rows)
+    print(f"{sentence}; seconds: median {summary['median_seconds']:.2f}, longest {summary['longest_seconds']:.2f}")
+    save({**vars(args), **results, "summary": summary, "rows": rows}, args, group=STAGES[args.stage][2])
+
+
+@benchmark(**FLAGS, steps=60, checkpoint_every=2)
+def main(args):
+    results, rng, limit = [], random.Random(args.seed), STAGES[args.stage][3]
     with job_folder() as folder:
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every, "--steps")
         finished(train(args, folder / "begun", *flags, args.checkpoint_every))
@@ -145,22 +157,13 @@ def main():
             progress(f"run {len(results) + 1}/{args.times}")
             if result := trial(args, folder, expected, rng, longest):
                 results.append(result | {"clean": is_clean(result, limit)})
-    progress("")
-    Table("", TRIALS).print(results)
-    seconds = [result["seconds"] for result in results]
     summary = {
         "clean_ends": sum(result["clean"] for result in results),
         "readable": sum(result["step"] is not None for result in results),
         "equal": sum(result["equal"] for result in results),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
     }
-    print(
+    sentence = (
         f"{summary['clean_ends']} of {args.times} ended within {limit} s, reported the cause and left nothing; "
         f"{summary['readable']} left a readable checkpoint, {summary['equal']} resumed with the same bits"
     )
-    save({**vars(args), "longest_moment": longest, "summary": summary, "rows": results}, args, group=group)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    finish(args, TRIALS, results, summary, sentence, longest_moment=longest)

@@ -5,11 +5,11 @@ python -m benchmarks.ranks.ranks --with-threads --dp flat bucket    # more rows
 python -m benchmarks.ranks.ranks --preset tiny --rounds 1 --no-ddp  # a quick trial
 """
 
-from benchmarks.harness.processes import ProcessSpec, run_main
-from benchmarks.harness.report import add_peer, add_step_fields, benchmark_parser, paired_ratio, save
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import measure_specs, step_results, timed_steps
-from benchmarks.harness.speedups import rank_speedups
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import add_peer, add_step_fields, paired_ratio
+from benchmarks.harness.rounds import measure_variants, timed_steps
+from benchmarks.harness.script import benchmark
+from benchmarks.harness.speedups import marked
 from gpt2core.parallel.config import STRATEGIES
 from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.presets import PRESETS
@@ -17,48 +17,36 @@ from gpt2core.presets import PRESETS
 SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
 
 
-def prepare(module, world, preset, batch_size, threads, **options):
-    """Called on every rank by harness/processes.py: build a trainer and return `run_round(steps)`; see timed_steps().
+def prepare(module, world, preset, batch_size, threads, variants, **options):
+    """Called on every rank by harness/processes.py: build a trainer and return `run_round(name, steps)`.
 
-    module: benchmarks.harness.ours or benchmarks.peers.torch_ddp. options: further arguments of its make_trainer().
+    module: benchmarks.harness.ours or benchmarks.peers.torch_ddp. variants: one name. options: further arguments of its
+    make_trainer().
     """
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, world=world, **options)
-    return timed_steps(world, step, config, batch_size)
+    timed = timed_steps(world, step, config, batch_size)
+    return lambda name, steps: timed(steps)
 
 
 def process_specs(args):
-    """Yield one ProcessSpec per row of the table: stage 0 in one process, then stage 1 and PyTorch DDP on many ranks.
+    """The ProcessSpec of each row of the table: stage 0 in one process, then stage 1 and PyTorch DDP on many ranks.
 
     Stage 1 and PyTorch DDP use the same number of ranks, args.ranks, with one thread each.
     """
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": 1}
-    ours = dict(sizes, deterministic=True)
-    yield ProcessSpec(SERIAL, "benchmarks.harness.ours", 1, ours, ranks=1)
+    ours, many = sizes | {"deterministic": True}, {"ranks": args.ranks, "mpi": True}
+    programs = {SERIAL: ("harness.ours", ours, {"ranks": 1})}
     if args.with_threads:
         options = ours | {"threads": args.ranks}
-        yield ProcessSpec(f"stage 0: 1 process, {args.ranks} threads", "benchmarks.harness.ours", 1, options, ranks=1)
+        programs[f"stage 0: 1 process, {args.ranks} threads"] = "harness.ours", options, {"ranks": 1}
     for dp in args.dp:
-        name = f"stage 1: {args.ranks} ranks, --dp {dp}"
-        yield ProcessSpec(name, "benchmarks.harness.ours", 1, ours | {"dp": dp}, ranks=args.ranks, mpi=True)
+        programs[f"stage 1: {args.ranks} ranks, --dp {dp}"] = "harness.ours", ours | {"dp": dp}, many
     if not args.no_ddp:
-        yield ProcessSpec(DDP, "benchmarks.peers.torch_ddp", 1, sizes, ranks=args.ranks)
-
-
-def measure(args, specs):
-    """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
-    measured = measure_specs(specs, args, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-    times = step_results(measured)
+        programs[DDP] = "peers.torch_ddp", sizes, many
     return [
-        {
-            "name": spec.name,
-            "ranks": spec.ranks,
-            "options": spec.options,
-            **times[spec.name],
-            "losses": [loss for each in measured[spec.name]["rounds"] for loss in each["losses"]],
-            "peak_bytes": max(each["peak_bytes"] for each in measured[spec.name]["rounds"]),
-        }
-        for spec in specs
+        ProcessSpec(name, f"benchmarks.{module}", 1, options | {"variants": {name: {}}}, **job)
+        for name, (module, options, job) in programs.items()
     ]
 
 
@@ -74,26 +62,23 @@ def summarise(results):
         result["times_as_fast"] = {peer: paired_ratio(medians[peer], medians[result["name"]]) for peer in peers}
         if result["name"].startswith("stage 1"):
             add_peer(result, results, result["times_as_fast"])
-    checked = rank_speedups(results, SERIAL)
+    ours = [result for result in results if result["name"].startswith("stage")]  # PyTorch's kernels have no known ideal
+    checked = marked(
+        {each["name"]: (each["times_as_fast"][SERIAL]["median"], each["ranks"] * each["threads"]) for each in ours}
+    )
     for result in results:
         text = f"{result['times_as_fast'][SERIAL]['median']:.2f}"
         result["one_process"] = checked[result["name"]].cell(text) if result["name"] in checked else text
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.ranks", __doc__)
-    parser.add_flags(preset="paper", ranks=2, batch_size=16)
-    add = parser.add_argument
-    parser.add_flags(rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False)
-    add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
-    add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    args = parser.parse_args()
+@benchmark(
+    "ranks-step",
+    dict(preset="paper", ranks=2, batch_size=16, rounds=7, steps_per_round=2, warm_up=2, timeout=900, no_ddp=False),
+    dp=dict(choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)"),
+    with_threads=dict(action="store_true", help="add a row: stage 0 with as many threads as ranks"),
+)
+def main(args):
     plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)  # raises ConfigError
-    results = measure(args, list(process_specs(args)))
+    results = measure_variants(args, process_specs(args))
     summarise(results)
-    TABLES["ranks-step"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

@@ -13,13 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import SEED, measure_job, timed_steps
+from benchmarks.harness.report import add_ratios
+from benchmarks.harness.rounds import SEED, measure_jobs, timed_steps
+from benchmarks.harness.script import benchmark
 from gpt2core.arena import Arena
 from gpt2core.parallel.data.sparse_embedding import TABLE, SparseEmbedding
-from gpt2core.parallel.micro_batches.count import plan_micro_batches
 from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -66,18 +64,17 @@ class Sum:
         self.bytes_sent = self.world.bytes_sent - sent
 
 
-def prepare(module, world, vocab_size, batch_size):
+def prepare(module, world, vocab_size, batch_size, variants):
     """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
     config = replace(PRESETS[PRESET], vocab_size=vocab_size)
     arena, rng = Arena([(TABLE, (vocab_size, config.n_embd))]), np.random.default_rng(SEED + world.rank)
     gradients = np.full(arena.size, 0, np.float32)  # zeros() would only reserve the memory
-    calls = {ALL_ROWS: Sum(world, arena, gradients)}
-    for count in distinct_tokens(vocab_size, world.size):
-        calls[f"{ROWS}, {count}"] = Sum(world, arena, gradients, rng.permutation(vocab_size)[:count])
+    tokens = {name: rng.permutation(vocab_size)[: each["distinct"]] for name, each in variants.items() if ROWS in name}
+    calls = {name: Sum(world, arena, gradients, tokens.get(name)) for name in (ALL_ROWS, *tokens)}
     timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
-    variants = {STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
-    calls |= module.make_variants(config, batch_size, config.block_size, world, variants)
-    timed |= {name: timed_steps(world, calls[name], config, batch_size, draw=zipf_batch) for name in variants}
+    steps = {name: variants[name] for name in (STEP, SPARSE_STEP)}
+    calls |= module.make_variants(config, batch_size, config.block_size, world, steps)
+    timed |= {name: timed_steps(world, calls[name], config, batch_size, draw=zipf_batch) for name in steps}
 
     def run_round(name, steps):
         return dict(timed[name](steps), bytes_sent=world.all_gather_object(calls[name].bytes_sent))
@@ -85,36 +82,26 @@ def prepare(module, world, vocab_size, batch_size):
     return run_round
 
 
-def measure(args, vocab_size):
-    """Run all rounds of one vocabulary; return one result for each name, with the seconds of every call."""
-    sums = (f"{ROWS}, {count}" for count in distinct_tokens(vocab_size, args.ranks))
-    names = [ALL_ROWS, *sums, STEP, SPARSE_STEP]
-    options = {"vocab_size": vocab_size, "batch_size": args.batch_size}
-    results = measure_job(args, args.ranks, options, names, ["bytes_sent"])
-    return [result | {"vocab_size": vocab_size} for result in results]
+def variants_of(vocab_size, ranks):
+    """{name of a sum: {"distinct": R}, name of a step: options of build_trainer() of harness/ours.py}."""
+    sums = {f"{ROWS}, {count}": {"distinct": count} for count in distinct_tokens(vocab_size, ranks)}
+    return {ALL_ROWS: {}, **sums, STEP: {}, SPARSE_STEP: {"sparse_embedding": True}}
 
 
 def summarise(results):
-    """Add to the results of one vocabulary R, `distinct`, and the time divided by that of the row with all rows."""
-    medians = add_step_fields(results)
+    """Add to the results of one vocabulary the time divided by that of the row with all rows; omit R in the names."""
+    add_ratios(results, "times_all_rows", lambda name: STEP if name in (STEP, SPARSE_STEP) else ALL_ROWS)
     for result in results:
-        base = medians[STEP if result["name"] in (STEP, SPARSE_STEP) else ALL_ROWS]
-        result["times_all_rows"] = paired_ratio(medians[result["name"]], base)
-        name, _, count = result["name"].rpartition(", ")
-        if name == ROWS:
-            result["name"], result["distinct"] = name, int(count)
+        result["name"] = ROWS if "distinct" in result else result["name"]
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.sparse", __doc__)
-    text = "tokens (default 172 50257)"
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[172, 50257], help=text)
-    parser.add_flags(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900)
-    args = parser.parse_args()
-    plan_micro_batches(args.batch_size, None, 1, args.ranks, deterministic=True)
-    tables = (measure(args, vocab_size) for vocab_size in args.vocabularies)
-    save_each(args, tables, summarise, TABLES["ranks-sparse"].print)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "ranks-sparse",
+    common=dict(ranks=4, batch_size=16, rounds=7, steps_per_round=1, warm_up=1, timeout=900),
+    vocabularies=dict(type=int, nargs="+", default=[172, 50257], help="tokens (default 172 50257)"),
+)
+def main(args):
+    cases = [(args.ranks, variants_of(V, args.ranks), {"vocab_size": V}) for V in args.vocabularies]
+    for results in measure_jobs(args, cases):
+        summarise(results)
+        yield results

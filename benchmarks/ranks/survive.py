@@ -11,16 +11,13 @@ checkpoint, while a checkpoint is written, and at random moments, which may be d
 import os
 import random
 import re
-import statistics
 import sys
 import time
 
-from benchmarks.harness.processes import progress, run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.table_format import Table
-from benchmarks.ranks.kill import STAGES, curve, finished, job_folder
+from benchmarks.harness.processes import progress
+from benchmarks.harness.script import benchmark
+from benchmarks.ranks.kill import FLAGS, curve, finish, finished, job_folder, train
 from gpt2core.app.checkpoints.directory import HIDDEN
-from testing.jobs import Job
 
 BEFORE, WRITING, RANDOM = "before the first checkpoint", "while a checkpoint is written", "at a random moment"
 LONGEST = 2.0  # seconds from the first step of a start until a kill at a random moment; half of them are before it
@@ -36,14 +33,10 @@ COLUMNS = """
 
 def start(args, name, folder, restarts):
     """Start the run with checkpoints in folder/name and its log beside them; return its Job."""
-    launcher = [sys.executable, "-m", "stage1_mpi.launch"]
-    package, of_stage, *_ = STAGES[args.stage]
     flags = ["--preset", args.preset, "--steps", args.steps, "--checkpoint-every", args.checkpoint_every]
-    flags += ["--out", folder / name, "--log", folder / f"{name}.jsonl", "--deterministic", "--sample", 0, *of_stage]
-    if args.async_checkpoints:
-        flags.append("--async-checkpoints")
-    words = ["-n", args.ranks, "--max-restarts", restarts, "--", "-m", f"{package}.train_gpt2", *flags]
-    return Job(*words, start=launcher)
+    flags += ["--async-checkpoints"] * args.async_checkpoints
+    launcher = [sys.executable, "-m", "stage1_mpi.launch"]
+    return train(args, folder / name, *flags, before=("--max-restarts", restarts, "--"), start=launcher)
 
 
 def moments(times, rng):
@@ -74,35 +67,27 @@ def incomplete_in(out):
     return {name for name in names if HIDDEN.fullmatch(name) and name.startswith(".step")}
 
 
-def kill(job, moment, out, old, seen, rng):
-    """Kill a random rank at a moment of the present start; return (rank, time).
+def one_kill(job, number, moment, out, seen, rng):
+    """Kill a random rank at a moment of the present start, and wait for the next step.
 
-    old, seen: incomplete_in(out), and the number of characters that the job had printed, before this start.
+    seen: the number of characters that the job had printed before this start. Returns (a row of the result, the number
+    of characters before the next start).
     """
-    begun = lambda: steps_of(job.out()[seen:])  # noqa: E731
+    starts, old = job.texts()[1].count(AGAIN), incomplete_in(out)
     if moment != RANDOM or rng.random() < 0.5:
-        wait_until(job, begun)
+        wait_until(job, lambda: steps_of(job.out()[seen:]))
     wait_until(job, job.ranks)
     if moment == WRITING:
         wait_until(job, lambda: incomplete_in(out) - old)
     elif moment == RANDOM:
         time.sleep(rng.uniform(0, LONGEST))
-    rank = job.kill_rank(rng)
-    if rank is None:
-        sys.exit(f"the job ended between two kills: {job.texts()[1].strip()[-2000:]}")
-    return rank, time.monotonic()
-
-
-def one_kill(job, number, moment, out, seen, rng):
-    """Kill a rank and wait for the next step; return (a row of the result, the characters printed before the start)."""
-    starts, old = job.texts()[1].count(AGAIN), incomplete_in(out)
-    rank, killed = kill(job, moment, out, old, seen, rng)
+    rank, killed = job.kill_rank(rng), time.monotonic()
     wait_until(job, lambda: job.texts()[1].count(AGAIN) > starts)
     printed, incomplete = len(job.out()), bool(incomplete_in(out) - old)
     last = (steps_of(job.out()) or [None])[-1]
     after = wait_until(job, lambda: steps_of(job.out()[printed:]))[0]
     seconds, repeated = time.monotonic() - killed, 0 if last is None else max(0, last - after + 1)
-    row = dict(number=number, moment=moment, rank=rank, incomplete=incomplete, before=last, after=after)
+    row = dict(number=number, moment=moment, rank=rank, incomplete=incomplete, last=str(last), after=after)
     return row | dict(repeated=repeated, seconds=seconds), printed
 
 
@@ -123,43 +108,25 @@ def survive(args, folder):
 
 def summary_of(rows, found, wanted):
     """The summary of the rows; found, wanted: the curve() of the run with and without kills."""
-    seconds = [row["seconds"] for row in rows]
     return {
         "kills": len(rows),
         "moments": {moment: sum(row["moment"] == moment for row in rows) for moment in (BEFORE, WRITING, RANDOM)},
         "incomplete": sum(row["incomplete"] for row in rows),
         "equal": found == wanted,
         "most_repeated": max(row["repeated"] for row in rows),
-        "median_seconds": statistics.median(seconds),
-        "longest_seconds": max(seconds),
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.survive", __doc__)
-    parser.add_flags(preset="tiny", ranks=4, times=20, steps=600, checkpoint_every=10, seed=0)
-    text = "stage whose training is started; stage 3 needs a GPU for each rank, or TRITON_INTERPRET=1 (default 1)"
-    parser.add_argument("--stage", type=int, choices=STAGES, default=1, help=text)
-    parser.add_argument(
-        "--async-checkpoints", action="store_true", help="another process saves the checkpoints (default: no)"
-    )
-    args = parser.parse_args()
+@benchmark(
+    common=dict(FLAGS, steps=600, checkpoint_every=10),
+    async_checkpoints=dict(action="store_true", help="another process saves the checkpoints (default: no)"),
+)
+def main(args):
     with job_folder() as folder:
         rows = survive(args, folder)
         finished(start(args, "whole", folder, 0))  # the same training without a kill
-        found, wanted = curve(folder / "killed.jsonl"), curve(folder / "whole.jsonl")
-    progress("")
-    Table("", COLUMNS).print([row | {"last": str(row["before"])} for row in rows])
-    summary = summary_of(rows, found, wanted)
+        summary = summary_of(rows, curve(folder / "killed.jsonl"), curve(folder / "whole.jsonl"))
     same = "the losses and parameters of an undisturbed run" if summary["equal"] else "OTHER losses or parameters"
-    print(
-        f"one run with {summary['kills']} kills has {same}; a kill repeated at most {summary['most_repeated']} steps "
-        f"(a checkpoint every {args.checkpoint_every}); from a kill to the next step: "
-        f"median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s"
-    )
-    save({**vars(args), "summary": summary, "rows": rows}, args, group=STAGES[args.stage][2])
+    sentence = f"one run with {len(rows)} kills has {same}; a kill repeated at most {summary['most_repeated']} steps"
+    finish(args, COLUMNS, rows, summary, f"{sentence} (a checkpoint every {args.checkpoint_every})")
     return 0 if summary["equal"] and summary["most_repeated"] <= args.checkpoint_every else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -14,9 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cpu.classroom import measure
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
-from benchmarks.harness.result_tables import TABLES
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.training_runs import python_command
 from gpt2core.app.output.run_log import read_log
 from gpt2core.app.shipped import TOKENIZERS
@@ -45,14 +43,12 @@ def run(pattern, ranks, args):
         return read_log(log)[-1], measured["peak_bytes"]
 
 
-def main(argv=None):
-    parser = benchmark_parser("benchmarks.ranks.token_files", __doc__)
-    add = parser.add_argument
-    parser.add_flags(ranks=[1, 2, 4])
-    add("--megabytes", type=int, default=4000, help=f"size of the {FILES} files together (default 4000)")
-    add("--seq-len", type=int, default=256, help="tokens per sequence (default 256)")
-    add("--steps", type=int, default=50, help="steps of each training (default 50)")
-    args = parser.parse_args(argv)
+@benchmark(
+    "token-files",
+    dict(ranks=[1, 2, 4], seq_len=256, steps=50),
+    megabytes=dict(type=int, default=4000, help=f"size of the {FILES} files together (default 4000)"),
+)
+def main(args):
     results = []
     with tempfile.TemporaryDirectory() as folder:
         large = write_tokens(Path(folder, "large"), args.megabytes, FILES)
@@ -61,9 +57,4 @@ def main(argv=None):
             (last, peak), (_, small_peak) = run(large, ranks, args), run(small, ranks, args)
             found = {"loss": last["loss"], "hash": last["parameters_sha256"][:8]}
             results.append({"ranks": ranks, "peak_bytes": peak, "loader_bytes": peak - small_peak, **found})
-    TABLES["token-files"].print(results)
-    save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return results

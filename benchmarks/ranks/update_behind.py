@@ -13,11 +13,9 @@ python -m benchmarks.ranks.update_behind --ranks 2 --preset tiny --rounds 1  # a
 
 import numpy as np
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import add_step_fields, benchmark_parser, paired_ratio, save_each
-from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rounds import measure_job, timed_steps
-from gpt2core.parallel.micro_batches.count import plan_micro_batches
+from benchmarks.harness.report import add_ratios
+from benchmarks.harness.rounds import measure_jobs, timed_steps
+from benchmarks.harness.script import benchmark
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.presets import PRESETS
 
@@ -67,15 +65,14 @@ class UpdateBehind:
         optimizer.rule.update(*arguments, self.one, optimizer.decays[pages])
 
 
-def prepare(module, world, preset, batch_size, bucket_mb):
+def prepare(module, world, preset, batch_size, variants):
     """Called on every rank by harness/processes.py: returns `run_round(name, steps)`. module: harness.ours."""
-    config, options = PRESETS[preset], {"dp": "bucket", "bucket_mb": bucket_mb}
-    variants = dict.fromkeys((AFTER, NO_COPY, COPY), options)
+    config = PRESETS[preset]
     calls = module.make_variants(config, batch_size, config.block_size, world, variants)
     trainers = {name: variant.trainer for name, variant in calls.items()}
     for name in (NO_COPY, COPY):
         UpdateBehind(trainers[name], copies=name == COPY)
-    alone = module.make_variants(config, batch_size, config.block_size, world, {ALONE: options})[ALONE].trainer
+    alone = trainers.pop(ALONE)
     optimizer = alone.optimizer
 
     def update_alone(*_):
@@ -83,8 +80,9 @@ def prepare(module, world, preset, batch_size, bucket_mb):
         optimizer.update(alone.gradients, factor, optimizer.coefficients(1, 1e-3))
         optimizer.end_update()
 
-    calls[ALONE] = update_alone
-    timed = {name: timed_steps(world, call, config, batch_size) for name, call in calls.items()}
+    timed = {
+        name: timed_steps(world, call, config, batch_size) for name, call in (calls | {ALONE: update_alone}).items()
+    }
 
     def run_round(name, steps):
         result = timed[name](steps)
@@ -93,33 +91,16 @@ def prepare(module, world, preset, batch_size, bucket_mb):
     return run_round
 
 
-def summarise(results):
-    """Add min, cores_used, and times_after, the time divided by that of AFTER, to the results of one job."""
-    medians = add_step_fields(results)
-    for result in results:
-        result["times_after"] = paired_ratio(medians[result["name"]], medians[AFTER])
-
-
-def print_equality(results):
-    hashes = {result["hash"] for result in results if result["hash"]}
-    equal = "equal, bit for bit" if len(hashes) == 1 else "DIFFERENT"
-    print(f"{results[0]['ranks']} ranks: the parameters are {equal}")
-
-
-def main():
-    parser = benchmark_parser("benchmarks.ranks.update_behind", __doc__)
-    parser.add_flags(preset="paper", ranks=[2, 4], bucket_mb=4.0, batch_size=16)
-    parser.add_flags(rounds=9, steps_per_round=1, warm_up=1, timeout=900)
-    args = parser.parse_args()
-    for ranks in args.ranks:
-        plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
-    options, names = (
-        {name: vars(args)[name] for name in ("preset", "batch_size", "bucket_mb")},
-        (AFTER, NO_COPY, COPY, ALONE),
-    )
-    tables = (measure_job(args, ranks, options, names, ["hash"]) for ranks in args.ranks)
-    save_each(args, tables, summarise, TABLES["ranks-update-behind"].print, print_equality)
-
-
-if __name__ == "__main__":
-    run_main(main)
+@benchmark(
+    "ranks-update-behind",
+    dict(
+        preset="paper", ranks=[2, 4], batch_size=16, rounds=9, steps_per_round=1, warm_up=1, timeout=900, bucket_mb=4.0
+    ),
+)
+def main(args):
+    variants = dict.fromkeys((AFTER, NO_COPY, COPY, ALONE), {"dp": "bucket", "bucket_mb": args.bucket_mb})
+    for results in measure_jobs(args, [(ranks, variants, {"preset": args.preset}) for ranks in args.ranks]):
+        add_ratios(results, "times_after", lambda name: AFTER)
+        equal = len({result["hash"] for result in results if result["hash"]}) == 1
+        print(f"{results[0]['ranks']} ranks: the parameters are {'equal, bit for bit' if equal else 'DIFFERENT'}")
+        yield results

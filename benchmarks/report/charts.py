@@ -6,48 +6,41 @@ import re
 from dataclasses import dataclass
 from io import StringIO
 from textwrap import fill
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from gpt2core.app.output.theme import COLOURS, DARK, LIGHT, figure_style
 
 FONT = 9  # points
-SIZES = {"wide": (9.0, 4.0), "narrow": (4.1, 3.6)}  # inches: as wide as the page, and as a phone
-ROW = {"wide": 0.3, "narrow": 0.42}  # inches of a row of `rows`
-LABEL = {"wide": 40, "narrow": 21}  # characters in one line of a label
+# as wide as the page, and as a phone: width, height of `lines`, height of a row (inches), characters of a label's line
+SIZES = {"wide": (9.0, 4.0, 0.3, 40), "narrow": (4.1, 3.6, 0.42, 21)}
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a chart, with its label at its end. colour: a name of COLOURS. style: a line style of matplotlib."""
 
     label: str
-    x: list
-    y: list
-    colour: str = "ink"
+    y: list  # at x = 0, 1, 2, ...
+    colour: str
     style: str = "-"
-    marker: str = ""
-    width: float = 1.6
+    width: float = 2.8
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a chart. marks: [(value, text, colour, marker of matplotlib, or "" for a bar)]."""
+class Row(NamedTuple):
+    """One row of a chart. marks: [(value, text, colour, marker of matplotlib)]. text: at the right end."""
 
     label: str
     marks: list
-    text: str = ""  # at the right end
+    text: str
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines` or `rows`. alt: what a reader learns from the chart, for readers who do not see it.
-
-    log: whether the axes of numbers are logarithmic.
-    """
+    """A chart with `lines`, or with `rows` on a logarithmic axis. alt: what a reader who sees the chart learns."""
 
     name: str
     title: str
@@ -56,7 +49,6 @@ class Chart:
     y_label: str = ""
     lines: list = ()
     rows: list = ()
-    log: bool = False
 
     def inline(self):
         """The chart as inline SVG of each size, without fixed colours. "data-points" has [x, y, text] for tooltips."""
@@ -100,61 +92,43 @@ def draw(chart, size, theme, title=""):
     """(Figure, [[x, y, text]] of its points as fractions of its width and height from the upper left corner)."""
     colours = {name: pair[theme] for name, pair in COLOURS.items()}
     style = figure_style(theme) | {"font.size": FONT, "font.family": "sans-serif", "axes.facecolor": "none"}
-    width, height = SIZES[size]
+    width, height, row, limit = SIZES[size]
     if chart.rows:
-        height = ROW[size] * (len(chart.rows) + 0.6) + 0.75
-    with matplotlib.rc_context(style):
+        height = row * (len(chart.rows) + 0.6) + 0.75
+    with matplotlib.rc_context(style | {"grid.linewidth": 0.6, "axes.axisbelow": True}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        points, labels = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, LABEL[size])
-        if chart.log:
-            set_logarithmic(axes.xaxis, decades=1.5)
-            if chart.lines:
-                set_logarithmic(axes.yaxis, decades=3)
+        points = (draw_lines if chart.lines else draw_rows)(axes, chart, colours, limit)
         axes.set_xlabel(chart.x_label)
         axes.set_title(chart.y_label, loc="left", fontsize=FONT, color=colours["soft"], x=0, pad=4)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 1)
         figure.draw_without_rendering()  # computes the layout, in which the labels must then keep their column
         figure.set_layout_engine("none")
-        move_apart(axes, labels)
+        if chart.lines:
+            move_apart(axes)
         pixels = axes.transData.transform([point[:2] for point in points]) / figure.bbox.size
     return figure, [[round(x, 4), round(1 - y, 4), text] for (x, y), (_, _, text) in zip(pixels, points, strict=True)]
 
 
-def set_logarithmic(axis, decades):
-    """Label the powers of 10, over fewer `decades` also 2 and 5 times each of them: 0.1, 200, 10 k, 1 M."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**decades else (1,), numticks=99))
-    axis.set_major_formatter(EngFormatter() if low >= 1 else "{x:g}")
-    axis.set_minor_locator(NullLocator())
-
-
 def draw_lines(axes, chart, colours, limit):
-    """Draw `lines`. Returns ([(x, y, text)] of their points, their labels, which are in one column)."""
-    points, labels = [], []
+    """Draw `lines`, with their labels in one column. Returns [(x, y, text)] of their points."""
+    points = []
     thin = {"arrowstyle": "-", "color": colours["line"], "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
     text = {"textcoords": "axes fraction", "va": "center", "arrowprops": thin}
-    for line in chart.lines:
-        look = {"linestyle": line.style, "linewidth": line.width, "marker": line.marker, "markersize": 5}
-        axes.plot(line.x, line.y, color=colours[line.colour], **look)
-        pairs = list(zip(line.x, line.y, strict=True))
-        points += [(x, y, f"{line.label}: {y:.4g} at {chart.x_label} {x:,g}") for x, y in pairs]
-        label = fill(line.label, limit, break_long_words=False)
-        labels.append(axes.annotate(label, pairs[-1], (1.03, 0.5), color=colours[line.colour], **text))
-    if not chart.log:
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(True, axis="y", linewidth=0.6)
-    return points, labels
+    for label, y, colour, style, width in chart.lines:
+        axes.plot(y, style, color=colours[colour], linewidth=width)
+        points += [(x, value, f"{label}: {value:.4g} at {chart.x_label} {x}") for x, value in enumerate(y)]
+        axes.annotate(fill(label, limit), points[-1][:2], (1.03, 0.5), color=colours[colour], **text)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(True, axis="y")
+    return points
 
 
-def move_apart(axes, labels):
-    """Move each label of a column to the height of its point; labels that would touch are moved up or down."""
-    if not labels:
-        return
+def move_apart(axes):
+    """Move each label to the height of its point; labels that would touch are moved up or down."""
     to_axes = axes.transData + axes.transAxes.inverted()
-    labels = sorted(labels, key=lambda label: to_axes.transform(label.xy)[1])
+    labels = sorted(axes.texts, key=lambda label: to_axes.transform(label.xy)[1])
     line_height = 1.25 * FONT / 72 * axes.figure.dpi / axes.bbox.height
     heights = line_height * np.array([label.get_text().count("\n") + 1 for label in labels])
     middles = np.cumsum(heights) - heights / 2  # without space between the labels
@@ -165,28 +139,22 @@ def move_apart(axes, labels):
 
 
 def draw_rows(axes, chart, colours, limit):
-    """Draw `rows`. Returns ([(value, row, text)] of their marks, [])."""
+    """Draw `rows`. Returns [(value, row, text)] of their marks."""
     points, right = [], {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-    for place, row in enumerate(chart.rows):
-        values, texts, names, markers = zip(*row.marks, strict=True)
-        points += [(value, place, f"{row.label}: {text}") for value, text in zip(values, texts, strict=True)]
-        if not any(markers):
-            bars = axes.barh(place, values, color=[colours[name] for name in names], height=0.62)
-            axes.bar_label(bars, texts, padding=4)
-            continue
-        axes.plot([min(values), max(values)], [place, place], color=colours["line"], linewidth=3, zorder=1)
-        axes.annotate(row.text, (1, place), (6, 0), color=colours["soft"], **right)
-        for value, name, marker in zip(values, names, markers, strict=True):
+    for place, (label, marks, text) in enumerate(chart.rows):
+        axes.annotate(text, (1, place), (6, 0), color=colours["soft"], **right)
+        axes.plot([mark[0] for mark in marks], [place] * len(marks), color=colours["line"], linewidth=3, zorder=1)
+        for value, said, name, marker in marks:
+            points.append((value, place, f"{label}: {said}"))
             hollow = "none" if marker == "o" and name == "soft" else colours[name]
             look = {"markersize": 16 if marker == "|" else 8, "markeredgewidth": 1.5, "markerfacecolor": hollow}
             axes.plot(value, place, marker, color=colours[name], zorder=2, clip_on=False, **look)
-    axes.set_yticks(range(len(chart.rows)), [fill(row.label, limit, break_long_words=False) for row in chart.rows])
+    axes.set_yticks(range(len(chart.rows)), [fill(row.label, limit) for row in chart.rows])
     axes.tick_params(axis="y", length=0, labelcolor=colours["ink"])
     axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
-    if not any(markers):
-        axes.margins(x=0)
-    else:
-        axes.grid(True, axis="x", linewidth=0.6)
-    axes.set_axisbelow(True)
-    return points, []
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, axis="x")
+    return points

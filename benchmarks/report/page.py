@@ -1,19 +1,17 @@
 """Write the report: one HTML page without outside requests, and its charts as PNG and SVG files."""
 
 import json
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
-from benchmarks.report import architecture, machine_sections, paper_sections
+from benchmarks.report import sections
 from benchmarks.report.charts import style_sheet
-from benchmarks.report.runs import STAGE_NAMES, Runs
+from benchmarks.report.runs import STAGE_NAMES
 from benchmarks.report.views import views
 from gpt2core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="staged GPT-2 report">'
-FLAG = re.compile(r"(make report ARGS=)?--[a-z][a-z-]*")
 
 
 def environment():
@@ -21,41 +19,29 @@ def environment():
     try:
         import jinja2
         from latex2mathml.converter import convert
-        from markupsafe import Markup, escape  # of jinja2
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed; pip install jinja2 latex2mathml") from None
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     found = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
     found.filters["math"] = lambda text: convert(str(text))
-    found.filters["flags"] = lambda text: Markup(FLAG.sub(r"<code>\g<0></code>", str(escape(text))))
     found.filters["data"] = lambda value: json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
     return found
 
 
-def write_report(folder, records, missing, preset, steps, titles):
-    """Write index.html and the picture files to `folder`; returns the path of the page.
-
-    records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
-    """
-    template, runs = environment().get_template("page.html"), Runs(records, missing, preset, steps)
-    charts, notes, page = [], [], folder / "index.html"
+def write_report(folder, runs):
+    """Write index.html and the picture files of Runs to `folder`; returns the path of the page."""
+    template, notes = environment().get_template("page.html"), {}
 
     def draw(chart):
-        charts.append(chart)
+        chart.write(folder)
         return chart.inline()
 
-    def note(text):  # the number of a footnote; equal texts are one footnote
-        if text not in notes:
-            notes.append(text)
-        return notes.index(text) + 1
-
     text = template.render(
-        s=paper_sections, m=machine_sections, f=architecture, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR,
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), note=note, draw=draw,
-        colours=style_sheet(), views=views(runs), prompt=runs.results("prompt"),
-        tables=machine_sections.machine(hardware(), runs, titles), notes=notes,
+        s=sections, runs=runs, stage_names=STAGE_NAMES, generator=GENERATOR, colours=style_sheet(),
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}", commit=commit(), views=views(runs), draw=draw, notes=notes,
+        note=lambda text: notes.setdefault(text, len(notes) + 1),  # the number of a footnote
+        tables=sections.machine(hardware(), runs), prompt=runs.results("prompt"),
     )  # fmt: skip
-    for chart in charts:
-        chart.write(folder)
+    page = folder / "index.html"
     page.write_text(text, encoding="utf-8")
     return page

@@ -35,30 +35,21 @@ def record_prompt(text=PROMPT, weights=BOOK_WEIGHTS):
     parameters = {name: Tensor(np.array(p, np.float32), backend) for name, p in checkpoint.parameters.items()}
     model, ids = GPT2(config, parameters), np.array([tokenizer.encode(text)])
     x = model.embedding(ids)
-    scores, norms, logits = [], [x.tensor().data[0]], [read_out(model, x)]
+    scores, streams = [], [x]
     for block in model.blocks:
         x, y = block.ln_1(x)
         q, k, _ = split_heads(ops.linear(y, *block.qkv).data, block.n_head)
         scores.append((q @ k.swapaxes(2, 3))[0] / math.sqrt(q.shape[3]))
         x, y = block.ln_2(x + block.attention(y, FIRST_TOKENS))
-        norms.append(x.tensor().data[0])
-        x = x + block.mlp(y, FIRST_TOKENS)
-        norms.append(x.tensor().data[0])
-        logits.append(read_out(model, x))
+        streams += [x, x := x + block.mlp(y, FIRST_TOKENS)]
     return {
         "weights": weights.name,
         "tokens": [tokenizer.decode([id]) for id in ids[0].tolist()],
         "vocabulary": [tokenizer.decode([id]) for id in range(config.vocab_size)],
         "scores": rounded(scores),
-        "norms": rounded(np.linalg.norm(norms, axis=-1)),
-        "logits": rounded(logits),
+        "norms": rounded([np.linalg.norm(each.tensor().data[0], axis=-1) for each in streams]),
+        "logits": rounded([model.unembed(model.head.ln_f(each)[1]).data[0] for each in streams[::2]]),
     }
-
-
-def read_out(model, x):
-    """The logits (T, V) of a stream."""
-    _, y = model.head.ln_f(x)
-    return model.unembed(y).data[0]
 
 
 def rounded(arrays):

@@ -1,11 +1,11 @@
 """The runs that the report compares: measured on this machine or, for GPUs, taken from results/."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.harness.speedups import speedups
-from benchmarks.report import shipped
-from benchmarks.report.parts import BUSY
-from gpt2core.errors import counted
+from benchmarks.harness.speedups import Speedup
+from benchmarks.harness.table_format import load
+from benchmarks.report.parts import remark
 
 STAGE_NAMES = {
     0: "stage 0, NumPy",
@@ -14,34 +14,27 @@ STAGE_NAMES = {
     3: "stage 3, CUDA, MPI and NCCL",
 }
 PAPER_NAMES = dict(zip(STAGE_NAMES, ("serial", "MPI", "CUDA", "MPI and CUDA"), strict=True))
-PARTS = {  # {what is compared: the parts of stages 0 to 3}; --mode replicate is the paper's method
-    "training": ("train0", "train1-2", "train2", "train3"),
-    "inference": ("infer0", "infer1-replicate", "infer2", "infer3"),
+PARTS = {  # {what is compared: the parts of stages 0 to 3}
+    "training": ("train0", "train1", "train2", "train3"),
+    "inference": ("infer0", "infer1", "infer2", "infer3"),
 }
 PAPER_STEPS = 50
-RANKS = 1, 2, 4, 8  # of the trainings of stage 1; 2 without --full
 THIS_MACHINE = "this machine"
 
 
-@dataclass(frozen=True)
-class Run:
-    """One number or curve. where: the precision and the hardware, for a shipped result also its date and file.
-
-    shipped: from results/. disturbed: whether a comparison shows that other programs slowed the run.
-    """
+class Run(NamedTuple):
+    """One number or curve. where: precision and hardware; for a shipped result, from results/, also date and file."""
 
     value: object
     where: str
     shipped: bool = False
-    disturbed: bool = False
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The records of the measured parts, and the reasons of the missing ones. preset, steps: of the training runs."""
+    """The records that run_parts() returns. preset, steps: of the training runs."""
 
     records: dict
-    missing: dict
     preset: str
     steps: int
 
@@ -50,63 +43,71 @@ class Runs:
         """Whether the training runs are those of the paper, so that shipped results can stand beside them."""
         return (self.preset, self.steps) == ("paper", PAPER_STEPS)
 
-    @property
-    def other_cores(self):
-        """{title of a part with times: the cores that other programs used meanwhile, None if it is not known}."""
-        return {record["title"]: record["other_cores"] for record in self.records.values() if record["times"]}
-
     def results(self, name):
         """The results of a part, or None."""
-        return self.records[name]["results"] if name in self.records else None
+        return self.records.get(name, {}).get("results")
 
     def reason(self, name):
-        return self.missing.get(name, "no GPU was found, and results/ has no run with this preset and number of steps")
+        no_gpu = "no GPU was found, and results/ has no run with this preset and number of steps"
+        return self.records.get(name, {}).get("missing", no_gpu)
 
-    def place(self, name):
-        ranks, cores = self.results(name)["ranks"], self.records[name]["other_cores"] or 0
-        found = f"fp32, {THIS_MACHINE}" + (f", {ranks} ranks" if ranks else "")
-        found += ", with the compilation of the kernels" * (name in PARTS["training"][2:])
-        return found + (f", while other programs used {cores:.1f} cores" if cores > BUSY else "")
+    def measured(self, name, field):
+        """A Run of this machine, or None: a field of the results of a part."""
+        if not (results := self.results(name)):
+            return None
+        compiles = "with the compilation of the kernels" * (name in PARTS["training"][2:])
+        ranks = f"{results['ranks']} ranks" if results["ranks"] else ""
+        where = "fp32", THIS_MACHINE, ranks, compiles, remark(self.records[name])
+        return Run(results[field], ", ".join(filter(None, where)))
 
     def run(self, what, stage):
         """The seconds of the "training" or the "inference" of a stage, a Run or None."""
-        name = PARTS[what][stage]
-        if results := self.results(name):
-            disturbed = name == "infer0" and any(each.above for each in self.inference_speedups().values())
-            return Run(results["seconds"], self.place(name) + ", disturbed" * disturbed, disturbed=disturbed)
-        found = shipped.runs().get((what, stage)) if what == "inference" or self.is_paper else None
-        return found and Run(*found, shipped=True)
+        found = shipped_runs().get((what, stage)) if what == "inference" or self.is_paper else None
+        return self.measured(PARTS[what][stage], "seconds") or (found and Run(*found, shipped=True))
 
     def curves(self):
         """{label: Run with the losses} of all four stages."""
-        parts = {"train0": "stage 0"} | {f"train1-{ranks}": f"stage 1 on {counted(ranks, 'rank')}" for ranks in RANKS}
-        parts |= {"train2": "stage 2", "train3": "stage 3"}
-        found = {
-            parts[name]: Run(self.results(name)["losses"], self.place(name)) for name in parts if name in self.records
-        }
+        parts = {"stage 0": "train0", "stage 1 on 2 ranks": "train1", "stage 2": "train2", "stage 3": "train3"}
+        found = {label: run for label, name in parts.items() if (run := self.measured(name, "losses"))}
         if self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
             for stage, name, ranks in (("stage 2", "stage 2", 1), ("stage 3", "--deterministic", 2)):
-                source = f"fp32; {shipped.origin('gpus/parity', ranks)}"
-                found.setdefault(stage, Run(shipped.curve(name, ranks), source, True))
+                source = f"fp32; {origin('gpus/parity', ranks)}"
+                found.setdefault(stage, Run(shipped_curve(name, ranks), source, True))
         return found
 
-    # -- ratios with an ideal ------------------------------------------------------------------------------------------
 
-    def scaling_speedups(self):
-        """(seconds of a step with one thread, {("threads" or "ranks", count): Speedup}), or None."""
-        results = self.results("scaling") or {"rows": []}
-        times = {(row["kind"], row["count"]): row["step_seconds"] for row in results["rows"]}
-        one = times.pop(("threads", 1), None)
-        return one and (one, speedups(one, {key: (time, key[1]) for key, time in times.items()}))
+# -- shipped results of GPUs; each is marked with its source -----------------------------------------------------------
 
-    def inference_speedups(self):
-        """{part: Speedup per prompt, relative to stage 0} of the modes of stage 1, which use as many cores as stage 0.
 
-        The ideal is 1 if nothing is divided, the number of ranks if they divide each layer, and the number of prompts
-        if several prompts share each product.
-        """
-        runs, base = {}, self.results("infer0")
-        for name, ideal in (("infer1-replicate", None), ("infer1-batch", "prompts"), ("infer1-tensor", "ranks")):
-            if results := self.results(name):
-                runs[name] = results["seconds"] / results["prompts"], results[ideal] if ideal else 1
-        return speedups(base["seconds"], runs) if base else {}
+def origin(name, used=None):
+    """Where and when results/NAME.json was measured, for a caption. used: how many of several GPUs were used."""
+    record = load(name)
+    where = f"{used} of " * bool(used) + record["machine"]
+    return f"{where}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
+
+
+def shipped_curve(name, ranks):
+    """The 50 losses of preset `paper` in fp32 of the first row with this name and number of ranks in gpus/parity."""
+    rows = load("gpus/parity")["results"]["runs"]
+    return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
+
+
+def shipped_runs():
+    """{(what, stage): (seconds, precision and source)}; a training has 50 steps of `paper`."""
+    step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
+    paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
+    decode = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
+    how = "fp32, 50 times the median step"
+    return {
+        ("training", 2): (50 * step["seconds"]["median"], f"{how}; {origin('gpu/step_paper_fp32')}"),
+        ("training", 3): (paper["totals"]["median"], f"bf16; {origin('gpus/scaling', paper['ranks'])}"),
+        ("inference", 2): (decode["total"]["median"], f"fp32; {origin('gpu/decode_paper')}"),
+    }
+
+
+def gain_gpus():
+    """(Speedup of two GPUs over one, its source): stage 3 on GPT-2 124M."""
+    rows = load("gpus/scaling_two")["results"]["scaling"][0]["rows"]
+    row = next(each for each in rows if each["name"].endswith("--zero 1") and each["ranks"] == 2)
+    source = f"GPT-2 124M, 64 sequences a GPU; {origin('gpus/scaling_two', 2)}"
+    return Speedup(2 * row["efficiency"]["median"], 2), source

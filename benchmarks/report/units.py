@@ -1,24 +1,22 @@
 """Numbers as text with their units, behind a space at which no line ends; tables."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """The text of a cell of a table, with a footnote: where a number was measured, or why there is none."""
 
     text: object
-    note: str = ""
+    note: str
 
 
-@dataclass(frozen=True)
-class Table:
-    """rows: lists of texts and Cells; the first cell of a row is its heading. numbers: indices of the columns with
-    numbers, each with one unit. grey: indices of the rows without a measurement of this machine."""
+class Table(NamedTuple):
+    """The first cell of a row is its heading. numbers: indices of the columns with numbers, each with one unit. grey:
+    indices of the rows without a measurement of this machine."""
 
     caption: str
     head: list
-    rows: list
+    rows: list  # of texts and Cells
     numbers: tuple = ()
     grey: tuple = ()
 

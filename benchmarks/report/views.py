@@ -1,37 +1,32 @@
-"""The views of the step player, as JSON data: recorded collectives, pipeline schedules, training steps."""
+"""The views of the step player, as JSON data: recorded collectives, pipeline schedules, steps read from traces."""
 
-from benchmarks.report import shipped
-from benchmarks.report.machine_sections import traces
-from benchmarks.report.trace import MICROSECONDS
-from benchmarks.report.units import amount, seconds
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.report.runs import origin
+from benchmarks.report.units import seconds
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
 from gpt2core.parallel.pipeline.simulator import LIVE, simulate, splits
+from testing.jobs import ROOT
 
 SHORTEST = 5000  # a bar that is shorter than this part of the step is not drawn; so a phone stays fast
-PIPELINE = 4, 8  # ranks and micro-batches of the schedules
+MICROSECONDS = 1e-6
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 def views(runs):
     """[view], in the order of the list."""
-    found = [slices(recording) for recording in (runs.results("recordings") or {}).values()]
-    found += [pipeline(name, *PIPELINE) for name in SCHEDULES]
-    for _, title, step in traces(runs):
-        found.append(training_step(f"{title}, preset {runs.preset}, this machine", step))
+    found = [*(runs.results("recordings") or []), *(pipeline(name, 4, 8) for name in SCHEDULES)]
+    for name, record in runs.records.items():
+        if name.startswith("trace") and "results" in record:
+            title = record["title"].removeprefix("trace of a step, ")
+            found.append(training_step(f"{title}, preset {runs.preset}, this machine", record["results"]))
     if not runs.results("trace3"):
-        for step in shipped.timelines():
+        for step in shipped_steps():
             text = f"stage 3, {step['name']}, GPT-2 124M, rank 0"
-            found.append(training_step(text, step, f"Shipped result: {shipped.origin('gpus/timeline')}. "))
+            found.append(training_step(text, step, f"Shipped result: {origin('gpus/timeline')}. "))
     return found
-
-
-def slices(recording):
-    """A recording of recording.py with its explanation."""
-    text = (
-        f"{recording['text']} Recorded from arrays of {amount(recording['bytes'])} (preset {recording['preset']}). A "
-        f"slice has the colour of the rank that it comes from; a sum has the stripes of all its ranks."
-    )
-    return recording | {"kind": "slices", "group": "collectives and ZeRO", "text": text}
 
 
 def pipeline(name, ranks, count):
@@ -52,17 +47,58 @@ def pipeline(name, ranks, count):
         f"units, bubble {100 * timeline.bubble:.0f} %, at most {', '.join(f'{peak:g}' for peak in timeline.peaks)} "
         f"live activations on the ranks (the curve below the bars)."
     )
-    group = "pipeline schedules"
-    return {"kind": "trace", "group": group, "title": f"pipeline {name}", "text": text, "unit": "unit", "lanes": lanes}
+    trace = {"lanes": lanes, "length": timeline.seconds, "unit": "unit"}
+    return {"group": "pipeline schedules", "title": f"pipeline {name}", "text": text} | trace
 
 
 def training_step(title, step, origin=""):
-    """A step of trace.py without the bars that are too short to be seen."""
-    least = step["seconds"] / MICROSECONDS / SHORTEST
+    """The view of a step of read_step(), without the bars that are too short to be seen."""
+    length = step["seconds"] / MICROSECONDS
+    least = length / SHORTEST
     lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    without = f", without bars below {seconds(least * MICROSECONDS)}"
-    text = (
-        f"{origin}The step takes {seconds(step['seconds'])}{without}. Pale bars have not begun. + and − zoom at the "
-        f"line of the present time."
-    )
-    return {"kind": "trace", "group": "training steps", "title": title, "text": text, "lanes": lanes}
+    text = f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}."
+    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": length}
+
+
+def read_step(path):
+    """The last step of a trace that `--trace` wrote: {"name", "seconds", "lanes": [{"rank", "name", "events"}]}.
+
+    An event is [name, start, duration, category, module, bytes], in microseconds from the start of the step.
+    """
+    return step_of(json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"])
+
+
+def step_of(events):
+    """read_step() of a list of Chrome trace events."""
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    step = max((e for e in spans if e.get("cat") == "step" and e["pid"] == 0), key=lambda event: event["ts"])
+    begin, length, lanes = step["ts"], step["dur"], defaultdict(list)
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):  # an outer one before those inside it
+        start, duration, category = event["ts"] - begin, event["dur"], event.get("cat", "")
+        if category != "step" and 0 <= start < length and start + duration <= 1.05 * length:
+            details = {"module": "", "bytes": 0} | event.get("args", {})
+            fields = round(start, 1), round(duration, 1), category, details["module"], details["bytes"]
+            lanes[event["pid"], event["tid"]].append([event["name"], *fields])
+    lanes = [{"rank": key[0], "name": names.get(key, ""), "events": found} for key, found in sorted(lanes.items())]
+    return {"name": step["name"], "seconds": length * MICROSECONDS, "lanes": lanes}
+
+
+def shipped_steps():
+    """[step_of()] of the shipped trace of GPUs: a step of stage 3 on rank 0 of four GPUs, for each --dp."""
+    events = json.loads((ROOT / "results" / "gpus" / "timeline_trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    steps = []
+    for title in [event for event in events if event["name"] == "process_name"]:
+        own = [event | {"pid": 0} for event in events if event["pid"] == title["pid"]]
+        network = [event["tid"] for event in own if event.get("args", {}).get("name") == "communication"]
+        # the kernel of the cross-entropy is the last of the forward pass, and those of the optimizer have its names
+        loss = max(event["ts"] for event in own if event["name"].startswith("forward_backward_kernel"))
+        update = min(event["ts"] for event in own if event["name"].startswith(("clip", "adamw")))
+        for event in own:
+            start = event.get("ts", 0)
+            phase = "forward" if start <= loss else "backward" if start < update else "optimizer"
+            event["cat"] = "collective" if event.get("tid") in network else phase
+        end = max(event["ts"] + event["dur"] for event in own if event["ph"] == "X")
+        step = {"ph": "X", "cat": "step", "name": title["args"]["name"], "pid": 0, "ts": 0, "dur": end}
+        steps.append(step_of([*own, step]))
+    return steps

@@ -1,13 +1,9 @@
 """What does a sum in half precision lose, and which dtype does each layer have under autocast?
 
-sum         0.01 added 1000 times, with the number and the sum in float32 or float16: the assignment's four sums, and
-            the same in bfloat16. The exact result is 10.
-dtypes      ToyModel (Linear, ReLU, LayerNorm, Linear) with float32 parameters under autocast.
-layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance computed in the dtype of the input or in
-            float32: the largest error of an output relative to float64. Float16 overflows where a square exceeds
-            65,504; bfloat16 has the range of float32, but 8 bits of precision, which the subtraction of a large mean
-            loses. Therefore autocast on a GPU computes LayerNorm in float32, and bfloat16 needs this too, for the
-            precision. (Autocast on the CPU returns half precision; its kernel has statistics in float32.)
+sum: 0.01 added 1000 times; the exact result is 10. dtypes: of ToyModel under autocast. layernorm: the largest error of
+an output relative to float64, with the mean and the variance in the dtype of the input or in float32. Float16 overflows
+where a square exceeds 65,504; bfloat16 loses precision where a large mean is subtracted. Therefore autocast on a GPU
+computes LayerNorm in float32. (On the CPU it returns half precision; its kernel has statistics in float32.)
 
     python -m benchmarks.torch.accumulation               # on a GPU
     python -m benchmarks.torch.accumulation --device cpu  # on the CPU
@@ -20,9 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.torch.models import check_device
 
 TERM, COUNT = 0.01, 1000
@@ -98,10 +93,8 @@ def layernorm_row(dtype, title, device):
     return {"own dtype": error(layernorm(x)), "float32": error(layernorm(x.float()).to(dtype))}
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.accumulation", __doc__, device="cuda")
-    add_row_flags(parser)
-    args = parser.parse_args()
+@benchmark(common=ROW_FLAGS | dict(device="cuda"))
+def main(args):
     check_device(args)
     device = args.device
     cases = {f"sum / {title} / {device}": functools.partial(sum_row, title, device) for title in SUMS}
@@ -111,7 +104,3 @@ def main():
         for title in INPUTS:
             cases[f"layernorm / {name} / {title} / {device}"] = functools.partial(layernorm_row, dtype, title, device)
     print_tables(run_rows(args, cases), "sums", "autocast", "layernorm")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.assignment_tables import print_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.torch.groups import TIMED_BACKENDS, Groups, seconds_of, slowest
 from benchmarks.torch.models import device_of_rank
 
@@ -59,16 +58,13 @@ def with_bandwidth(ranks, size, milliseconds):
     }
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.all_reduce", __doc__)
-    add = parser.add_argument
-    add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
-    add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)")
-    parser.add_flags(warm_up=5, repeats=10)
-    add_row_flags(parser)
-    args = parser.parse_args()
-
+@benchmark(
+    common=ROW_FLAGS | dict(warm_up=5, repeats=10),
+    libraries=dict(nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)"),
+    ranks=dict(type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)"),
+    sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)"),
+)
+def main(args):
     cases = {}
     with Groups() as groups:
         for library in args.libraries:
@@ -77,7 +73,3 @@ def main():
                     row = (mpi_row,) if library == MPI else (torch_row, groups, library)
                     cases[f"{library}, {ranks} ranks, {size / 1e6:g} MB"] = functools.partial(*row, ranks, size, args)
         print_tables(run_rows(args, cases), "all-reduce", "all-reduce-ours")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,11 +1,10 @@
 """Is torch_bridge.flash_attention faster than PyTorch's attention? Three parts, whose rows have one file.
 
-memory: PyTorch's naive attention, float32, batch 8: forward, backward (wall time with a synchronisation after each) and
-the memory before backward, T up to the first that does not fit. grid: causal, batch 1 without heads, T 128 to 65,536, D
-16 to 128, bf16 and float32: device time of forward, backward and both. leaderboard: 16 heads, T 16,384, D 64, bf16,
-causal: forward and backward, timed by triton.testing.do_bench exactly as the assignment's leaderboard does.
+memory: wall time of PyTorch's naive attention in float32, batch 8, and the memory before backward. grid: causal, batch
+1 without heads: device time of forward, backward and both. leaderboard: 16 heads, T 16,384, D 64, bf16, causal: forward
+and backward, timed by triton.testing.do_bench exactly as the assignment's leaderboard does.
 
-Run the command again until no row is missing. Times are milliseconds.
+Times are milliseconds.
 
     python -m benchmarks.torch.attention --dry-run      # the names of the rows
     python -m benchmarks.torch.attention --only memory  # one part
@@ -22,10 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser
 from benchmarks.harness.result_tables import TABLES
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.peers.torch_graphs import captured
 from benchmarks.torch.models import attention_scores
 from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2TritonCompiled
@@ -33,16 +31,13 @@ from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2T
 # T time (queries and keys), D head size
 
 HEAD_SIZES = 16, 32, 64, 128
-MEMORY_BATCH, MEMORY_LENGTHS = 8, (256, 1024, 4096, 8192, 16384, 32768, 65536)
+MEMORY_BATCH, MEMORY_REPEATS, MEMORY_LENGTHS = 8, 100, (256, 1024, 4096, 8192, 16384, 32768, 65536)
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 # Calls are timed in a CUDA graph, because launches from Python would take longer than short kernels. With a longer T
 # the T x T matrices of the others would not fit into the memory of a graph.
 GRAPH_LENGTH, ALWAYS_IN_GRAPH = 8192, ("sdpa", OURS)
 LEADERBOARD = OURS, "ours, eager", "ours, compiled backward", "naive", "sdpa flash", "sdpa cudnn"
 BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
-
-
-# -- implementations ---------------------------------------------------------------------------------------------------
 
 
 def naive(q, k, v, causal):
@@ -72,14 +67,11 @@ def implementation(name, dtype):
     }[name]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def memory_row(T, D, repeats):
+def memory_row(T, D):
     """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
     q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
     leaves, times = [x.requires_grad_() for x in (q, k, v)], {"forward": [], "backward": []}
-    for number in range(repeats + 3):  # the first three are warm-up
+    for number in range(MEMORY_REPEATS + 3):  # the first three are warm-up
         torch.cuda.synchronize()
         start = time.perf_counter()
         o = naive(*leaves, False)
@@ -94,9 +86,6 @@ def memory_row(T, D, repeats):
     result = {kind: mean_and_deviation(samples) for kind, samples in times.items()}
     # Of the scores, the scaled scores and the weights (each batch x T x T), backward needs the weights only.
     return result | {"bytes_before_backward": allocated, "bytes_of_weights": 4 * MEMORY_BATCH * T * T}
-
-
-# -- grid --------------------------------------------------------------------------------------------------------------
 
 
 def grid_row(name, dtype_name, T, D, args):
@@ -145,9 +134,6 @@ def forget_compiled(*_):
     torch._dynamo.reset()
 
 
-# -- leaderboard -------------------------------------------------------------------------------------------------------
-
-
 def board_row(name):
     """The time of the assignment's test_timing_flash_forward_backward. Ours is compiled, except for "ours, eager"."""
     q, k, v = torch.randn(*BOARD_SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -163,9 +149,6 @@ def board_row(name):
     return {"both": mean_and_deviation(samples)}
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def cases(args):
     """{name of a row: function that measures it}."""
     found = {f"leaderboard / {name}": functools.partial(board_row, name) for name in LEADERBOARD}
@@ -177,22 +160,16 @@ def cases(args):
                     found[f"grid / {dtype} / D {D} / T {T} / {name}"] = row
     for D in HEAD_SIZES:
         for T in MEMORY_LENGTHS:
-            found[f"memory / D {D} / T {T}"] = functools.partial(memory_row, T, D, args.repeats)
+            found[f"memory / D {D} / T {T}"] = functools.partial(memory_row, T, D)
     return found
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.attention", __doc__)
-    add = parser.add_argument
-    add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
-    add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
-    add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
-    add_row_flags(parser)
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS,
+    warmup=dict(type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)"),
+    rep=dict(type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)"),
+)
+def main(args):
     rows = run_rows(args, cases(args))
     TABLES["torch-kernels"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,11 +1,9 @@
 """Which tiles of the attention kernels are the fastest for torch_bridge.flash_attention, for each D and T?
 
-Each kernel is timed with each tile: forward, dq, dkdv, and both (dq, dk and dv in one launch). forward and both can
-have several programs for each tile (parts). The fastest are copied by hand into DEFAULT_TILES of
-stage2_cuda/attention/launches.py, for few programs into SMALL_TILES of torch_bridge/attention_ops.py, for float32 into
-TILES of torch_bridge/kernels/fp16x3_launches.py. The lines "in use" are the tiles of these tables.
-
-Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
+Kernels: forward, dq, dkdv, and both (dq, dk and dv in one launch). forward and both can have several programs for each
+tile (parts). The fastest are copied by hand into DEFAULT_TILES of stage2_cuda/attention/launches.py, for few programs
+into SMALL_TILES of torch_bridge/attention_ops.py, for float32 into TILES of torch_bridge/kernels/fp16x3_launches.py.
+The lines "in use" are the tiles of these tables. Device time in milliseconds, causal, one head, from CUDA graphs.
 
     python -m benchmarks.torch.attention_tiles --dry-run  # the names of the rows
     python -m benchmarks.torch.attention_tiles --kernel forward --head-size 64 --length 1024  # one kernel
@@ -19,9 +17,9 @@ import torch
 import triton
 from triton import OutOfResources
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
+from benchmarks.harness.script import benchmark
+from benchmarks.harness.table_format import Table
 from benchmarks.peers.torch_graphs import captured
 from stage2_cuda.attention.launches import AttentionTiles, TileConfig
 from torch_bridge import attention_ops
@@ -32,6 +30,7 @@ KERNELS = "forward", "dq", "dkdv", "both"
 WITH_PARTS = "forward", "both"  # float32 has only these kernels
 MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
 SHARED = 227 << 10  # bytes
+RANKING = Table("", "tile = {name.split(' / ')[-1]} | ms = {time.mean:.4f} | x = {time.mean / fastest:.3f}")
 WARM_UP, MEASURED, SHOWN = 10, 40, 5  # milliseconds before and of a measurement; lines of a ranking
 
 
@@ -47,10 +46,10 @@ def tiles(kernel, D, itemsize):
             yield tile
 
 
-def tile_row(kernel, tile, dtype_name, heads, T, D):
+def tile_row(kernel, tile, dtype_name, T, D):
     """The time of one kernel with one tile, or with the tiles in use if tile is None."""
     dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
-    q, k, v, do = (torch.randn(heads, T, D, device="cuda", dtype=dtype) for _ in range(4))
+    q, k, v, do = (torch.randn(1, T, D, device="cuda", dtype=dtype) for _ in range(4))
     used = in_use(attention_ops.input_heads(q), attention_ops.input_heads(k), attention_ops.precision_of(q))
     tile = tile or getattr(used, kernel)
     if tile is None:
@@ -83,38 +82,27 @@ def cases(args):
             for T, parts in itertools.product(args.length, args.parts if tile and kernel in WITH_PARTS else [1]):
                 described = "{} x {}, {} warps, {} stages, {} parts".format(*tile[:4], parts) if tile else "in use"
                 divided_tile = tile and tile._replace(parts=parts)
-                row = functools.partial(tile_row, kernel, divided_tile, dtype, args.heads, T, D)
-                found[f"{dtype} / {args.heads} heads / D {D} / T {T} / {kernel} / {described}"] = row
+                row = functools.partial(tile_row, kernel, divided_tile, dtype, T, D)
+                found[f"{dtype} / D {D} / T {T} / {kernel} / {described}"] = row
     return found
 
 
 def print_rankings(rows):
-    """Print the fastest tiles of each kernel, D and T."""
-    groups = {}
-    for row in rows:
-        if "time" in row:
-            case, _, tile = row["name"].rpartition(" / ")
-            groups.setdefault(case, []).append((row["time"]["mean"], tile))
-    for case, timed in groups.items():
-        print(f"\n{case}\n")
-        fastest = sorted(timed)
-        shown = fastest[:SHOWN] + [each for each in fastest[SHOWN:] if each[1] == "in use"]
-        print_table([{"tile": tile, "ms": f"{time:.4f}", "x": f"{time / fastest[0][0]:.3f}"} for time, tile in shown])
+    """Print the fastest tiles of each kernel, D and T, and the tiles in use."""
+    rows = sorted((row for row in rows if "time" in row), key=lambda row: row["time"]["mean"])
+    for case in sorted({row["name"].rpartition(" / ")[0] for row in rows}):
+        ranked = [row for row in rows if row["name"].rpartition(" / ")[0] == case]
+        shown = ranked[:SHOWN] + [row for row in ranked[SHOWN:] if row["name"].endswith(" / in use")]
+        RANKING.print([row | {"fastest": ranked[0]["time"]["mean"]} for row in shown], case)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.attention_tiles", __doc__)
-    add = parser.add_argument
-    add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
-    add("--heads", type=int, default=1, help="batch x heads (default 1)")
-    add("--head-size", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
-    add("--length", type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)")
-    add("--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)")
-    add("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)")
-    add_row_flags(parser)
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS,
+    dtype=dict(nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)"),
+    head_size=dict(type=int, nargs="+", default=[64, 128], help="D (default 64 128)"),
+    length=dict(type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)"),
+    parts=dict(type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)"),
+    kernel=dict(nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)"),
+)
+def main(args):
     print_rankings(run_rows(args, cases(args)))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -9,20 +9,20 @@ The row "none" trains without synchronisation; the exposed time of another row i
 """
 
 import functools
+import re
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.assignment_tables import print_tables
 from benchmarks.harness.drawing import draw_timeline
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import percent
-from benchmarks.torch.groups import TIMED_BACKENDS, Groups, group_parser, seconds_of, settings_of, slowest
-from benchmarks.torch.models import batch_of, build, device_of_rank, loss_of, release_memory, timed
+from benchmarks.torch.groups import TIMED_BACKENDS, Groups, Training, group_flags, seconds_of, settings_of, slowest
+from benchmarks.torch.models import loss_of, timed
+from benchmarks.torch.profile import activities_of
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
 NONE, TORCH = "none", "torch DDP"
@@ -32,11 +32,11 @@ GAP = 0.02  # ms; a shorter gap between two kernels is not visible in the timeli
 
 
 class Unsynchronized(nn.Module):
-    """The module itself, in the form of the schedules; `wrap` may be PyTorch's DDP, which needs no finish."""
+    """The module itself, in the form of the schedules; it may be PyTorch's own, which needs no finish."""
 
-    def __init__(self, module, wrap=lambda module: module):
+    def __init__(self, module):
         super().__init__()
-        self.module = wrap(module)
+        self.module = module
 
     def forward(self, *inputs):
         return self.module(*inputs)
@@ -50,58 +50,31 @@ def ways(buckets_mb):
     return [NONE, "naive", "flat", "overlap", *(f"bucketed {mb:g} MB" for mb in buckets_mb), TORCH]
 
 
-def wrap(module, way):
-    """The module with the schedule of a row."""
+def wrap(way, module, options):
+    """(the module with the schedule of a row, its optimizer)."""
     if way.startswith("bucketed"):
-        return BucketedDDP(module, float(way.split()[1]))
-    if way == TORCH:
-        ddp = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
-        return Unsynchronized(module, ddp)  # buckets of 25 MB
-    return {NONE: Unsynchronized, "naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}[way](module)
-
-
-def prepare(way, size, context, batch):
-    """(device, model, step): step() trains one step; step(finish) calls finish() between backward and update."""
-    device = device_of_rank()
-    model = wrap(build(size, context, device), way)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    inputs, targets = batch_of(batch, context, device, dist.get_rank())
-
-    def step(finish=model.finish_gradient_synchronization):
-        with record_function("zero_grad"):
-            optimizer.zero_grad(set_to_none=True)
-        with record_function("forward"):
-            loss = loss_of(model, inputs, targets)
-        with record_function("backward"):
-            loss.backward()
-        finish()
-        with record_function("optimizer"):
-            optimizer.step()
-
-    return device, model, step
+        model = BucketedDDP(module, float(way.split()[1]))
+    elif way == TORCH:  # buckets of 25 MB
+        model = Unsynchronized(nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True))
+    else:
+        model = {NONE: Unsynchronized, "naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}[way](module)
+    return model, torch.optim.AdamW(model.parameters(), **options)
 
 
 def steps(way, size, context, batch, warm_up, repeats):
-    """{"step", "finish": seconds of each run, "backward", "bytes", "buckets"} of this rank.
+    """{"step", "finish", "backward": seconds of each run, "bytes", "buckets"} of this rank.
 
     The times of finish_gradient_synchronization() and of backward are from other steps, because they wait for the
     device.
     """
-    release_memory()
-    device, model, step = prepare(way, size, context, batch)
-    found = {"step": seconds_of(step, device, warm_up, repeats), "finish": []}
-
-    def finish():
-        found["finish"].append(timed(model.finish_gradient_synchronization, device)[0])
-
+    training = Training(functools.partial(wrap, way), size, context, batch)
+    model, device = training.model, training.device
+    found = {"step": seconds_of(training.step, device, warm_up, repeats), "finish": [], "backward": []}
     for _ in range(repeats):
-        step(finish)
-    inputs, targets = batch_of(batch, context, device, 0)
-    found["backward"] = []
+        training.step(lambda: found["finish"].append(timed(model.finish_gradient_synchronization, device)[0]))
     for _ in range(repeats if way == NONE else 0):
-        loss = loss_of(model, inputs, targets)
-        found["backward"].append(timed(loss.backward, device)[0])
-    found["bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        found["backward"].append(timed(loss_of(model, *training.batch).backward, device)[0])
+    found["bytes"] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     found["buckets"] = len(model.gradients.buckets) if hasattr(model, "gradients") else 0
     return found
 
@@ -109,35 +82,22 @@ def steps(way, size, context, batch, warm_up, repeats):
 def way_row(groups, way, args):
     """The values of a row: of each run, the time of the slowest rank."""
     found = groups.run_way(args, args.ranks, steps, way)
-    values = {"way": way, "step": slowest(found, "step"), "finish": slowest(found, "finish")}
-    if found[0]["backward"]:
-        values["backward"] = slowest(found, "backward")
-    values |= {"MB": found[0]["bytes"] / 1e6, "buckets": found[0]["buckets"]}
-    return values
+    values = {"way": way, "MB": found[0]["bytes"] / 1e6, "buckets": found[0]["buckets"]}
+    return values | {field: slowest(found, field) for field in ("step", "finish", "backward") if found[0][field]}
 
 
 def intervals(way, size, context, batch, warm_up):
-    """[(lane, start, end)] in ms of one step of this rank, from PyTorch's profiler.
-
-    On a GPU a lane has kernels; on the CPU it has the parts of the step and gloo's messages.
-    """
-    device, _, step = prepare(way, size, context, batch)
+    """[(lane, start, end)] in ms of the kernels of one step of this rank; on the CPU, of its operations."""
+    training = Training(functools.partial(wrap, way), size, context, batch)
     for _ in range(warm_up):
-        step()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities) as recorded:
-        timed(step, device)
+        training.step()
+    activities = activities_of(training.step, training.device)
     found = []
-    for event in recorded.events():
-        name, span = event.name.lower(), event.time_range
-        on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if on_device == (device.type == "cuda"):
-            if "nccl" in name or name.startswith("gloo:"):
-                found.append((COMMUNICATION, span.start / 1e3, span.end / 1e3))
-            elif on_device or name in ("forward", "backward", "optimizer"):
-                found.append((COMPUTE, span.start / 1e3, span.end / 1e3))
-    first = min((start for _, start, _ in found), default=0)
-    return joined((lane, start - first, end - first) for lane, start, end in found)
+    for each in activities:
+        lane = COMMUNICATION if re.search("nccl|gloo:", each.name.lower()) else COMPUTE
+        start = each.start - activities[0].start
+        found.append((lane, start / 1e3, (start + each.duration) / 1e3))
+    return joined(found)
 
 
 def joined(found):
@@ -183,21 +143,16 @@ def timeline(args, settings, groups):
     draw_intervals(spans, path.with_suffix(".png"))
 
 
-def main():
-    described = "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU"
-    parser = group_parser("benchmarks.torch.ddp", __doc__, TIMED_BACKENDS, described, ranks=2)
-    add = parser.add_argument
-    text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
-    add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
-    add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
-    args = parser.parse_args()
+@benchmark(
+    common=group_flags(TIMED_BACKENDS, "nccl on GPUs, nccl-sockets without P2P, or gloo on the CPU")
+    | dict(batch=4, context=128, ranks=2, warm_up=5, repeats=10),
+    buckets_mb=dict(type=float, nargs="+", default=BUCKETS_MB, help="sizes in 2^20 bytes (default 1 10 100 1000)"),
+    timeline=dict(action="store_true", help="draw one step of naive above one of overlapped"),
+)
+def main(args):
     settings = settings_of(args, args.ranks)
     with Groups() as groups:
         if args.timeline:
             return timeline(args, settings, groups)
         cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
         print_tables(run_rows(args, cases), "ddp")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -2,16 +2,14 @@
 
     s bytes of gradients, w bytes per second of an all-reduce, o seconds per call, n buckets of b = s / n bytes
 
-Assumption: the backward of a bucket takes as long as its all-reduce. Then the all-reduce of each bucket runs during the
-backward of the next one; only that of the last bucket is exposed, and every call adds its overhead:
+If the backward of a bucket takes as long as its all-reduce, the all-reduce of each bucket runs during the backward of
+the next one; only that of the last bucket is exposed, and every call adds its overhead:
 
     overhead(n) = s / (n w) + n o          smallest at  n = sqrt(s / (w o)),  b = s / n = sqrt(s w o)
 
-If backward takes another time, a bucket waits for the bucket before it or for its gradients. `pipelined` computes that
-case from the time of backward: with a fast network only the last bucket is exposed, so small buckets are the best;
-with a slow network most of s / w is exposed, whatever n is.
-
-w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compared with the result.
+`pipelined` computes the other cases from the time of backward: with a fast network only the last bucket is exposed, so
+small buckets are the best; with a slow network most of s / w is exposed, whatever n is. w and o are fitted to the rows
+of `all_reduce` only; the rows of `ddp` are compared with the result.
 
     python -m benchmarks.torch.ddp_model            # after all_reduce and ddp
     python -m benchmarks.torch.ddp_model --ranks 4  # for four ranks
@@ -23,9 +21,9 @@ from math import sqrt
 import numpy as np
 
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, print_table, save
+from benchmarks.harness.report import print_table, save
 from benchmarks.harness.rows import saved_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.data.bucket_size import best_bucket
 
@@ -129,18 +127,16 @@ def draw(found, s, w, o, backward, title, path):
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.ddp_model", __doc__)
-    add = parser.add_argument
-    add("--size", default="xl", help="model of the rows of ddp (default xl)")
-    add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
-    add("--ranks", type=int, default=2, help="ranks of both files' rows (default 2)")
-    add("--batch", type=int, default=4, help="sequences of a rank in the rows of ddp (default 4)")
-    add("--context", type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)")
-    add("--all-reduce", default="all_reduce", help="name of the file to fit (default all_reduce)")
-    add("--ddp", default="ddp", help="name of the file to compare with (default ddp)")
-    args = parser.parse_args()
-
+@benchmark(
+    size=dict(default="xl", help="model of the rows of ddp (default xl)"),
+    backend=dict(default="nccl", help="backend of both files' rows (default nccl)"),
+    ranks=dict(type=int, default=2, help="ranks of both files' rows (default 2)"),
+    batch=dict(type=int, default=4, help="sequences of a rank in the rows of ddp (default 4)"),
+    context=dict(type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)"),
+    all_reduce=dict(default="all_reduce", help="name of the file to fit (default all_reduce)"),
+    ddp=dict(default="ddp", help="name of the file to compare with (default ddp)"),
+)
+def main(args):
     w, o = fit(read(args, args.all_reduce), args.backend, args.ranks)
     settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
     found, base, s = compare(read(args, args.ddp), settings, w, o)
@@ -156,7 +152,3 @@ def main():
     results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best}
     path = save({**results, "backward_ms": backward, "fastest_bucket_mb": measured, "rows": found}, args)
     draw(found, s, w, o, backward / 1e3, settings, path.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -5,9 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation
-from benchmarks.torch.models import SIZES, timed
+from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation
+from benchmarks.torch.models import SIZES, batch_of, build, device_of_rank, loss_of, release_memory, timed
 from testing.torch_ranks import RanksFailed, TorchRanks
 
 BACKENDS = {  # name: options of TorchRanks
@@ -51,9 +50,40 @@ class Groups:
             raise
 
     def run_way(self, args, ranks, steps, way):
-        """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank; args: of group_parser()."""
+        """[the result of steps(way, size, context, batch, warm_up, repeats)] of each rank."""
         settings = args.size, args.context, args.batch, args.warm_up, args.repeats
         return self.run(args.backend, ranks, steps, way, *settings)
+
+
+class Training:
+    """A model of a size on this rank; step() trains one step and keeps its loss in `losses`.
+
+    wrap(module, optimizer_options) returns (model, optimizer); the model has finish_gradient_synchronization().
+    """
+
+    def __init__(self, wrap, size, context, batch):
+        release_memory()
+        self.device, self.losses = device_of_rank(), []
+        self.bytes_before = allocated(self.device)
+        options = dict(lr=1e-4, fused=self.device.type == "cuda")
+        self.model, self.optimizer = wrap(build(size, context, self.device), options)
+        self.batch = batch_of(batch, context, self.device, dist.get_rank())
+
+    def step(self, finish=None, look=lambda moment: None):
+        """finish(): called instead of the model's finish_gradient_synchronization(). look(moment): see MOMENTS."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.model, *self.batch)
+        loss.backward()
+        self.losses.append(loss.detach())
+        del loss
+        (finish or self.model.finish_gradient_synchronization)()
+        look("before step")
+        self.optimizer.step()
+        look("after step")
+
+
+def allocated(device):
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def slowest(found, field):
@@ -72,19 +102,14 @@ def seconds_of(function, device, warm_up, repeats):
     return seconds
 
 
-def group_parser(benchmark, docstring, backends, described, ranks):
-    """The parser of a command that trains a model on a group of ranks; the other arguments are parts of help texts.
-
-    described: the backends. ranks: the default of --ranks.
-    """
-    parser = benchmark_parser(benchmark, docstring)
-    parser.add_argument("--size", choices=SIZES, default="xl", help="model (default xl)")
-    parser.add_argument("--backend", choices=backends, default="nccl", help=f"{described} (default nccl)")
-    parser.add_flags(batch=4, context=128, ranks=ranks, warm_up=5, repeats=10)
-    add_row_flags(parser)
-    return parser
+def group_flags(backends, described):
+    """The flags of a command that trains a model on a group of ranks. described: the backends, for --help."""
+    return ROW_FLAGS | {
+        "size": dict(choices=SIZES, default="xl", help="model (default xl)"),
+        "backend": dict(choices=backends, default="nccl", help=f"{described} (default nccl)"),
+    }
 
 
 def settings_of(args, ranks):
-    """The settings of group_parser() as the beginning of the names of rows."""
+    """The settings of group_flags() as the beginning of the names of rows."""
     return f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"

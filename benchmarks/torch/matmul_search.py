@@ -1,11 +1,8 @@
 """Which tile is the fastest for D = ReLU(A B + C), and how fast is it beside PyTorch and cublasLt?
 
-A grid search over BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages and the time at which C is read. It prints the
-ranking with the resources of each tile, why the first one wins, and a comparison in interleaved rounds with
-torch.relu(a @ b + c), the same under torch.compile, and cublasLt with a fused ReLU. PyTorch has no such function:
-torch._addmm_activation fuses a bias vector only. cublasLt is therefore called directly (stage2_cuda/gemm/cublaslt.py).
-
-Device time in milliseconds, from CUDA graphs of several calls. Run the command again until no tile is missing.
+A grid search over the fields of MatmulTile. It prints the ranking with the resources of each tile, why the first one
+wins, and a comparison in interleaved rounds with PyTorch, eager and compiled, and with cublasLt and a fused ReLU
+(PyTorch's _addmm_activation fuses a bias vector only). Device time in milliseconds, from CUDA graphs of several calls.
 
     python -m benchmarks.torch.matmul_search                         # M = N = K = 2048
     python -m benchmarks.torch.matmul_search --size 1024 --rounds 3  # a smaller size
@@ -20,11 +17,11 @@ import statistics
 import torch
 from triton import OutOfResources
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, paired_ratio
+from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved
-from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.rows import ROW_FLAGS, run_rows
+from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from benchmarks.peers import torch_graphs
 from torch_bridge.kernels.fused_matmul import MatmulTile, StridedMatrix, matmul_launch
@@ -44,9 +41,6 @@ RANKING = """
     registers | spills | shared | resident | tiles | waves = {waves:.2f}"""
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
 def tiles():
     """The MatmulTiles of the grid that fit: their operands into shared memory, their sums into registers."""
     for tile in itertools.starmap(MatmulTile, itertools.product(*GRID)):
@@ -64,9 +58,6 @@ def resident(registers, shared, warps):
     """The number of programs that one multiprocessor runs at the same time."""
     per_program = -(-registers // 8) * 8 * 32 * warps  # registers are allocated in units of eight per thread
     return min(REGISTERS // per_program, WARPS // warps, (SHARED + 1024) // (shared + 1024))
-
-
-# -- timing ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -167,9 +158,6 @@ def compare(size, tile, rounds):
     return {**found, "peer": {"name": peer, "us": us[peer]}, "ratio": paired_ratio(ms[peer], ms[OURS])}
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
-
-
 def print_ranking(size, rows):
     """Print the fastest tiles of one size; returns the row of the fastest."""
     ranked = sorted((row for row in rows if "median_ms" in row), key=lambda row: row["median_ms"])
@@ -195,13 +183,11 @@ def explain(size, best, times):
     print("", *lines, sep="\n")
 
 
-def main():
-    parser = benchmark_parser("benchmarks.torch.matmul_search", __doc__)
-    add = parser.add_argument
-    add("--size", type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)")
-    add("--rounds", type=int, default=15, help="measurements of a tile, and rounds of the comparison (default 15)")
-    add_row_flags(parser)
-    args = parser.parse_args()
+@benchmark(
+    common=ROW_FLAGS | dict(rounds=15),
+    size=dict(type=int, nargs="+", default=[2048], help="M = N = K, one ranking each (default 2048)"),
+)
+def main(args):
     cases = {
         f"{size} / {text(tile)}": functools.partial(tile_row, size, tile, args.rounds)
         for size, tile in itertools.product(args.size, tiles())
@@ -217,7 +203,3 @@ def main():
             compared = run_rows(again, comparison)
             explain(size, best, compared[0]["ms"])
             TABLES["torch-matmul"].print(compared)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,16 +1,10 @@
 """How much memory do forward and a training step of the assignment's models need, when, and for what?
 
-Peaks are those of the allocated tensors. The forward pass is without a graph for gradients, and holds the parameters
-only; the step holds the gradients and the state of AdamW too. "torch naive" has the assignment's attention, with the
-(T, T) matrices in memory. "ours" is stage 2; its forward pass is counted with one copy of the parameters in the
-precision of the kernels.
-
-The rows "checkpoint" are training steps of "torch naive" that keep only the input of every group of N blocks, and
-compute the blocks again in backward.
-
-The rows "timeline" record every allocation of one forward pass or one step, PyTorch's by its memory snapshot, ours by
-a hook of CuPy's memory pool. The figure shows the allocated memory after each allocation, and the table the largest
-allocations with their source. The snapshot is written to out/results/torch/*.pickle, for pytorch.org/memory_viz.
+Peaks are those of the allocated tensors. The forward pass is without a graph for gradients. "torch naive" has the
+assignment's attention, with the (T, T) matrices in memory; "ours" is stage 2. The rows "checkpoint" are steps that keep
+only the input of every group of N blocks. The rows "timeline" record every allocation of one pass: the figure shows the
+allocated memory after each, and the table the largest ones with their source. PyTorch's memory snapshot is written to
+out/results/torch/*.pickle, for pytorch.org/memory_viz.
 """
 
 import argparse
@@ -20,26 +14,9 @@ import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, print_tables
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import measured, rows_path, run_rows
-from benchmarks.torch.memory_events import (
-    allocated_after,
-    allocated_by_ours,
-    allocated_by_torch,
-    largest_allocations,
-    saved_by_block,
-    thinned,
-)
-from benchmarks.torch.models import (
-    PRECISIONS,
-    SIZES,
-    check_device,
-    chosen_models,
-    config_of,
-    model_parser,
-    release_memory,
-    use_checkpoints,
-)
+from benchmarks.harness.script import benchmark
+from benchmarks.torch import memory_events, models
 from benchmarks.torch.passes import EAGER, NAIVE, OURS, TorchPasses, our_passes
 
 # B batch, T time (context), C channels (d_model)
@@ -49,15 +26,10 @@ IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def peaks_row(implementation, size, context, precision, args):
     """{kind: {"peak": bytes of tensors, "held": bytes of the allocator}, "residual": bytes of one activation}."""
-    release_memory()
-    width = SIZES[size][0]
     measure = our_peaks if implementation == OURS else torch_peaks
-    residual = {"residual": 4 * args.batch * context * width}  # float32 (B, T, C)
+    residual = {"residual": 4 * args.batch * context * models.SIZES[size][0]}  # float32 (B, T, C)
     return residual | measure(implementation, size, context, precision, args)
 
 
@@ -66,13 +38,13 @@ def torch_peaks(implementation, size, context, precision, args):
     found = {FORWARD: measured(lambda: torch_peak(passes, FORWARD))}
     if "oom" not in found[FORWARD]:
         found[STEP] = measured(lambda: second_step_peak(passes))
-    return found | {"parameters": sum(p.numel() * p.element_size() for p in passes.model.parameters())}
+    return found | {"parameters": sum(p.nbytes for p in passes.model.parameters())}
 
 
 def torch_peak(passes, kind):
     if passes.device.type == "cpu":
-        events, _, before = allocated_by_torch(passes, kind, None)
-        return {"peak": before + max(allocated_after(events)), "held": None}
+        events, _, before = memory_events.allocated_by_torch(passes, kind, None)
+        return {"peak": before + max(memory_events.allocated_after(events)), "held": None}
     torch.cuda.reset_peak_memory_stats()
     passes.run(kind)
     return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.max_memory_reserved()}
@@ -86,18 +58,16 @@ def second_step_peak(passes):
 
 def checkpoint_row(size, context, precision, count, args):
     """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
-    release_memory()
     passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
-    use_checkpoints(passes.model, count)
+    models.use_checkpoints(passes.model, count)
     return {"blocks": count, STEP: measured(lambda: second_step_peak(passes))}
 
 
 def saved_row(implementation, size, context, precision, args):
     """{"saved": bytes that one block saves for backward, "sources": {line: its bytes}, "gradients": bytes}."""
-    release_memory()
     passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
-    saved, block = saved_by_block(passes, (args.batch, context, SIZES[size][0])), passes.model.h[0]
-    gradients = sum(p.numel() * p.element_size() for p in block.parameters())
+    saved, block = memory_events.saved_by_block(passes, (args.batch, context, models.SIZES[size][0])), passes.model.h[0]
+    gradients = sum(p.nbytes for p in block.parameters())
     return {"saved": sum(saved.values()), "sources": dict(saved.most_common(LARGEST)), "gradients": gradients}
 
 
@@ -107,10 +77,10 @@ def our_peaks(implementation, size, context, precision, args):
     passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
     found = {}
     for kind in KINDS:
-        allocated_by_ours(passes, kind)  # compiles the kernels
-        events, _, before = allocated_by_ours(passes, kind)
-        found[kind] = {"peak": before + max(allocated_after(events)), "held": None}
-    terms = training_memory(config_of(size, context), args.batch, context, precision)
+        memory_events.allocated_by_ours(passes, kind)  # compiles the kernels
+        events, _, before = memory_events.allocated_by_ours(passes, kind)
+        found[kind] = {"peak": before + max(memory_events.allocated_after(events)), "held": None}
+    terms = training_memory(models.config_of(size, context), args.batch, context, precision)
     for _ in range(3):  # the second is captured: its memory is a pool of its own
         passes.run(STEP)
     found[STEP]["held"] = passes.backend.runtime.peak_memory()
@@ -120,11 +90,10 @@ def our_peaks(implementation, size, context, precision, args):
 
 def timeline_row(implementation, size, context, precision, kind, args):
     """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
-    release_memory()
     if implementation == OURS:
         passes = our_passes(size, context, precision, "cuda", args.batch, deterministic=True)
         for _ in range(2):
-            events, marks, before = allocated_by_ours(passes, kind)
+            events, marks, before = memory_events.allocated_by_ours(passes, kind)
     else:
         passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
         for _ in range(2):
@@ -132,20 +101,17 @@ def timeline_row(implementation, size, context, precision, kind, args):
         name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
         path = rows_path(argparse.Namespace(**{**vars(args), "save": False, "save_as": name}), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
-        events, marks, before = allocated_by_torch(passes, kind, path)
-    after = [before + count for count in allocated_after(events)]
-    points, marks = thinned(after, marks, POINTS)
+        events, marks, before = memory_events.allocated_by_torch(passes, kind, path)
+    after = [before + count for count in memory_events.allocated_after(events)]
+    points, marks = memory_events.thinned(after, marks, POINTS)
     return {
         "before": before,
         "peak": max(after),
         "allocations": sum(size > 0 for size, _ in events),
         "GiB": " ".join(f"{count / GIB:.4f}" for count in points),
         "marks": marks,
-        "largest": largest_allocations(events, LARGEST),
+        "largest": memory_events.largest_allocations(events, LARGEST),
     }
-
-
-# -- the figure ------------------------------------------------------------------------------------------------------
 
 
 def draw(rows, path):
@@ -169,21 +135,18 @@ def draw(rows, path):
         axes[-1, 0].set_xlabel("allocations and frees, in their order")
 
 
-# -- which rows ------------------------------------------------------------------------------------------------------
-
-
 def selected(args):
     """([(implementation, size, context, precision)], [the same and kind] of the timelines), the main ones first."""
-    if chosen := chosen_models(args):
+    if chosen := models.chosen_models(args):
         names = [name for name in args.implementations or IMPLEMENTATIONS if args.device == "cuda" or name != OURS]
         peaks = [(name, *model) for name in names for model in chosen]
         return peaks, [(name, *chosen[-1], kind) for name in names for kind in KINDS]
     contexts, others = (128, 256, 512), ("xl", "small", "medium", "large")
-    peaks = [(NAIVE, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
-    peaks += [(OURS, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
-    peaks += [(NAIVE, size, 512, precision) for size in others for precision in PRECISIONS]
-    peaks += [(EAGER, "2.7B", T, precision) for precision in PRECISIONS for T in (512, 2048)]
-    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in PRECISIONS]
+    peaks = [(NAIVE, "2.7B", T, precision) for precision in models.PRECISIONS for T in contexts]
+    peaks += [(OURS, "2.7B", T, precision) for precision in models.PRECISIONS for T in contexts]
+    peaks += [(NAIVE, size, 512, precision) for size in others for precision in models.PRECISIONS]
+    peaks += [(EAGER, "2.7B", T, precision) for precision in models.PRECISIONS for T in (512, 2048)]
+    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in models.PRECISIONS]
     names = args.implementations or IMPLEMENTATIONS
     timelines = [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
     return ([each for each in rows if each[0] in names] for rows in (peaks, timelines))
@@ -205,19 +168,16 @@ def cases(args):
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
-def main():
-    precisions = "bf16 is autocast over fp32 parameters (default: both)"
-    parser = model_parser("benchmarks.torch.memory", __doc__, precisions)
-    add = parser.add_argument
-    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
-    text = "blocks per checkpoint (default 1 2 4 8)"
-    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
-    args = parser.parse_args()
-    check_device(args)
+__doc__ += models.model_examples("memory")
+
+
+@benchmark(
+    common=models.model_flags("bf16 is autocast over fp32 parameters (default: both)") | dict(batch=4, device="cuda"),
+    implementations=dict(nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS)),
+    blocks=dict(type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="blocks per checkpoint (default 1 2 4 8)"),
+)
+def main(args):
+    models.check_device(args)
     rows = run_rows(args, cases(args))
     print_tables(rows, "peaks", "residual", "checkpoints", "timelines", "largest", "saved")
     draw(rows, rows_path(args, ".png"))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -5,73 +5,70 @@ before it}, `before` the bytes that were allocated before the first event.
 """
 
 import contextlib
-import json
+import itertools
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD
+from stage2_cuda.runtime.cupti import events_of
 from testing.jobs import ROOT
 
-RANGES = "forward", "backward", "optimizer"
 HELPERS = {"empty", "floats", "like", "product", "zeros"}  # functions whose caller says more
 UNKNOWN = "PyTorch, without a Python stack"  # backward runs in a thread of C++
 
 
-def run_parts(passes, kind, mark):
-    """Run the ranges of a pass of TorchPasses, and mark(name) before each."""
-    mark("forward")
-    if kind == FORWARD:
-        return passes.forward()
-    passes.optimizer.zero_grad(set_to_none=True)
-    loss = passes.loss()
-    mark("backward")
-    passes.backward(loss)
-    mark("optimizer")
-    passes.update()
+@contextlib.contextmanager
+def marked(owner, count):
+    """Replace owner.range(name), a context manager; yield {name: count() when the range of this name was entered}."""
+    marks = {}
 
+    @contextlib.contextmanager
+    def mark(name):
+        marks.setdefault(name, count())
+        yield
 
-# -- PyTorch -----------------------------------------------------------------------------------------------------------
+    owner.range = mark
+    try:
+        yield marks
+    finally:
+        del owner.range  # restores the method of the class
 
 
 def allocated_by_torch(passes, kind, path):
     """The events of a TorchPasses. On a GPU the memory snapshot is written to `path`."""
     if passes.device.type == "cpu":
         return allocated_on_cpu(passes, kind)
-    memory, marks = torch.cuda.memory, {}
+    memory = torch.cuda.memory
     torch.cuda.synchronize()
     before = memory.memory_allocated()
 
-    def trace():
-        return memory._snapshot()["device_traces"][torch.cuda.current_device()]
-
-    def mark(name):
-        marks[name] = len(trace())
+    def events():
+        return events_of_trace(memory._snapshot()["device_traces"][torch.cuda.current_device()])
 
     memory._record_memory_history(max_entries=1_000_000, stacks="python")
     try:
-        run_parts(passes, kind, mark)
+        with marked(passes, lambda: len(events())) as marks:
+            passes.run(kind)
         torch.cuda.synchronize()
-        entries = trace()
+        found = events()
         memory._dump_snapshot(str(path))
     finally:
         memory._record_memory_history(enabled=None)
-    return *events_of_trace(entries, marks), before
+    return found, marks, before
 
 
-def events_of_trace(entries, marks):
-    """(events, marks) from the entries of a snapshot; marks: {range: the number of entries before it}."""
-    events, found = [], {}
-    for number, entry in enumerate(entries):
-        found |= {name: len(events) for name, first in marks.items() if first == number}
+def events_of_trace(entries):
+    """The events from the entries of a snapshot."""
+    found = []
+    for entry in entries:
         if entry["action"] == "alloc":
-            events.append((entry["size"], source_of_frames(entry.get("frames", ()))))
+            found.append((entry["size"], source_of_frames(entry.get("frames", ()))))
         elif entry["action"] == "free_completed":
-            events.append((-entry["size"], ""))
-    return events, dict.fromkeys(marks, len(events)) | found
+            found.append((-entry["size"], ""))
+    return found
 
 
 def is_ours(file):
@@ -91,21 +88,15 @@ def allocated_on_cpu(passes, kind):
     """The same on the CPU, for a trial, without sources: from the trace of torch.profiler."""
     parameters, states = list(passes.model.parameters()), passes.optimizer.state.values()
     tensors = [*parameters, *(p.grad for p in parameters), *(value for state in states for value in state.values())]
-    before = sum(each.numel() * each.element_size() for each in tensors if torch.is_tensor(each))
-
-    def mark(name):
-        with torch.profiler.record_function(name):
-            """The start of this range is the time of the mark."""
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
-        run_parts(passes, kind, mark)
-    with tempfile.TemporaryDirectory() as folder:
-        recorded.export_chrome_trace(str(Path(folder, "trace.json")))
-        trace = json.loads(Path(folder, "trace.json").read_text(errors="replace"))["traceEvents"]
-    starts = {entry["name"]: entry["ts"] for entry in trace if entry.get("cat") == "user_annotation"}
+    before = sum(each.nbytes for each in tensors if torch.is_tensor(each))
+    passes.range = torch.profiler.record_function
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        passes.run(kind)
+    del passes.range
+    trace = events_of(recorded)
     found = sorted((entry["ts"], entry["args"]["Bytes"]) for entry in trace if entry.get("name") == "[memory]")
-    marks = {name: sum(time < starts[name] for time, _ in found) for name in RANGES if name in starts}
+    starts = {entry["name"]: entry["ts"] for entry in trace if entry.get("cat") == "user_annotation"}
+    marks = {name: sum(time < starts[name] for time, _ in found) for name in passes.RANGES if name in starts}
     return [(size, UNKNOWN) for _, size in found], marks, before
 
 
@@ -133,14 +124,11 @@ def saved_by_block(passes, shape):
     return found
 
 
-# -- this project ------------------------------------------------------------------------------------------------------
-
-
 def allocated_by_ours(passes, kind):
     """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
     import cupy
 
-    events, marks = [], {}
+    events = []
 
     class Hook(cupy.cuda.MemoryHook):
         name = "timeline"
@@ -151,24 +139,13 @@ def allocated_by_ours(passes, kind):
         def free_postprocess(self, **allocation):
             events.append((-allocation["mem_size"], ""))
 
-    @contextlib.contextmanager
-    def mark(name):
-        marks.setdefault(name, len(events))
-        yield
-
-    runtime, pool = passes.backend.runtime, cupy.get_default_memory_pool()
-    function = passes.eager_function(kind)
-    if kind == FORWARD:
-        marks["forward"] = 0
-    runtime.range = mark  # instead of the method of the class
+    runtime, function = passes.backend.runtime, passes.eager_function(kind)
+    pool = cupy.get_default_memory_pool()
     before = passes.trainer.compute_parameters.nbytes if kind == FORWARD else pool.used_bytes()
-    try:
-        with Hook():
-            function()
-            runtime.synchronize()
-    finally:
-        del runtime.range
-    return events, marks, before
+    with marked(runtime, lambda: len(events)) as marks, Hook():
+        function()
+        runtime.synchronize()
+    return events, {"forward": 0} | marks, before
 
 
 def source_of_caller(skipped="benchmarks"):
@@ -182,16 +159,9 @@ def source_of_caller(skipped="benchmarks"):
     return "CuPy"
 
 
-# -- summaries ---------------------------------------------------------------------------------------------------------
-
-
 def allocated_after(events):
     """[bytes after each event], relative to the first; [0] without events."""
-    total, found = 0, [0]
-    for size, _ in events:
-        total += size
-        found.append(total)
-    return found
+    return list(itertools.accumulate((size for size, _ in events), initial=0))
 
 
 def thinned(values, marks, count):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.report import benchmark_parser
-from benchmarks.harness.rows import add_row_flags
+from benchmarks.harness.rows import ROW_FLAGS
 from benchmarks.peers import torch_gpt2
 from gpt2core.architecture import GPT2Config
 from gpt2core.errors import ConfigError
@@ -111,20 +110,23 @@ def loss_of(model, inputs, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def model_parser(benchmark, docstring, precisions):
-    """The parser of a command that measures models, for chosen_models(); precisions: the help text of --precisions."""
-    examples = f"""
-    python -m {benchmark}  # a selection, on a GPU
-    python -m {benchmark} --device cpu --sizes toy --contexts 32  # a quick trial on the CPU
-    python -m {benchmark} --dry-run  # the names of the rows
+def model_examples(name):
+    """Examples for the docstring of a command that measures models."""
+    return f"""
+    python -m benchmarks.torch.{name}  # a selection, on a GPU
+    python -m benchmarks.torch.{name} --device cpu --sizes toy --contexts 32  # a quick trial on the CPU
+    python -m benchmarks.torch.{name} --dry-run  # the names of the rows
     """
-    parser = benchmark_parser(benchmark, docstring + examples, batch=4, device="cuda")
-    add, without = parser.add_argument, "(default without these three flags: a selection, a few minutes on an H200)"
-    add("--sizes", nargs="+", choices=SIZES, help=f"models {without}")
-    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}")
-    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
-    add_row_flags(parser)
-    return parser
+
+
+def model_flags(precisions):
+    """The flags of a command that measures models, for chosen_models(); precisions: a help text."""
+    without = "(default without these three flags: a selection, a few minutes on an H200)"
+    return ROW_FLAGS | {
+        "sizes": dict(nargs="+", choices=SIZES, help=f"models {without}"),
+        "contexts": dict(type=int, nargs="+", metavar="T", help=f"tokens of a sequence {without}"),
+        "precisions": dict(nargs="+", choices=PRECISIONS, help=precisions),
+    }
 
 
 def chosen_models(args, precisions=PRECISIONS):
@@ -164,7 +166,12 @@ def timed(function, device):
 
 
 def release_memory():
-    """Free the memory of the last case: its parameters and their hooks are in reference cycles."""
+    """Free the memory of the last case: its parameters and their hooks are in reference cycles.
+
+    Also forget compiled code, because torch.compile limits the number of its compilations.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.collect()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()

@@ -5,13 +5,10 @@ forward + backward   the loss and all gradients
 step                 the same and AdamW
 """
 
-import contextlib
-
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GRADIENTS, STEP
-from benchmarks.harness.rows import mean_and_deviation, measured
-from benchmarks.torch.models import NaiveAttention, batch_of, build, config_of, loss_of, named_range, timed
+from benchmarks.torch import models
 
 EAGER, NAIVE, BLOCKS, COMPILED, OURS = "torch eager", "torch naive", "torch compiled blocks", "torch compiled", "ours"
 IMPLEMENTATIONS = {
@@ -26,47 +23,58 @@ IMPLEMENTATIONS = {
 class TorchPasses:
     """A PyTorch model, its AdamW and a batch; run(kind) runs one kind and waits for the device.
 
-    precision: "fp32" (without TF32), or "bf16": autocast over fp32 parameters. Each part has an NVTX range.
+    precision: "fp32" (without TF32), or "bf16": autocast over fp32 parameters. RANGES: of its parts, see range().
     """
 
+    RANGES = "forward", "backward", "optimizer"
+
     def __init__(self, implementation, size, context, precision, device, batch):
+        models.release_memory()
         self.device = torch.device(device)
-        naive = NaiveAttention if implementation == NAIVE else None
-        self.model = self.called = build(size, context, device, attention=naive)
+        naive = models.NaiveAttention if implementation == NAIVE else None
+        self.model = self.called = models.build(size, context, device, attention=naive)
         if implementation == COMPILED:
             self.called = torch.compile(self.model)
         if implementation == BLOCKS:
             for block in self.model.h:
                 block.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
-        self.batch = batch_of(batch, context, device, 0)
-        self.autocast = contextlib.nullcontext
-        if precision == "bf16":
-            self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16)
+        self.batch, self.precision = models.batch_of(batch, context, device, 0), precision
+
+    def range(self, name):
+        """A context manager: a profiler of NVIDIA shows the work inside under this name."""
+        return models.named_range(name, self.device)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def run(self, kind):
         result = {FORWARD: self.forward, GRADIENTS: self.forward_and_backward, STEP: self.step}[kind]()
         return float(result.detach())  # waits for the device, at the end of the kind's work
 
     def loss(self):
-        with named_range("forward", self.device), self.autocast():
-            return loss_of(self.called, *self.batch)
+        with self.range("forward"), self.autocast():
+            return models.loss_of(self.called, *self.batch)
 
     def forward(self):
         with torch.no_grad():
             return self.loss()
 
+    def new_loss(self):
+        """The loss after the gradients of the last step were freed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.loss()
+
     def backward(self, loss):
-        with named_range("backward", self.device):
+        with self.range("backward"):
             loss.backward()
 
     def update(self):
-        with named_range("optimizer", self.device):
+        with self.range("optimizer"):
             self.optimizer.step()
 
     def forward_and_backward(self):
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss()
+        loss = self.new_loss()
         self.backward(loss)
         return loss
 
@@ -83,14 +91,15 @@ def our_passes(size, context, precision, device, batch, deterministic=False):
     """
     from benchmarks.harness.ours import Passes
 
-    tokens = (ids.cpu().numpy() for ids in batch_of(batch, context, "cpu", 0))
+    models.release_memory()
+    tokens = (ids.cpu().numpy() for ids in models.batch_of(batch, context, "cpu", 0))
     if device == "cpu":
         from stage0_serial.numpy_backend import NumpyBackend
 
-        return Passes(config_of(size, context), NumpyBackend(), *tokens)
+        return Passes(models.config_of(size, context), NumpyBackend(), *tokens)
     from stage2_cuda.cuda_backend import CudaBackend
 
-    return Passes(config_of(size, context), CudaBackend(precision, deterministic), *tokens)
+    return Passes(models.config_of(size, context), CudaBackend(precision, deterministic), *tokens)
 
 
 def make_passes(implementation, size, context, precision, device, batch):
@@ -104,9 +113,4 @@ def times_of(passes, kind, device, warm_up, repeats):
     """Milliseconds of each of `repeats` runs of a kind, with the device's work, after `warm_up` runs."""
     for _ in range(warm_up):
         passes.run(kind)
-    return [1e3 * timed(lambda: passes.run(kind), torch.device(device))[0] for _ in range(repeats)]
-
-
-def time_of(*arguments):
-    """{"mean", "std", "n"} of times_of(), or {"oom": True}."""
-    return measured(lambda: mean_and_deviation(times_of(*arguments)))
+    return [1e3 * models.timed(lambda: passes.run(kind), torch.device(device))[0] for _ in range(repeats)]

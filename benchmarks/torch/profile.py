@@ -1,15 +1,9 @@
 """Which kernels take the time of forward, backward and optimizer, and how much of it are matrix products?
 
-The model is PyTorch's in eager mode, with attention as in the assignment's model ("torch naive"): the (T, T) matrices
-are in memory, so softmax is a kernel of its own. CUPTI records the kernels of one pass; the wall time of the pass is
-measured without recording. On the CPU the operations of PyTorch take the place of the kernels.
-
-    forward only    without a graph for gradients, as in inference
-    forward         keeps what backward needs
-    backward, optimizer
-
-The second table has the kernels of the attention of one layer, between the projections, in the forward pass. Its
-products have 4 B H T T D operations, softmax has 5 B H T T (maximum, difference, exponential, sum, quotient).
+The model is PyTorch's in eager mode, with attention as in the assignment's model: the (T, T) matrices are in memory, so
+softmax is a kernel of its own. CUPTI records the kernels of one pass; the wall time of the pass is measured without
+recording. "forward only" is without a graph for gradients. On the CPU the operations of PyTorch take the place of the
+kernels. The second table has the kernels of the attention of one layer in the forward pass.
 
 Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profiler can show the same passes:
 
@@ -24,24 +18,16 @@ import torch
 
 from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, print_tables
-from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import mean_and_deviation, run_rows
-from benchmarks.torch.models import (
-    SIZES,
-    check_device,
-    chosen_models,
-    model_parser,
-    naive_attention,
-    named_range,
-    release_memory,
-    timed,
-)
+from benchmarks.harness.script import benchmark
+from benchmarks.torch import models
 from benchmarks.torch.passes import EAGER, NAIVE, TorchPasses
 from stage2_cuda.runtime import cupti
 
 # B batch, H heads, T time, D head size
 
 CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
+NSYS = "nsys profile --trace=cuda,nvtx -o out/profile python -m benchmarks.torch.profile --ranges-only --only small 512"
 KEPT = 5  # kernels of each pass in the results file
 
 
@@ -51,8 +37,11 @@ def activities_of(function, device):
         return cupti.recorded(function, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         function()
-    events = (event for event in recorded.events() if event.self_cpu_time_total > 0)
-    return [cupti.Activity(e.time_range.start, e.self_cpu_time_total, e.name) for e in events]
+    found = []
+    for event in recorded.events():
+        duration = event.time_range.elapsed_us() if event.is_async else event.self_cpu_time_total
+        found += [cupti.Activity(event.time_range.start, duration, event.name)] * (duration > 0)
+    return sorted(found)
 
 
 def is_product(activity):
@@ -87,45 +76,32 @@ def summary(activities):
 
 def pass_functions(passes):
     """{name: (prepare, function of its result)}: function is what is measured, after prepare()."""
-
-    def loss():
-        passes.optimizer.zero_grad(set_to_none=True)
-        return passes.loss()
-
     return {
         "forward only": (lambda: None, lambda _: passes.forward()),
         "forward": (lambda: None, lambda _: passes.loss()),
-        "backward": (loss, passes.backward),
+        "backward": (passes.new_loss, passes.backward),
         "optimizer": (lambda: None, lambda _: passes.update()),
     }
 
 
-def run_passes(passes, warm_up, repeats):
-    """Run the passes in their NVTX ranges and return {name: [seconds of each run]}."""
-    with named_range("warm-up", passes.device):
+def run_passes(passes, warm_up, repeats, record=lambda call: None):
+    """Run the passes in their NVTX ranges; return {name: ([seconds of each run], record() of one more run)}."""
+    with passes.range("warm-up"):
         for _ in range(warm_up):
             passes.run(STEP)
     found = {}
     for name, (prepare, function) in pass_functions(passes).items():
-        found[name] = []
-        for _ in range(repeats):
-            call = functools.partial(function, prepare())
-            found[name].append(timed(call, passes.device)[0])
-            del call  # and the graph of the loss
+        seconds = [models.timed(functools.partial(function, prepare()), passes.device)[0] for _ in range(repeats)]
+        found[name] = seconds, record(functools.partial(function, prepare()))
     return found
 
 
 def profile_row(size, context, precision, args):
     """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
-    release_memory()
-    passes = TorchPasses(args.attention, size, context, precision, args.device, args.batch)
-    wall = run_passes(passes, args.warm_up, args.repeats)
-    result = {}
-    for name, (prepare, function) in pass_functions(passes).items():
-        call = functools.partial(function, prepare())
-        activities = activities_of(call, passes.device)
-        result[name] = {"wall": mean_and_deviation([1e3 * seconds for seconds in wall[name]]), **summary(activities)}
-        del call
+    passes, result = TorchPasses(args.attention, size, context, precision, args.device, args.batch), {}
+    record = functools.partial(activities_of, device=passes.device)
+    for name, (seconds, activities) in run_passes(passes, args.warm_up, args.repeats, record).items():
+        result[name] = {"wall": mean_and_deviation([1e3 * each for each in seconds]), **summary(activities)}
     attention = attention_of_layer(passes, size, context, precision, args.batch)
     return {"passes": result, "step": step_shares(result), "attention": attention}
 
@@ -143,13 +119,13 @@ def step_shares(passes):
 
 def attention_of_layer(passes, size, context, precision, batch):
     """{part: {"ms", "operations"}} of the attention of one layer in the forward pass, without its projections."""
-    width, _, heads = SIZES[size]
+    width, _, heads = models.SIZES[size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     q, k, v = torch.randn(3, batch, heads, context, width // heads, device=passes.device, dtype=dtype)
 
     def attend():
         with torch.no_grad(), passes.autocast():
-            naive_attention(q, k, v)
+            models.naive_attention(q, k, v)
 
     attend()
     spent = dict.fromkeys(ATTENTION_PARTS, 0.0)
@@ -165,18 +141,20 @@ def selected(args):
     """[(size, context, precision)], the most informative first."""
     first = [(size, 512, "bf16") for size in ("small", "xl", "2.7B", "medium", "large")]
     others = [(size, context, "bf16") for size in ("small", "xl") for context in (1024, 128, 256)]
-    return chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
+    return models.chosen_models(args, ["bf16"]) or [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]
 
 
-def main():
-    precisions = "fp32 is without TF32 (default bf16, two rows of fp32)"
-    parser = model_parser("benchmarks.torch.profile", __doc__, precisions)
-    add = parser.add_argument
-    add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
-    add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
-    parser.add_flags(warm_up=2, repeats=5)
-    args = parser.parse_args()
-    check_device(args)
+__doc__ += models.model_examples("profile")
+
+
+@benchmark(
+    common=models.model_flags("fp32 is without TF32 (default bf16, two rows of fp32)")
+    | dict(batch=4, device="cuda", warm_up=2, repeats=5),
+    attention=dict(choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)"),
+    ranges_only=dict(action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys"),
+)
+def main(args):
+    models.check_device(args)
     settings = {"{} / context {} / {} / {}".format(*each, args.attention): each for each in selected(args)}
     if args.ranges_only:
         for name, each in settings.items():
@@ -188,8 +166,4 @@ def main():
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(args, cases)
     print_tables(rows, "profile-passes", "profile-shares", "profile-others", "profile-attention")
-    print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
-
-
-if __name__ == "__main__":
-    run_main(main)
+    print(f"\nThe same passes in NVIDIA's profiler:\n{NSYS}")

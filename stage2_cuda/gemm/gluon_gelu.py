@@ -54,7 +54,7 @@ class GeluTile(NamedTuple):
         return f"{sizes}, parts {self.parts}, buffers {self.buffers}, group {self.group}"
 
 
-# The tiles that the stages use, and the variants that benchmarks/gpu/gelu_product.py compares. Each needs at most 227
+# The tiles that the stages use, and the variants that benchmarks.gpu.fusions --gluon compares. Each needs at most 227
 # KiB of shared memory.
 FORWARD_TILE = GeluTile()
 BACKWARD_TILE = GeluTile(stages=4, consumers=3, parts=4, buffers=4)

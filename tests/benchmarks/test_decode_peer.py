@@ -132,12 +132,11 @@ def test_an_unknown_variant_or_too_many_tokens_are_refused():
 # -- the search of gpu/decode.py ---------------------------------------------------------------------------------------
 
 
-def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_twice(capsys):
+def test_the_search_keeps_the_fastest_value_of_each_option_and_lists_no_variant_twice(capsys):
     cost = {"sdpa": 9.0, "matmul": 5.0, "sums": 4.0, "library": 3.0, "templates": 1.0, 128: 2.0, 0: 7.0}
     calls = []
 
-    def run_round(prompt, new, **variant):
-        assert (prompt, new) == (8, 4)
+    def run(**variant):
         calls.append(tuple(variant.values()))
         if variant["attention"] == "matmul" or variant["products"] == "sums":
             return {"error": "no kernel for this GPU"}
@@ -146,15 +145,15 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_tries_no_variant_
             "token": 0.0 if compiling else 1e-6 * sum(cost[value] for value in variant.values()) + 1e-7 * len(calls)
         }
 
-    request = {"prompt": 8, "new": 4}
-    best, tried = decode.search(run_round, decode.ONE_SEQUENCE_SEARCH, request)
+    start = {option: values[0] for option, values in decode.ONE_SEQUENCE_SEARCH.items()}
+    best, tried = decode.search(run, decode.ONE_SEQUENCE_SEARCH, 3, start)
     assert best == {"attention": "sums", "products": "templates", "cut": 128}
     assert len({tuple(each[name] for name in best) for each in tried}) == len(tried) == 3 + 2 + 1
     assert [each.get("error") for each in tried].count("no kernel for this GPU") == 2
-    assert calls.count(("templates", "sums", 128)) == 1 + decode.SEARCH_ROUNDS
-    assert "PyTorch, products: templates, attention: sums, cut: 128: " in capsys.readouterr().out
+    assert calls.count(("templates", "sums", 128)) == 2 * (1 + 3)  # beside the other attentions, and the other cut
+    assert "products: templates, attention: sums, cut: 128, us_per_token: " in capsys.readouterr().out
     with pytest.raises(UserError, match="no value of attention works: broken"):
-        decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, request)
+        decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, 1)
 
 
 def test_a_variant_that_fails_is_an_answer_and_a_program_that_fails_is_an_error():
@@ -195,7 +194,7 @@ def test_the_headline_uses_pytorch_s_fastest_program_and_the_row_names_its_varia
     decode.summarise(results)
     real_load = table_format.load
     record = {"results": report.summarised(results), "machine": "B300", "name": "gpu/decode", "commit": "abc"}
-    saved = table_format.parsed(json.dumps(record))
+    saved = json.loads(json.dumps(record), object_hook=table_format.Fields)
     monkeypatch.setattr(table_format, "load", lambda name: saved if name == "gpu/decode" else real_load(name))
     row = next(row for row in tables.headline()[0] if "generated token" in row[""])
     assert "bf16, one B300]" in row[""]

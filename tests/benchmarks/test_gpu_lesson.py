@@ -38,7 +38,7 @@ def test_the_versions_alternate_and_the_gain_is_computed_within_rounds():
     def version(name, factor):
         return lambda: order.append(name) or factor * next(times)
 
-    result = gpu_lesson.measure(gpu_lesson.Comparison(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
+    result = gpu_lesson.measure(KernelPair(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
     assert order == ["plain", "ours"] + ["plain", "ours", "ours", "plain", "plain", "ours"]
     assert (result["plain"], result["ours"]) == ([12, 24, 28], [4, 5, 8])
     (row,) = TABLES["gpu-lesson"].cells([{"results": summarised([result])}])

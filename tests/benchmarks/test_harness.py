@@ -27,7 +27,7 @@ SCRIPTS = [
     # A folder with __main__.py is one command with flags of its own, and its other files are no scripts.
     if path.parent.name not in LIBRARIES
     and not path.with_name("__main__.py").exists()
-    and "__main__" in path.read_text()
+    and re.search("__main__|^@benchmark", path.read_text(), re.MULTILINE)
 ]
 
 
@@ -56,7 +56,7 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
 
 def test_ranks_that_are_faster_than_ideal_are_disturbed():
     def result(name, count, threads, seconds):
-        common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "options": {"threads": threads}}
+        common = {"cpu_seconds": 1.0, "losses": [5.0], "peak_bytes": 2**20, "threads": threads}
         return {"name": name, "ranks": count, "seconds": [[seconds]] * 3, **common}
 
     def measured(serial):
@@ -125,12 +125,11 @@ def test_the_family_of_the_cpu_is_that_of_linux():
     assert report.cpu_field("cpu family") == (listed[0].strip() if listed else "")
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-save"]], ids=["without flags", "the former flag --no-save"])
-def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, flags):
+def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
     monkeypatch.setattr(report, "cpu_field", lambda name: "")
-    path = report.save({"losses": [1.0]}, save_arguments(*flags), name="short")
+    path = report.save({"losses": [1.0]}, save_arguments(), name="short")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
     assert path == tmp_path / "out" / "results" / "cpu" / "short.json"
     assert "out/results/cpu/short.json, commit abc1234; --save writes results/cpu/short.json" in capsys.readouterr().out
@@ -172,7 +171,7 @@ def test_every_script_explains_its_flags(script, monkeypatch, capsys):
         run_main(main)
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "?" in shown and "--save " in shown and "--no-save" not in shown
+    assert "?" in shown and "--save " in shown
     assert (examples := examples_of(shown))
     for example in examples:
         assert_parsed(monkeypatch, main, arguments_of(example, f"python -m {script}"))

@@ -128,8 +128,9 @@ def test_a_rung_of_scripts_passes_with_equal_logs_and_fails_at_a_loss_that_diffe
 
 
 def test_a_missing_package_is_the_reason_of_a_rung():
-    assert rungs.needs("no_such_package")() == "needs no_such_package: pip install no_such_package"
-    assert rungs.needs("numpy")() is None
+    rung = rungs.Rung("name", "compared", "tolerance", None, ("numpy", "no_such_package"))
+    assert rung.reason() == "needs no_such_package: pip install no_such_package"
+    assert rungs.missing("numpy") is None
 
 
 def test_a_fault_that_waiting_for_kernels_hides_is_found_in_the_second_step(monkeypatch):

@@ -20,8 +20,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def call(cases, *flags):
-        parser, measured = report.benchmark_parser(NAME, "A question."), []
-        rows.add_row_flags(parser)
+        parser, measured = report.benchmark_parser(NAME, "A question.", **rows.ROW_FLAGS), []
 
         def recorded(name, function):
             return lambda: measured.append(name) or function()

@@ -556,7 +556,9 @@ def test_the_flags_that_a_page_names_exist(path):
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "data" / "prepare.py").read_text()))
     for script in (ROOT / "benchmarks").rglob("*.py"):
-        known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
+        text = script.read_text()
+        known |= set(re.findall(r'"(--[a-z-]+)"', text))
+        known |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +\"?(\w+)\"?(?:=|: )dict\(", text, re.M)}
     known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "stage1_mpi" / "launch.py").read_text()))
     known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", path.read_text(encoding="utf-8")))
