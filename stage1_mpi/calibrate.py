@@ -7,6 +7,7 @@ something else takes most of the time.
 """
 
 import functools
+import itertools
 import json
 import math
 import time
@@ -17,15 +18,15 @@ import numpy as np
 from gpt2core.app.planning.dry_run import layout_of
 from gpt2core.app.planning.flops import unit_work
 from gpt2core.app.planning.machine import machine_of
-from gpt2core.app.planning.step_time import rounds, step_seconds
-from gpt2core.app.planning.traffic import traffic
+from gpt2core.app.planning.step_time import pipeline_timeline, rounds
+from gpt2core.app.planning.traffic import arena_of, traffic
 from gpt2core.architecture import GPT2Config, parameter_count, unit_names
 from gpt2core.arena import PAGE
 from gpt2core.communicator import Solo, textbook_bytes
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer
 from gpt2core.memory.gpu import FP32
-from gpt2core.memory.kernel_sizes import UPDATE
+from gpt2core.memory.kernel_sizes import ADD, UPDATE
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.divided.arena import DividedArena
@@ -45,12 +46,13 @@ from stage1_mpi.mpi_communicator import MpiCommunicator
 SHORT = GPT2Config(172, 16, 9, 4, 48, tied=False)  # calls of kernels take most of the time
 NARROW = GPT2Config(172, 64, 3, 6, 96, tied=False)  # other kernels than products do
 WIDE = GPT2Config(172, 64, 3, 4, 256, tied=False)  # products do
-FEW, MANY = 2, 8  # sequences of a pass
+FEW, MANY = 1, 8  # sequences of a pass
 MERGED = 4  # micro-batches of a merged pass, with one sequence each
-MORE = 4  # micro-batches of each rank of a pipeline, compared with 1
+MORE = 4  # micro-batches of each rank of a pipeline
 LENGTHS = (16, 64)  # tokens of short and long sequences
 REPEATS, SAMPLE = 20, 0.02  # samples; seconds
-WAIT = 1e-3  # seconds for which a rank waits for a message: then it sleeps between two polls, as in a pipeline
+WAITS = 1e-3, 5e-3  # seconds for which a rank waits for a message: then it sleeps between two polls, as in a pipeline
+PHASES = 8  # messages of ping_pong(), which arrive at different times of a sleep
 SIZES = (1 << 10, 1 << 18)  # numbers of a small and a large array
 LARGER_THAN_CACHE = 1 << 23  # numbers
 
@@ -69,9 +71,8 @@ def measure(world):
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
     background = in_background(world, bandwidth, messages["collective"], *steps["update"])
-    found = {**rates, **messages, **steps, "background": background, "action": [0.0]}
-    found |= {"bandwidth": [bandwidth], "queries": [QUERIES]}
-    return found | {"action": [action(world, machine_of(found, world.size))]}
+    found = {**rates, **messages, **steps, "background": background, "bandwidth": [bandwidth], "queries": [QUERIES]}
+    return found | {"action": [action(world, machine_of(found | {"action": [0.0]}, world.size))]}
 
 
 def shortest(world, functions, seconds):
@@ -100,16 +101,17 @@ def line(sizes, seconds):
 
 
 def unit_rates(world):
-    """The Rates of a block, and of embedding and head together; and `micro_batch`, `embedding`, `again` of Machine.
+    """The Rates of a block, and of embedding and head together; and other times of a unit: the last line.
 
-    Five times determine five constants of a block: those of passes of three models, and of one score of attention.
+    Seven times determine five constants of a block: those of passes of three models, and of one score of attention.
     Embedding and head have the same rate of products.
     """
-    shapes = (SHORT, 1), (NARROW, MANY), (WIDE, FEW), (WIDE, MANY)
+    shapes = [(config, count) for config in (SHORT, NARROW, WIDE) for count in (FEW, MANY)]
     passes = [make_pass(replace(config, n_layer=n), count) for config, count in shapes for n in (1, config.n_layer)]
     others = [make_pass(SHORT, MERGED), make_pass(SHORT, MERGED, merged=True)]
     others += [make_pass(SHORT, 1, of_embedding=True), make_pass(SHORT, 1, recompute="block")]
-    *times, plain, merged, embedding, block = shortest(world, [*passes, *others], lambda run: run())
+    others += [make_pass(SHORT, 1, splits=True)]
+    *times, plain, merged, embedding, block, split = shortest(world, [*passes, *others], lambda run: run())
     times = np.reshape(times, (len(shapes), 2, 2))  # shape, layers, direction
     blocks = (times[:, 1] - times[:, 0]) / [[config.n_layer - 1] for config, _ in shapes]
     ends, attention, rates = times[:, 0] - blocks, attention_times(world), {}
@@ -120,22 +122,40 @@ def unit_rates(world):
         of_score = [0.0, 0.0, products * 4 * width / heads, 0.0, 1.0]
         of_blocks = [row_of("h.0", *shape, products) for shape in shapes]
         without_sequences = blocks[:, i] - [count * sequence for _, count in shapes]
-        overhead, parameter, flop, byte, score = solve([of_score, *of_blocks], [score, *without_sequences])
+        scales = [score, *blocks[:, i]]
+        overhead, parameter, flop, byte, score = solve([of_score, *of_blocks], [score, *without_sequences], scales)
         rates[f"block_{direction}"] = [overhead, 1 / flop, 1 / byte, sequence, score, parameter]
-        of_ends = np.array([row_of("head", *shape, products) for shape in shapes[:2]])
-        overhead, byte = solve(of_ends[:, [0, 3]], ends[:2, i] - of_ends[:, 2] * flop)
+        of_ends = np.array([row_of("head", *shape, products) for shape in shapes])
+        overhead, byte = solve(of_ends[:, [0, 3]], ends[:, i] - of_ends[:, 2] * flop, ends[:, i])
         rates[f"ends_{direction}"] = [overhead, 1 / flop, 1 / byte]
     micro_batch = (merged - plain).sum().item() / (MERGED - 1) / (SHORT.n_layer + 1)
-    micro_batch -= rates["block_backward"][-1] * unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES).parameters
+    work = unit_work(SHORT, SHORT.block_size, "h.0", 1, QUERIES)
+    gradients = work.parameters * rates["block_backward"][-1]
+    micro_batch -= gradients
+    weights = split[1].item() / (SHORT.n_layer + 1) - gradients
+    weights -= 2 * SHORT.block_size * work.parameters / rates["block_backward"][1]
     part = min(1.0, (embedding.sum() / ends[0].sum()).item())
     count = len(recomputed_units(unit_names(SHORT), "block"))
     again = ((block.sum() - times[0, 1].sum()) / count - blocks[0, 0]).item()
-    return rates | {"micro_batch": [max(0.0, micro_batch)], "embedding": [part], "again": [max(0.0, again)]}
+    found = {"micro_batch": micro_batch, "again": again, "weights": weights}
+    return rates | {"embedding": [part]} | {name: [max(0.0, value)] for name, value in found.items()}
 
 
-def solve(rows, seconds):
-    """The constants of which each time has as many as its row says; at least 1e-15, because noise may give less."""
-    return np.maximum(np.linalg.solve(rows, seconds), 1e-15).tolist()
+def solve(rows, seconds, scales):
+    """The constants of which each time has as many as its row says, with the least squares of errors / scales.
+
+    Constants that would be below 0 are 1e-15, and the others are those of the best solution without them.
+    """
+    scales = np.maximum(np.abs(scales), 1e-9)  # noise may make the difference of two times 0
+    rows, seconds = np.array(rows) / scales[:, None], np.divide(seconds, scales)
+    found, best = None, np.inf
+    for used in itertools.product((False, True), repeat=rows.shape[1]):
+        some, used = np.zeros(len(used)), np.array(used)
+        some[used] = np.linalg.lstsq(rows[:, used], seconds, rcond=None)[0]
+        error = np.sum((rows @ some - seconds) ** 2)
+        if np.all(some >= 0) and error < best:
+            found, best = some, error
+    return np.maximum(found, 1e-15).tolist()
 
 
 def row_of(unit, config, count, products):
@@ -164,10 +184,11 @@ def attention_times(world):
     return shortest(world, [make(length) for length in LENGTHS], lambda run: run()) / MANY
 
 
-def make_pass(config, sequences, group=None, merged=False, of_embedding=False, recompute="none"):
+def make_pass(config, sequences, group=None, merged=False, of_embedding=False, recompute="none", splits=False):
     """A function -> (forward seconds, backward seconds) of a pass of this model, or only of its embedding.
 
-    group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch.
+    group: the ranks that divide each layer; None: one rank. merged: whether each sequence is a micro-batch. splits:
+    whether the function returns the seconds of B and W actions.
     """
     backend, group, nothing = NumpyBackend(), group or Solo(), lambda unit: None
     own = {name: shard(name, array, group.rank, group.size) for name, array in initial_parameters(config, 0)}
@@ -191,8 +212,16 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False, r
         worker.unit_gradients.begin()
         worker.unit_gradients.begin_pass()
         graphs, _ = forward_pass(parts, ids, arguments)
-        middle = time.thread_time()
-        backward_pass(graphs, dy)
+        middle, later = time.thread_time(), []
+        if splits:
+            start, dx = middle, dy
+            while graphs:
+                dx = graphs.pop().backward(dx, later.append)
+            middle = time.thread_time()
+            for compute in later:
+                compute()
+        else:
+            backward_pass(graphs, dy)
         return middle - start, time.thread_time() - middle
 
     return run
@@ -202,22 +231,24 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False, r
 
 
 def links(world):
-    """The Links of Machine of blocking calls, as [alpha, beta]; alpha is that of one round."""
+    """The Links of Machine of blocking calls, as [alpha, beta], where alpha is that of one round; and `reaction`."""
     p, part, out = world.size, (world.size - 1) / world.size, np.empty(max(SIZES), np.float32)
     calls = {
         "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), rounds("all_reduce", p), 2 * part),
         "gather": (lambda x: world.all_gather(x[: len(x) // p]), rounds("all_gather", p), part),
-        "message": (lambda x: ping_pong(world, x), 2, 2),
     }
     arrays = [np.zeros(size, np.float32) for size in SIZES]
     functions = [lambda call=call, x=x: call(x) for call, *_ in calls.values() for x in arrays]
-    seconds = shortest(world, functions, wall_seconds).reshape(len(calls), 2)
-    seconds[-1] -= 2 * WAIT  # of ping_pong()
+    messages = [(arrays[0], WAITS[0]), (arrays[1], WAITS[0]), (arrays[0], WAITS[1])]
+    functions += [lambda x=x, wait=wait: ping_pong(world, x, wait) for x, wait in messages]
+    seconds = shortest(world, functions, wall_seconds).tolist()
     found = {"inside": inside_layers(world)}
-    for (name, (_, alphas, sent)), times in zip(calls.items(), seconds.tolist(), strict=True):
+    for (name, (_, alphas, sent)), *times in zip(calls.items(), seconds[:-3:2], seconds[1:-3:2], strict=True):
         start, beta = line([sent * x.nbytes for x in arrays], times)
         found[name] = [start / alphas, beta]
-    return found
+    small, large, later = (time / (2 * PHASES) - wait for time, (_, wait) in zip(seconds[-3:], messages, strict=True))
+    alpha, reaction = line(WAITS, [small, later])
+    return found | {"message": [alpha, line([x.nbytes for x in arrays], [small, large])[1]], "reaction": [reaction]}
 
 
 def inside_layers(world):
@@ -249,11 +280,14 @@ def wall_seconds(function):
     return time.perf_counter() - start
 
 
-def ping_pong(world, x):
-    """Send x from each even rank to the next rank and back, each time after WAIT; all pairs at the same time."""
-    for sender in (0, 1):
+def ping_pong(world, x, wait):
+    """Send x from each even rank to the next rank and back, PHASES times, each time after `wait` seconds in the mean.
+
+    All pairs send at the same time.
+    """
+    for phase, sender in itertools.product(range(PHASES), (0, 1)):
         if world.rank % 2 == sender:
-            end = time.perf_counter() + WAIT
+            end = time.perf_counter() + wait * (0.5 + (phase + 0.5) / PHASES)
             while time.perf_counter() < end:
                 pass
             world.send(x, world.rank ^ 1)
@@ -316,16 +350,24 @@ def in_background(world, bandwidth, collective, update):
 
 
 def action(world, machine):
-    """`action` of Machine: by how much longer a micro-batch takes in a pipeline than `machine`, without it, predicts.
+    """`action` of Machine: by how much longer a rank computes than `machine`, without it, predicts; mean of the ranks.
 
-    In the schedule gpipe the ranks do not wait for each other in the middle of a step.
+    The time between two actions counts too, if no message is waited for.
     """
-    parallel = ParallelConfig(pp=world.size, pp_schedule="gpipe")
-    trainers = [make_trainer(SHORT, world, parallel, count * world.size) for count in (1, MORE)]
-    seconds = shortest(world, list(map(make_step, trainers)), wall_seconds)
-    predicted = [sum(step_seconds(layout_of(trainer), machine).values()) for trainer in trainers]
-    longer = (seconds[1] - seconds[0]).item() - (predicted[1] - predicted[0])
-    return max(0.0, longer / (2 * (MORE - 1) * world.size))  # F and B
+    trainer = make_trainer(SHORT, world, ParallelConfig(pp=world.size, pp_schedule="gpipe"), MORE * world.size)
+    layout, executor = layout_of(trainer), trainer.accumulator.executor
+    executor.record_times()
+    sums = FP32 * ADD * arena_of(layout, world.rank).size * (layout.count - 1)  # of gradients, which actions compute
+    predicted = pipeline_timeline(layout, machine).busy[world.rank] + sums / machine.bandwidth
+
+    def seconds(step):
+        wall, times = wall_seconds(step), list(executor.times.values())
+        between = min(following[0] - end for (_, end), following in itertools.pairwise(times))
+        longer = (sum(end - start for start, end in times) - predicted) / len(times) + between
+        return wall, np.mean(world.all_gather_object(longer))
+
+    ((_, found),) = shortest(world, [make_step(trainer)], seconds).tolist()
+    return max(0.0, found)
 
 
 def make_trainer(config, group, parallel, micro_batches):

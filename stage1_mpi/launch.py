@@ -47,6 +47,10 @@ class Implementation:
     root_flags: tuple = ()  # flags that are added if the user is root, as in a container
 
 
+# Messages of one host up to 1 MB are eager; their buffers are made 4 at a time, in a segment of 32 MB for each rank.
+EAGER = dict(eager_limit=1 << 20, free_list_num=4, free_list_inc=4, segment_size=1 << 25)
+EAGER_MESSAGES = [text for name, value in EAGER.items() for text in ("--mca", f"btl_vader_{name}", str(value))]
+
 MPICH = Implementation(
     name="MPICH",
     wheel="mpich",
@@ -66,8 +70,10 @@ OPEN_MPI = Implementation(
     forwarded_as={signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2},
     second_signal=signal.SIGTERM,
     parent_death_signal=signal.SIGTERM,
-    # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
-    flags=("--oversubscribe", "--bind-to", "none"),
+    # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core. And if
+    # the kernel does not let a process read the memory of another one, as in many containers, it transfers a message
+    # only while both ranks are in a call of MPI. Eager messages are copied to shared memory by the sender.
+    flags=("--oversubscribe", "--bind-to", "none", *EAGER_MESSAGES),
     root_flags=("--allow-run-as-root",),
 )
 IMPLEMENTATIONS = (OPEN_MPI, MPICH)

@@ -77,8 +77,9 @@ TABLES = {
         Table("ranks/convergence_intel", f"""
         = {CODE} | difference, mean of the seeds = {{row.difference:+.4f}}
         largest difference = {{row.largest_difference:+.4f}}"""),)),
-    "ranks-grid": Table(("ranks/grid_nano", "ranks/grid", "ranks/grid_paper"), """
-        measured; predicted = {name} | {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
+    "ranks-grid": Table("ranks/grid*", """
+        measured; predicted = {file.machine}, {ranks} ranks: {name}
+        {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
         {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
         {preset}, MB of a rank = {measured.memory:MB .1f}; {predicted.memory:MB .1f}""", merged=True),
     "token-files": Table("ranks/token_files", """

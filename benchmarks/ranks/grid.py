@@ -1,7 +1,7 @@
 """How close are the predictions of the planner to what every layout of two and four ranks measures?
 
 The constants of the prediction are those of `python -m gpt2core.app.plan --calibrate`, which measures other steps.
-Memory, calls and bytes are those of the rank with most. The time is that of the fastest step of two rounds: other
+Memory, calls and bytes are those of the rank with most. The time is that of the fastest step of all rounds: other
 programs on this machine can only make a step longer. A time is predicted only if each rank has a core. The CPU time of
 a rank is compared with the predicted computation and update; it depends less on other programs, but a rank that polls
 for a message computes too.
@@ -108,6 +108,7 @@ def main():
     parser = benchmark_parser("benchmarks.ranks.grid", __doc__)
     parser.add_flags(preset="tiny", ranks=[2, 4], batch_size=16, steps=10, timeout=500)
     parser.add_argument("--n-layer", type=int, default=8, help="layers of the model (default 8)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each layout is trained (default 2)")
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of this machine again")
     args = parser.parse_args()
     if args.calibrate or host_machine(calibration_file(), 2) is None:
@@ -118,7 +119,8 @@ def main():
     for ranks in args.ranks:
         configs, refused = layouts(ranks, model)
         print("\n".join(refused), end="\n" * bool(refused))
-        of_ranks = run_mpi(ranks, train_all, configs, model, args.batch_size, args.steps, timeout=args.timeout)
+        sizes = args.batch_size, args.steps, args.rounds
+        of_ranks = run_mpi(ranks, train_all, configs, model, *sizes, timeout=args.timeout)
         machine = host_machine(calibration_file(), ranks)
         for parallel, each in zip(configs, zip(*of_ranks, strict=True), strict=True):
             results.append({"preset": args.preset, **compare(ranks, parallel, each, machine)})

@@ -15,16 +15,16 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-MICRO_BATCHES, LR, ROUNDS = 8, 3e-4, 2
+MICRO_BATCHES, LR = 8, 3e-4
 
 
-def train_all(world, configs, model, batch_size, steps):
+def train_all(world, configs, model, batch_size, steps, rounds=1):
     """[(Layout, measurements of this rank)] of each ParallelConfig.
 
-    All are trained ROUNDS times, because the speed of a machine can change for longer than a few steps.
+    All are trained `rounds` times, because the speed of a machine can change for longer than a few steps.
     """
-    rounds = [[train_one(world, each, model, batch_size, steps) for each in configs] for _ in range(ROUNDS)]
-    return [joined(each) for each in zip(*rounds, strict=True)]
+    found = [[train_one(world, each, model, batch_size, steps) for each in configs] for _ in range(rounds)]
+    return [joined(each) for each in zip(*found, strict=True)]
 
 
 def joined(results):

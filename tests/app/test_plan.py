@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gpt2core.app import plan as command
@@ -26,8 +27,8 @@ NUMBERS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
-    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "action": [2e-5], "update": [1e-4],
-    "step": [1e-3], "queries": [64],
+    "embedding": [0.4], "bandwidth": [8e9], "micro_batch": [6e-5], "again": [1e-5], "weights": [1e-5],
+    "action": [2e-5], "reaction": [0.03], "update": [1e-4], "step": [1e-3], "queries": [64],
 }  # fmt: skip
 FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 
@@ -35,7 +36,7 @@ FREE, FAST = Link(0.0, 0.0), Rate(0.0, float("inf"))
 def simple(**options):
     """A Machine whose only cost is one FLOP per second, unless `options` have others."""
     rate, infinite = Rate(0.0, 1.0), float("inf")
-    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 5, infinite]
+    links, times = [FREE] * 6, [0.0, infinite, *[0.0] * 7, infinite]
     return replace(Machine("test", rate, rate, rate, rate, *links, *times, 8, False, None), **options)
 
 
@@ -130,6 +131,14 @@ def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch, ranks):
     assert set(found) == set(machines.MEASURED) == set(NUMBERS)
     machine = machines.machine_of(found, ranks)
     assert min(machine.block_forward.flops, machine.ends_backward.bandwidth, machine.bandwidth) > 0
+
+
+def test_noise_makes_no_constant_negative_and_changes_the_others_least():
+    rows, exact = np.random.default_rng().uniform(1, 2, (7, 3)), np.array([3.0, 1.0, 2.0])
+    assert calibrate.solve(rows, rows @ exact, rows @ exact) == pytest.approx(exact)
+    found = np.array(calibrate.solve(rows, rows @ [3.0, -0.1, 2.0], np.ones(7)))
+    assert found[1] == 1e-15
+    assert found[[0, 2]] == pytest.approx(np.linalg.lstsq(rows[:, [0, 2]], rows @ [3.0, -0.1, 2.0], rcond=None)[0])
 
 
 def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
@@ -231,11 +240,13 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_simulator():
     assert terms["bubble and messages of the pipeline"] / terms["computation"] == pytest.approx(1 / 4, rel=0.02)
 
 
-def test_each_forward_and_each_backward_action_takes_time():
-    terms = step_seconds(layout(pp=2), simple(block_forward=FAST, block_backward=FAST, ends_forward=FAST,
-                                              ends_backward=FAST, action=1.0))  # fmt: skip
-    assert terms["computation"] == 8  # 4 micro-batches
-    assert terms["bubble and messages of the pipeline"] == 2
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_each_action_of_a_pipeline_takes_time(schedule):
+    machine = simple(block_forward=FAST, block_backward=FAST, ends_forward=FAST, ends_backward=FAST, action=1.0)
+    terms = step_seconds(layout(pp=2, pp_schedule=schedule), machine)
+    assert terms["computation"] == 8  # 4 micro-batches, forward and backward
+    waits = step_seconds(layout(pp=2, pp_schedule=schedule), replace(machine, reaction=0.5))
+    assert waits["bubble and messages of the pipeline"] > terms["bubble and messages of the pipeline"] >= 1
 
 
 def test_each_block_that_is_computed_again_takes_time():

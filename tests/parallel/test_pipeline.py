@@ -14,6 +14,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.pipeline.measured import measured, message_seconds, pictures
+from gpt2core.parallel.pipeline.messages import Messages
 from gpt2core.parallel.pipeline.micro_batches import make_schedule
 from gpt2core.parallel.pipeline.placement import describe_ranks
 from gpt2core.parallel.pipeline.schedules import SCHEDULES
@@ -221,6 +222,15 @@ def test_each_parameter_is_stored_by_one_rank(tied):
 def test_the_ranks_of_an_interleaved_schedule_are_described():
     text = "pipeline rank 0: embedding, h.0 and h.3 to h.4; pipeline rank 1: h.1 to h.2 and h.5 to h.6, head"
     assert describe_ranks(model(7), 2, 2) == text
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_progress_before_each_unit_forward_and_after_each_unit_backward(schedule, monkeypatch):
+    counts, progress = [], Messages.progress
+    monkeypatch.setattr(Messages, "progress", lambda messages: (counts.append(1), progress(messages)))
+    parallel = ParallelConfig(pp=2, pp_schedule=schedule)
+    run_ranks(2, lambda comm: train(comm, parallel, TOKENS, steps=1, config=model()))
+    assert len(counts) == 2 * 8 * 6  # 8 micro-batches, 4 blocks, embedding and head
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])

@@ -42,6 +42,14 @@ def test_messages_and_unequal_chunks_take_their_time():
     }  # fmt: skip
 
 
+def test_a_rank_that_has_waited_longer_reacts_later():
+    seconds = {"F": 1, "B": 2, "W": 1}
+    prediction = simulate(SCHEDULES["gpipe"](2, 1), lambda kind, chunk: seconds[kind], message=0.5, reaction=0.25)
+    assert prediction.times == {
+        ("F", 0, 0): (0, 1), ("F", 0, 1): (1.75, 2.75), ("B", 0, 1): (2.75, 5.75), ("B", 0, 0): (7.4375, 10.4375),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_additions_of_the_embedding_take_no_time_of_the_step(name):
     schedule = SCHEDULES[name](4, 8)

@@ -25,6 +25,11 @@ from tests.support.mpi import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage1_mpi"
+OPEN = "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none"
+EAGER = (
+    "--mca btl_vader_eager_limit 1048576 --mca btl_vader_free_list_num 4 --mca btl_vader_free_list_inc 4 "
+    "--mca btl_vader_segment_size 33554432"
+)
 ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 
@@ -149,8 +154,8 @@ def test_a_missing_mpi_names_the_package_to_install(monkeypatch, code, words):
     [
         (MPICH, 0, "mpiexec -n 4 -f hosts -ppn 2"),
         (MPICH, 1000, "mpiexec -n 4 -f hosts -ppn 2"),
-        (OPEN_MPI, 1000, "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none -ppn 2"),
-        (OPEN_MPI, 0, "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none --allow-run-as-root -ppn 2"),
+        (OPEN_MPI, 1000, f"{OPEN} {EAGER} -ppn 2"),
+        (OPEN_MPI, 0, f"{OPEN} {EAGER} --allow-run-as-root -ppn 2"),
     ],
 )
 def test_each_implementation_gets_its_own_flags(monkeypatch, implementation, user, wanted):

@@ -151,6 +151,15 @@ def messages(comm, length=500, long=300_000):
     handle = comm.send_start(large, right, tag=1000)
     assert_same(comm.recv(np.empty_like(large), left, tag=1000), np.full_like(large, left))
     assert handle.wait() is None
+    out, want = np.full_like(large, -1), np.full_like(large, left)
+    handle, arriving = comm.send_start(large, right, tag=1001), comm.recv_start(out, left, tag=1001)
+    for _ in range(100_000):  # without a wait
+        handle.progress()
+        arriving.progress()
+        if np.array_equal(out, want):
+            break
+    assert_same(out, want)
+    assert handle.wait() is None and arriving.wait() is out
 
 
 def objects(comm):

@@ -11,7 +11,8 @@ from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_
 CALIBRATED = 2, 4  # numbers of ranks, powers of two: ranks share caches, bandwidth and the clock of the processor
 MEASURED = (  # on the CPU
     "block_forward", "block_backward", "ends_forward", "ends_backward", "inside", "collective", "gather", "message",
-    "background", "embedding", "bandwidth", "micro_batch", "again", "action", "update", "step", "queries",
+    "background", "embedding", "bandwidth", "micro_batch", "again", "weights", "action", "reaction", "update",
+    "step", "queries",
 )  # fmt: skip
 
 
@@ -52,7 +53,10 @@ class Machine:
     ranks. embedding: the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per
     second of the memory, for the update and for sums of gradients. micro_batch: seconds of a unit for each merged
     micro-batch after the first one, besides those of its parameters. again: seconds of a block that backward
-    computes again, besides its forward pass. action: seconds of an F or B action of a pipeline, besides its pass.
+    computes again, besides its forward pass. weights: seconds of the gradients of the parameters of a unit, besides
+    those of its products. action: seconds of an F action, and of B and W together, besides those of
+    the pass. reaction: seconds that
+    a rank reacts later for each second that it has waited for a message, because its sleeps become longer.
     update: seconds of the update of a unit, besides those of its numbers: each parameter is a few calls of kernels.
     step: seconds of a step for everything else. queries: see unit_work(). overlaps: whether messages run while a
     rank computes. processors: the multiprocessors of a GPU; None: a CPU.
@@ -73,7 +77,9 @@ class Machine:
     bandwidth: float
     micro_batch: float
     again: float
+    weights: float
     action: float
+    reaction: float
     update: float
     step: float
     queries: float
@@ -96,8 +102,8 @@ def h100(precision):
     flops, memory = EFFICIENCY * PEAK[precision], HBM_EFFICIENCY * HBM
     block, ends = Rate(0.0, flops, memory), Rate(0.0, flops)
     return Machine(
-        f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, 0.0, 0.0,
-        0.0, 0.0, 100e-6, math.inf, 8, True, PROCESSORS,
+        f"H100, {precision}, defaults", block, block, ends, ends, *[NVLINK] * 5, NETWORK, 0.0, memory, *[0.0] * 6,
+        100e-6, math.inf, 8, True, PROCESSORS,
     )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def unit_seconds(layout, machine, unit, sequences):
     )
     gradients = work.parameters * rates[1].parameter
     backward += (machine.micro_batch + gradients) * (layout.merged - 1)  # which have products of their own
-    return Times(forward, backward, 2 * tokens * work.parameters / rates[1].flops + gradients)
+    weights = machine.weights + 2 * tokens * work.parameters / rates[1].flops + gradients
+    return Times(forward, backward, min(weights, backward))
 
 
 def chunk_seconds(layout, machine, units, sequences):
@@ -123,12 +124,13 @@ def pipeline_timeline(layout, machine):
 
     def seconds(kind, chunk):
         forward, backward, weights = chunks[chunk]
-        own = {"F": forward + machine.action, "B": backward - weights + machine.action, "W": weights, "E": 0.0}
+        own = {"F": forward + machine.action, "B": backward - weights, "W": weights + machine.action, "E": 0.0}
         return own[kind]
 
     bytes_of_message = rows * layout.seq_len * config.n_embd * layout.compute_bytes
     link = machine.far if layout.ranks > machine.host_ranks else machine.message
-    return simulate(layout.schedule(), seconds, link.alpha + link.beta * bytes_of_message)
+    message = link.alpha + link.beta * bytes_of_message
+    return simulate(layout.schedule(), seconds, message, reaction=machine.reaction)
 
 
 def update_seconds(layout, machine):

@@ -42,12 +42,13 @@ def unit_times(kind, chunk):
     return 0.0 if kind == "E" else 1.0
 
 
-def simulate(schedule, seconds=unit_times, message=0.0, kept=0.5):
+def simulate(schedule, seconds=unit_times, message=0.0, kept=0.5, reaction=0.0):
     """The Timeline of a schedule (schedules.py).
 
     seconds(kind, chunk): the time of an action; without W actions, a B action takes the time of B and W. message: the
-    seconds until another rank can read a result. kept: see timeline(). Raises ValueError, with the actions that wait,
-    if the ranks would wait forever.
+    seconds until another rank can read a result. kept: see timeline(). reaction: seconds that a rank reacts later for
+    each second that it has waited for a result. Raises ValueError, with the actions that wait, if the ranks would wait
+    forever.
     """
     split = splits(schedule)
 
@@ -55,7 +56,7 @@ def simulate(schedule, seconds=unit_times, message=0.0, kept=0.5):
         with_parameters = kind == "B" and not split
         return seconds(kind, chunk) + (seconds("W", chunk) if with_parameters else 0)
 
-    return timeline(schedule, timed(schedule, split, duration, message), kept)
+    return timeline(schedule, timed(schedule, split, duration, message, reaction), kept)
 
 
 def splits(schedule):
@@ -71,8 +72,8 @@ def timeline(schedule, times, kept=0.5):
     return Timeline(schedule, times, seconds, busy, [peak_of(actions, changes) for actions in schedule])
 
 
-def timed(schedule, split, duration, message):
-    """{action: (start, end)}; split: whether there are W actions."""
+def timed(schedule, split, duration, message, reaction):
+    """{action: (start, end)}; split: whether there are W actions. message, reaction: see simulate()."""
     rank_of = {chunk: rank for rank, actions in enumerate(schedule) for _, _, chunk in actions}
     times, free, left = {}, [0.0] * len(schedule), [list(actions) for actions in schedule]
     while any(left):
@@ -80,8 +81,9 @@ def timed(schedule, split, duration, message):
         for rank, actions in enumerate(left):
             while actions and times.keys() >= (inputs := needs(*actions[0], max(rank_of), split)):
                 action = kind, _, chunk = actions.pop(0)
-                received = [times[each][1] + message * (rank_of[each[2]] != rank) for each in inputs]
-                start = max([free[rank], *received])
+                ends = [times[each][1] for each in inputs if rank_of[each[2]] != rank]
+                late = [message + reaction * max(0.0, end - free[rank]) for end in ends]
+                start = max([free[rank], *map(sum, zip(ends, late, strict=True))])
                 free[rank] = start + duration(kind, chunk)
                 times[action] = start, free[rank]
         if len(times) == done:
