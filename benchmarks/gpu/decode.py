@@ -226,7 +226,11 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
     common=dict(threads=4, rounds=7, timeout=500),
     cases=dict(choices=CASES, nargs="+", default=list(CASES), help="a table for each (default all)"),
     peers=dict(choices=PEERS, nargs="*", default=DEFAULTS, help=f"{TITLES} (default {' '.join(DEFAULTS)})"),
-    variants=dict(action="store_true", help="time constants of this project's kernels, instead of PyTorch's programs"),
+    variants=dict(
+        action="store_true",
+        help="time constants of this project's kernels, instead of PyTorch's programs",
+        save_as="decode_variants",
+    ),
 )
 def main(args):
     if args.variants:

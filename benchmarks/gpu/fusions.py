@@ -5,9 +5,9 @@ of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Tr
 Triton kernels of the third version are slower, so no stage uses them. With --gluon, on a Hopper GPU, the tiles of the
 Gluon products, which compute GELU during the next tile, are compared with the epilogues of cublasLt.
 
-    python -m benchmarks.gpu.fusions                                 # every fusion, 5 rounds
-    python -m benchmarks.gpu.fusions --rounds 1                      # a quick trial
-    python -m benchmarks.gpu.fusions --gluon --save-as gelu_product  # tiles of the Gluon products
+    python -m benchmarks.gpu.fusions              # every fusion, 5 rounds
+    python -m benchmarks.gpu.fusions --rounds 1   # a quick trial
+    python -m benchmarks.gpu.fusions --gluon      # tiles of the Gluon products
 """
 
 from functools import partial
@@ -183,7 +183,11 @@ def gluon_rows(fusion, results):
 
 @benchmark(
     common=dict(rounds=5),
-    gluon=dict(action="store_true", help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"),
+    gluon=dict(
+        action="store_true",
+        help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU",
+        save_as="gelu_product",
+    ),
 )
 def main(args):
     from stage2_cuda.cuda_backend import CudaBackend

@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.cpu import classroom
 from benchmarks.gpu import attention as gpu_attention
 from benchmarks.gpu import choices as gpu_choices
+from benchmarks.gpu import decode as gpu_decode
+from benchmarks.gpu import fusions as gpu_fusions
 from benchmarks.gpu import tune as gpu_tune
 from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
 from benchmarks.gpus import collectives as gpu_collectives
@@ -31,6 +34,7 @@ from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.errors import ConfigError
 from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.data.bucket_size import best_bucket
@@ -59,6 +63,29 @@ def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     assert args.save_as == args.benchmark.rpartition(".")[2] and not args.save and args.commit is None
     saved = module.main.parser.parse_args(["--commit", "abc1234", "--save"])
     assert saved.commit == "abc1234" and saved.save
+
+
+@pytest.mark.parametrize(
+    "module, mode, name",
+    [
+        (gpu_attention, "--designs", "gluon_ladder"),
+        (gpu_decode, "--variants", "decode_variants"),
+        (gpu_fusions, "--gluon", "gelu_product"),
+        (classroom, "--first", "first_run"),
+    ],
+)
+def test_a_mode_does_not_write_to_the_file_of_another_table(module, mode, name):
+    parse = module.main.parser.parse_args
+    assert parse([mode]).save_as == name and parse([]).save_as == module.__name__.rpartition(".")[2]
+    assert parse([mode, "--save-as", "x"]).save_as == parse(["--save-as", "x", mode]).save_as == "x"
+
+
+def test_the_designs_of_attention_have_shapes_of_their_head_size():
+    parse = gpu_attention.main.parser.parse_args
+    assert gpu_attention.chosen_shapes(parse(["--designs"])) == [(1, 16, 16384, 64), (64, 12, 1024, 64)]
+    assert len(gpu_attention.chosen_shapes(parse([]))) == 6
+    with pytest.raises(ConfigError, match="--designs: .* head size 128 of --shape; use head size 64"):
+        gpu_attention.chosen_shapes(parse(["--designs", "--shape", "4x16x4096x128"]))
 
 
 def test_a_size_that_no_chosen_kernel_has_is_refused(monkeypatch, capsys):
