@@ -16,7 +16,7 @@ from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import decode as gpu_decode
 from benchmarks.gpu import fusions as gpu_fusions
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
+from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of, match_launches
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import pipeline
 from benchmarks.gpus import scaling as gpu_scaling
@@ -181,6 +181,19 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
         ("whole step, graph replayed", "3.000", ""),
         ("whole step, launched from Python", "4.000", ""),
     ] and list(found[0]) == ["", ms, limit]
+
+
+def test_a_product_that_python_did_not_launch_changes_only_the_rows_of_products():
+    launches = [Launch("forward_kernel", "layernorm: forward", bytes=8), Launch(None, "product a b", flops=8)]
+    launches.append(Launch("adamw_kernel", "adamw: adamw", bytes=8))
+    names = "forward_kernel", "nvjet_hsh_128x128", "adamw_kernel"
+    activities = [Activity(n, 1.0, name) for n, name in enumerate(names)]
+    listed, agree = match_launches(activities, launches)
+    assert agree and [(title, launch) for title, _, launch in listed] == [(each.title, each) for each in launches]
+    listed, agree = match_launches([*activities, Activity(3, 1.0, "nvjet_other")], launches)
+    assert not agree and [launch for *_, launch in listed] == [launches[0], None, launches[2], None]
+    listed, agree = match_launches(activities[:2], launches)  # a kernel is missing
+    assert not agree and [launch for *_, launch in listed] == [None, launches[1]]
 
 
 def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direction():
