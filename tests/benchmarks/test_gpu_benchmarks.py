@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -212,6 +213,13 @@ def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direc
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimisation_that_cannot_be_removed_is_an_error():
+    for change in (gpu_choices.FULL_STEP, *gpu_choices.CHANGES):
+        gpu_choices.leave_out(mock.MagicMock(), change)
+    with pytest.raises(ValueError, match="'no graphs'"):
+        gpu_choices.leave_out(mock.MagicMock(), "no graphs")
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
