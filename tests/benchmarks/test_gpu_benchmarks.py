@@ -24,7 +24,7 @@ from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import sharding as gpu_sharding
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
-from benchmarks.harness import ours, processes
+from benchmarks.harness import ours, processes, report
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
@@ -568,6 +568,37 @@ def test_the_fit_recovers_alpha_and_beta():
     np.testing.assert_allclose([nccl["alpha"], nccl["beta"]], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
     assert nccl["bucket_mb"] == pytest.approx(best_bucket(alpha, beta, 4 * 124.4e6) / 1e6, rel=0.01)
+
+
+def test_the_job_of_two_ranks_is_saved_before_that_of_four(monkeypatch):
+    saved = []
+
+    def launch(ranks, *_, **options):
+        if ranks == 4:
+            raise BenchmarkFailed("there are no four GPUs")
+        names, sizes = gpu_collectives.ALGORITHMS, gpu_collectives.SIZES
+        results = [{"name": name, "bytes": size, "seconds": [1e-9 * size]} for size in sizes for name in names]
+        return dict.fromkeys(names, 1e-7), results
+
+    monkeypatch.setattr(gpu_collectives, "launch", launch)
+    monkeypatch.setattr(gpu_collectives, "save", lambda results, args: saved.append(results))
+    with pytest.raises(BenchmarkFailed):
+        gpu_collectives.main([])
+    assert [{row["ranks"] for row in found["all_reduce"]} for found in saved] == [{2}] and len(saved[0]["fits"]) == 2
+
+
+def test_the_constants_of_a_case_are_saved_before_the_next_case(monkeypatch, tmp_path):
+    def time_constants(args, case):
+        if case == "eight":
+            raise BenchmarkFailed("the GPU is gone")
+        return [{"case": case, "us_per_token": 1.0}]
+
+    monkeypatch.setattr(gpu_decode, "time_constants", time_constants)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    with pytest.raises(BenchmarkFailed):
+        gpu_decode.main(["--variants", "--commit", "abc1234"])
+    found = json.loads((tmp_path / "out" / "results" / "gpu" / "decode_variants.json").read_text())["results"]
+    assert found == [{"case": "one", "us_per_token": 1.0}]
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
