@@ -42,6 +42,7 @@ from gpt2core.parallel.data.bucket_size import best_bucket
 from gpt2core.parallel.whole_parameters import fill
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.gemm import gluon_gelu
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cupti import Activity
 from tests.support.mpi import run_mpi
@@ -210,6 +211,32 @@ def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direc
     assert results[0]["peer"]["name"] == "torch, cuDNN" and "peer" not in results[1]
     (row,) = cells("gpu-attention", results)
     assert row["times as fast"] == "1.50; 1.50" and row["torch, cuDNN"] == "0; 0"
+
+
+def test_a_tile_that_hangs_has_a_row_and_the_others_are_measured(monkeypatch, capsys):
+    fast, *_ = tiles = gluon_gelu.FORWARD_TILES
+
+    class Process:
+        def __init__(self, spec, benchmark, timeout):
+            self.version, self.timeout = spec.options["version"], timeout
+
+        __enter__, __exit__ = lambda self: self, lambda *_: None
+
+        def run_round(self, rounds):
+            if self.version != fast.text():
+                raise BenchmarkFailed(f"'{self.version}' did not answer within {self.timeout} s; the end:\nmore")
+            return {"peak_bytes": 1, gpu_fusions.EPILOGUE: {"ms": 0.3}, self.version: {"ms": 0.2, "error": 0.0}}
+
+    monkeypatch.setattr(gpu_fusions, "BenchmarkProcess", Process)
+    monkeypatch.setattr(gpu_fusions, "gpu_model", lambda: ("", (9, 0)))
+    monkeypatch.setattr(gpu_fusions, "gluon_kind", lambda *_: "hopper")
+    rows = sum(gpu_fusions.gluon_rows(gpu_fusions.main.parser.parse_args(["--gluon", "--timeout", "7"])), [])
+    assert len(rows) == len(tiles) + len(gluon_gelu.BACKWARD_TILES)
+    measured = [row for row in rows if "error" not in row]
+    assert {(row["variant"], row["us"], row["cublasLt us"]) for row in measured} == {(fast.text(), 200, 300)}
+    assert all("did not answer within 7 s" in row["error"] for row in rows if row not in measured)
+    table = TABLES["gpu-gelu"].cells([{"results": rows}])
+    assert len(table) == len(measured) and table[0]["times as fast as cublasLt"] == "1.50"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
