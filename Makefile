@@ -236,7 +236,7 @@ bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write resul
 	"$(python)" -m benchmarks.cpu.decode --save
 	"$(python)" -m benchmarks.cpu.choices --save
 	"$(python)" -m benchmarks.cpu.curve --save
-	"$(python)" -m benchmarks.cpu.classroom --save --save-as first_run --first --rounds 3
+	"$(python)" -m benchmarks.cpu.classroom --save --first --rounds 3
 	"$(python)" -m benchmarks.cpu.classroom --save
 	"$(python)" -m benchmarks.ranks.ranks --save
 	"$(python)" -m benchmarks.ranks.strategies --save --ranks 2

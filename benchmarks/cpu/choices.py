@@ -100,7 +100,7 @@ def kernel_choices(rounds):
         names = kernel, f"{kernel}_forward", f"{kernel}_backward"
         if any(getattr(NumpyBackend, name, None) is not getattr(PlainBackend, name, None) for name in names):
             seconds = {side: [each[kernel] for each in steps] for side, steps in measured.items()}
-            yield f"{kernel}: formula -> override", seconds
+            yield f"{kernel}, all calls in a step: formula -> override", seconds
 
 
 @benchmark("cpu-choices", rounds=15)

@@ -5,7 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels of stages 2 and 3.
 
     python -m benchmarks.cpu.classroom             # every command once
     python -m benchmarks.cpu.classroom --rounds 3  # the median of three runs
-    python -m benchmarks.cpu.classroom --first --rounds 3 --save-as first_run  # the first commands of a new user
+    python -m benchmarks.cpu.classroom --first --rounds 3  # the first commands of a new user
 """
 
 import functools
@@ -91,6 +91,7 @@ def measure_all(commands, rounds, directory=ROOT):
     first=dict(
         action="store_true",
         help="only the first two commands of a new user: training `tiny`, and the paper's inference",
+        save_as="first_run",
     ),
 )
 def main(args):

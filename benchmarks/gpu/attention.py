@@ -9,7 +9,7 @@ timing, "ours, the table's tiles" those of a run with --deterministic, "ours, pl
 
     python -m benchmarks.gpu.attention                                  # all shapes and peers
     python -m benchmarks.gpu.attention --shape 8x12x1024x64 --rounds 3  # one shape
-    python -m benchmarks.gpu.attention --designs --shape 1x16x16384x64 64x12x1024x64 --save-as gluon_ladder  # on Hopper
+    python -m benchmarks.gpu.attention --designs                        # steps from plain Triton to Gluon, on Hopper
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmarks.harness.processes import ProcessSpec
 from benchmarks.harness.report import compare_norms, paired_ratio
 from benchmarks.harness.rounds import measure_shapes
 from benchmarks.harness.script import benchmark
+from gpt2core.errors import ConfigError
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -43,6 +44,7 @@ SHAPES = [
     (4, 16, 4096, 128),
     (1, 12, 8192, 64),
 ]
+DESIGN_SHAPES = SHAPES[:2]
 TOLERANCE = 1e-2  # largest relative difference between the norms of two implementations in bf16
 KINDS = ("forward", "both")  # both: forward and backward
 
@@ -149,14 +151,29 @@ def parse_shape(text):
     return tuple(int(size) for size in sizes)
 
 
+def chosen_shapes(args):
+    """The shapes to measure. Raises ConfigError if --shape has a head size that a design of --designs does not have."""
+    from stage2_cuda.attention.hopper_launches import designs
+
+    shapes = args.shape or (DESIGN_SHAPES if args.designs else SHAPES)
+    for *_, D in shapes if args.designs else ():
+        if "pipelined" not in designs("forward", D):
+            raise ConfigError(f"--designs: not every design has head size {D} of --shape; use head size 64")
+    return shapes
+
+
 @benchmark(
     "gpu-attention",
     common=dict(threads=4, rounds=15, milliseconds=30.0, timeout=300),
-    shape=dict(type=parse_shape, nargs="+", metavar="BxHxTxD", help="one table for each shape (default: six shapes)"),
+    shape=dict(type=parse_shape, nargs="+", metavar="BxHxTxD", help="a table for each (default 6; with --designs 2)"),
     peers=dict(choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's programs (default flash cudnn)"),
-    designs=dict(action="store_true", help="compare the designs of the Gluon kernels, which need a Hopper GPU"),
+    designs=dict(
+        action="store_true",
+        help="compare the designs of the Gluon kernels, which need a Hopper GPU",
+        save_as="gluon_ladder",
+    ),
 )
 def main(args):
-    for results in measure_shapes(list(process_specs(args)), args, args.shape or SHAPES, KINDS):
+    for results in measure_shapes(list(process_specs(args)), args, chosen_shapes(args), KINDS):
         summarise(results)
         yield results

@@ -26,7 +26,10 @@ SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, s
 
 
 def leave_out(backend, change):
-    """Remove one optimisation, one of CHANGES, from a backend; COPIED is in copy_gradients()."""
+    """Remove one optimisation, one of CHANGES, from a backend; COPIED is in copy_gradients().
+
+    Raises ValueError for another text, because its row would measure the full step.
+    """
     from stage2_cuda.runtime.side_stream import NoStream
     from stage2_cuda.tuning.tuner import Tuner
 
@@ -44,6 +47,8 @@ def leave_out(backend, change):
             backend.unembed_cross_entropy_forward = lambda x, w, targets, first, *_: forward(x, w, targets, first)
         case "vocabulary not padded":
             backend.whole_rows = lambda w: w
+        case _ if change not in (FULL_STEP, COPIED):
+            raise ValueError(f"leave_out() does not know the change {change!r}")
 
 
 def copy_gradients(trainer):

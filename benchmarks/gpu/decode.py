@@ -17,7 +17,7 @@ from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
-from benchmarks.harness.report import add_peer, paired_ratio, save
+from benchmarks.harness.report import add_peer, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from benchmarks.harness.script import benchmark
 from gpt2core.errors import UserError
@@ -226,11 +226,15 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
     common=dict(threads=4, rounds=7, timeout=500),
     cases=dict(choices=CASES, nargs="+", default=list(CASES), help="a table for each (default all)"),
     peers=dict(choices=PEERS, nargs="*", default=DEFAULTS, help=f"{TITLES} (default {' '.join(DEFAULTS)})"),
-    variants=dict(action="store_true", help="time constants of this project's kernels, instead of PyTorch's programs"),
+    variants=dict(
+        action="store_true",
+        help="time constants of this project's kernels, instead of PyTorch's programs",
+        save_as="decode_variants",
+    ),
 )
 def main(args):
     if args.variants:
-        save(sum((time_constants(args, case) for case in args.cases), []), args)
+        save_each(args, (time_constants(args, case) for case in args.cases))
         return
     for case in args.cases:
         for precision in CASES[case][-1]:

@@ -3,11 +3,12 @@
 Each fusion has up to three versions. The first is a separate kernel and a product of cublasLt. The second is a product
 of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Triton kernel that computes both. The
 Triton kernels of the third version are slower, so no stage uses them. With --gluon, on a Hopper GPU, the tiles of the
-Gluon products, which compute GELU during the next tile, are compared with the epilogues of cublasLt.
+Gluon products, which compute GELU during the next tile, are compared with the epilogues of cublasLt. Each tile has its
+own process.
 
-    python -m benchmarks.gpu.fusions                                 # every fusion, 5 rounds
-    python -m benchmarks.gpu.fusions --rounds 1                      # a quick trial
-    python -m benchmarks.gpu.fusions --gluon --save-as gelu_product  # tiles of the Gluon products
+    python -m benchmarks.gpu.fusions              # every fusion, 5 rounds
+    python -m benchmarks.gpu.fusions --rounds 1   # a quick trial
+    python -m benchmarks.gpu.fusions --gluon      # tiles of the Gluon products
 """
 
 from functools import partial
@@ -16,9 +17,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.timing import time_functions
+from benchmarks.gpu.timing import first_line, time_functions
 from benchmarks.harness.ours import check_gpu
-from benchmarks.harness.report import save
+from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec
+from benchmarks.harness.report import save_each
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import SEED
 from benchmarks.harness.script import benchmark
@@ -173,43 +175,76 @@ def functions_of(cupy, backend, n, c, k, gluon):
     return functions, {"GELU after": (y, h), "GELU' after": (dh, db)}
 
 
-def gluon_rows(fusion, results):
-    """The row of each Gluon product beside the epilogue of cublasLt; a row of a product that failed has the "error"."""
-    cublaslt = results.pop(EPILOGUE)
-    for tile, found in results.items():
-        row = {"direction": DIRECTIONS[fusion], "variant": tile, "cublasLt us": 1e3 * cublaslt["ms"]}
-        yield row | ({"us": 1e3 * found["ms"]} if "ms" in found else {"error": found["failed"]})
+def prepare(module, fusion, version):
+    """Called in the process of a tile. Return run_round(rounds): the times of it and of cublasLt's epilogue."""
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    def run_round(rounds):
+        backend = CudaBackend("bf16", deterministic=False)
+        functions, outputs = functions_of(backend.xp, backend, *SHAPES[0], gluon=True)
+        compared = {name: functions[fusion, name] for name in (EPILOGUE, version)}
+        return time_functions(compared, rounds, outputs=outputs[fusion], tolerance=TOLERANCE)
+
+    return run_round
+
+
+def gluon_row(args, fusion, tile):
+    """The row of a Gluon product, with the "error" if it fails, hangs or ends its process."""
+    row = {"direction": DIRECTIONS[fusion], "variant": tile.text()}
+    options = {"fusion": fusion, "version": tile.text()}
+    spec = ProcessSpec(f"{fusion}, {tile.text()}", "benchmarks.harness.ours", 1, options)
+    try:
+        with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
+            found = process.run_round(rounds=args.rounds)
+    except BenchmarkFailed as error:
+        print(error, flush=True)
+        return row | {"error": first_line(error)}
+    times = found[tile.text()]
+    if "failed" in times:
+        print(f"{spec.name}: {times['failed']}", flush=True)
+        return row | {"error": times["failed"]}
+    return row | {"us": 1e3 * times["ms"], "cublasLt us": 1e3 * found[EPILOGUE]["ms"]}
+
+
+def gluon_rows(args):
+    """Yield [the row] of each Gluon product. Raises ConfigError if the GPU has none."""
+    from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILES, FORWARD_TILES
+
+    if gluon_kind(*gpu_model()) is None:
+        raise ConfigError("--gluon: this GPU or this Triton has no Gluon kernels: use a Hopper GPU and Triton 3.6")
+    for fusion, tiles in zip(DIRECTIONS, (FORWARD_TILES, BACKWARD_TILES), strict=True):
+        for tile in tiles:
+            yield [gluon_row(args, fusion, tile)]
+
+
+def fusion_rows(args):
+    """Yield the rows of each shape."""
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    backend = CudaBackend("bf16", deterministic=False)
+    for n, c, k in SHAPES:
+        functions, _ = functions_of(backend.xp, backend, n, c, k, gluon=False)
+        sizes = {"rows": n, "c": c, "k": k}
+        yield [
+            {**sizes, "fusion": fusion, "version": version, "us": 1e3 * each["ms"]}
+            for (fusion, version), each in time_functions(functions, args.rounds).items()
+            if "ms" in each
+        ]
 
 
 @benchmark(
-    common=dict(rounds=5),
-    gluon=dict(action="store_true", help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU"),
+    common=dict(rounds=5, timeout=60),
+    gluon=dict(
+        action="store_true",
+        help="compare the Gluon products with the epilogues of cublasLt, on a Hopper GPU",
+        save_as="gelu_product",
+    ),
 )
 def main(args):
-    from stage2_cuda.cuda_backend import CudaBackend
-
     check_gpu()
-    if args.gluon and gluon_kind(*gpu_model()) is None:
-        raise ConfigError("--gluon: this GPU or this Triton has no Gluon kernels: use a Hopper GPU and Triton 3.6")
-    backend, results = CudaBackend("bf16", deterministic=False), []
-    for n, c, k in SHAPES[: 1 if args.gluon else None]:
-        functions, outputs = functions_of(backend.xp, backend, n, c, k, args.gluon)
-        if not args.gluon:
-            times = time_functions(functions, args.rounds)
-            sizes = {"rows": n, "c": c, "k": k}
-            rows = [
-                {**sizes, "fusion": fusion, "version": version, "us": 1e3 * each["ms"]}
-                for (fusion, version), each in times.items()
-                if "ms" in each
-            ]
-            TABLES["gpu-fusions"].print(rows)
-            results += rows
-        else:
-            for fusion, written in outputs.items():
-                of_fusion = {version: function for (name, version), function in functions.items() if name == fusion}
-                results += gluon_rows(
-                    fusion, time_functions(of_fusion, args.rounds, outputs=written, tolerance=TOLERANCE)
-                )
-            TABLES["gpu-gelu"].print(results)
-    save(results, args)
+    if not args.gluon:
+        save_each(args, fusion_rows(args), TABLES["gpu-fusions"].print)
+        return 0
+    results = save_each(args, gluon_rows(args))
+    TABLES["gpu-gelu"].print(results)
     return int(any("error" in result for result in results))

@@ -13,7 +13,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, KernelPair, check_close
+from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, Comparison, check_close
 from benchmarks.gpu.timing import device_seconds, step_timer
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress
@@ -44,7 +44,7 @@ def launches(xp):
         lambda: launch(add_kernel, (1,), *arrays, 1024, BLOCK=1024),
     )
     timed = (functools.partial(host_seconds, xp, function, calls=500) for function in functions)
-    return KernelPair(3, "a launch", *timed)
+    return Comparison(3, "a launch", *timed)
 
 
 def host_seconds(xp, function, calls):
@@ -56,7 +56,7 @@ def host_seconds(xp, function, calls):
 
 
 def training():
-    """Yield the KernelPairs of sections 11 and 12: whole training steps of preset paper."""
+    """Yield the Comparisons of sections 11 and 12: whole training steps of preset paper."""
     config = PRESETS["paper"]
 
     def timer(precision="bf16", captured=True, overlap=True, count=100):
@@ -64,13 +64,13 @@ def training():
         return step_timer(program, config, BATCH_SIZE, count, overlap)
 
     full_step = timer()  # with all optimisations
-    yield KernelPair(11, "a step of preset paper, fp32 and bf16", timer("fp32"), full_step)
-    yield KernelPair(12, "the same in bf16, as a graph", timer(captured=False, count=10), full_step)
-    yield KernelPair(12, "the same, begun before the previous loss is read", timer(overlap=False), full_step)
+    yield Comparison(11, "a step of preset paper, fp32 and bf16", timer("fp32"), full_step)
+    yield Comparison(12, "the same in bf16, as a graph", timer(captured=False, count=10), full_step)
+    yield Comparison(12, "the same, begun before the previous loss is read", timer(overlap=False), full_step)
 
 
 def generation():
-    """Yield the KernelPairs of section 15: one generated token of GPT-2 124M, one sequence."""
+    """Yield the Comparisons of section 15: one generated token of GPT-2 124M, one sequence."""
     generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
 
     def timer(decoder, steps):
@@ -78,9 +78,9 @@ def generation():
 
     uncaptured = timer(generator.decoder(1, captured=False), 50)
     captured = timer(generator.decoder(1), 200)
-    yield KernelPair(15, "a token, as a graph", uncaptured, captured)
+    yield Comparison(15, "a token, as a graph", uncaptured, captured)
     # pdl: programmatic dependent launch. A kernel prefetches its weights while the previous kernel still runs.
-    yield KernelPair(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
+    yield Comparison(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
 def measure(comparison, rounds):
@@ -97,14 +97,14 @@ def measure(comparison, rounds):
 
 
 def comparisons(xp):
-    """Yield all KernelPairs, one at a time, so that the GPU memory of one is freed before the next is allocated."""
+    """Yield all Comparisons, one at a time, so that the GPU memory of one is freed before the next is allocated."""
     rng = np.random.default_rng(SEED)
     yield launches(xp)
     for make_pair in KERNEL_PAIRS:
         pair = make_pair(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), GPT2)
         check_close(pair, xp)
         functions = (functools.partial(device_seconds, xp, function) for function in (pair.plain, pair.ours))
-        yield KernelPair(pair.section, pair.name, *functions)
+        yield Comparison(pair.section, pair.name, *functions)
         del pair, functions
         xp.get_default_memory_pool().free_all_blocks()
     yield from training()

@@ -1,6 +1,6 @@
 """The kernels of stage 2's lesson, each with a plain version that calls CuPy's functions one after another.
 
-Each function (layernorm, gelu, ...) allocates random inputs and returns a KernelPair of the two versions.
+Each function (layernorm, gelu, ...) allocates random inputs and returns a Comparison of the two versions.
 """
 
 # xp: the module cupy, or numpy in the interpreter; rng(*shape): random float32 numbers on the device; sizes: a Sizes
@@ -36,14 +36,14 @@ class Sizes(NamedTuple):
 GPT2 = Sizes(N=16384, C=768, V=50257, B=8, H=12, T=1024, N_loss=4096, parameters="gpt2")
 
 
-class KernelPair(NamedTuple):
-    """Two versions to compare: plain() and ours() return the same results, as a sequence, or measured seconds."""
+class Comparison(NamedTuple):
+    """Two versions of a kernel: plain() and ours() return the same arrays. Or two timers: both return seconds."""
 
     section: int  # of the lesson
     name: str
     plain: Callable
     ours: Callable
-    tolerance: float = 0.0  # largest allowed norm(our result - plain result) / norm(plain result)
+    tolerance: float = 0.0  # of arrays: largest allowed norm(our result - plain result) / norm(plain result)
 
 
 def layernorm(xp, rng, sizes):
@@ -62,7 +62,7 @@ def layernorm(xp, rng, sizes):
         kernels.residual_layernorm_forward(s, y, mean, rstd, x, a, bias, w, b, 1e-5)
         return s, y
 
-    return KernelPair(4, "residual and LayerNorm in one kernel", plain, ours, 1e-5)
+    return Comparison(4, "residual and LayerNorm in one kernel", plain, ours, 1e-5)
 
 
 def gelu(xp, rng, sizes):
@@ -80,7 +80,7 @@ def gelu(xp, rng, sizes):
         kernels.bias_gelu_forward(y, h, bias)
         return (y,)
 
-    return KernelPair(5, "bias and GELU in one kernel", plain, ours, 1e-5)
+    return Comparison(5, "bias and GELU in one kernel", plain, ours, 1e-5)
 
 
 def column_sums(xp, rng, sizes):
@@ -94,7 +94,7 @@ def column_sums(xp, rng, sizes):
         kernels.column_sums(out, partials, dy)
         return (out,)
 
-    return KernelPair(4, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
+    return Comparison(4, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
 
 
 def embedding(xp, rng, sizes):
@@ -116,7 +116,7 @@ def embedding(xp, rng, sizes):
         kernels.token_gradient(dwte, chunk_sums, sorted_tokens, dy)
         return (dwte,)
 
-    return KernelPair(9, "the embedding's gradient without atomics", plain, ours, 1e-5)
+    return Comparison(9, "the embedding's gradient without atomics", plain, ours, 1e-5)
 
 
 def attention(xp, rng, sizes):
@@ -150,7 +150,7 @@ def attention(xp, rng, sizes):
         kernels.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
         return y, dqkv
 
-    return KernelPair(7, "attention without T x T arrays", plain, ours, 2e-2)
+    return Comparison(7, "attention without T x T arrays", plain, ours, 2e-2)
 
 
 def loss(xp, rng, sizes):
@@ -175,7 +175,7 @@ def loss(xp, rng, sizes):
         maxima, sums, target_logits = statistics
         return xp.log(sums) - (target_logits - maxima), dlogits[:, : sizes.V]
 
-    return KernelPair(8, "the loss and its gradient in one kernel", plain, ours, 1e-5)
+    return Comparison(8, "the loss and its gradient in one kernel", plain, ours, 1e-5)
 
 
 def adamw(xp, rng, sizes):
@@ -220,7 +220,7 @@ def adamw(xp, rng, sizes):
         kernels.adamw_step(p, m, v, None, g, coefficients, scale, None, beta1, beta2)
         return p, m, v
 
-    return KernelPair(10, "norm, clipping and AdamW over one buffer", plain, ours, 1e-5)
+    return Comparison(10, "norm, clipping and AdamW over one buffer", plain, ours, 1e-5)
 
 
 def product(xp, rng, sizes):
@@ -238,7 +238,7 @@ def product(xp, rng, sizes):
         fp16x3.product(out, None, *operands)
         return (out,)
 
-    return KernelPair(6, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
+    return Comparison(6, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
 
 
 KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # in the lesson's order

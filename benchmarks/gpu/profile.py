@@ -1,8 +1,8 @@
 """How long does each kernel of one training step on the GPU run, and how long is the GPU idle?
 
 CUPTI records every kernel of the process. The training step runs on one stream, on which kernels run in launch order.
-So the n-th kernel or product of this project that Python launches is the n-th one that CUPTI records. This matching
-gives the source file of each kernel and the shape of each product.
+So the n-th kernel of this project that Python launches is the n-th one that CUPTI records, and so are the products.
+This matching gives the source file of each kernel and the shape of each product.
 
     python -m benchmarks.gpu.profile                                  # gpt2 in bf16
     python -m benchmarks.gpu.profile --preset paper --precision fp32  # another model
@@ -136,16 +136,22 @@ def triton_kernel(name, kernels):
 
 
 def match_launches(activities, launches):
-    """[(title, Activity, Launch or None)], and whether the activities of this project are the launches, in order.
+    """[(title, Activity, Launch or None)], and whether all activities of this project are the launches, in order.
 
-    The title of a matched activity is that of its launch; the title of another activity is the name from short().
+    Kernels and products are matched separately, so that an unknown product does not change the rows of the kernels. The
+    title of a matched activity is that of its launch; the title of another activity is the name from short().
     """
     names = {launch.kernel for launch in launches if launch.kernel}
     recorded_kernels = [triton_kernel(activity.name, names) for activity in activities]
     own = [n for n, kernel in enumerate(recorded_kernels) if kernel or is_product(activities[n])]
-    agree = [recorded_kernels[n] for n in own] == [launch.kernel for launch in launches]
-    launch_of = dict(zip(own, launches, strict=True)) if agree else {}
-    listed = []
+    launch_of, agree, listed = {}, True, []
+    for of_products in (False, True):
+        found = [n for n in own if (recorded_kernels[n] is None) == of_products]
+        launched = [launch for launch in launches if (launch.kernel is None) == of_products]
+        if [recorded_kernels[n] for n in found] == [launch.kernel for launch in launched]:
+            launch_of |= zip(found, launched, strict=True)
+        else:
+            agree = False
     for n, activity in enumerate(activities):
         launch = launch_of.get(n)
         listed.append((launch.title if launch else short(activity.name), activity, launch))
@@ -280,5 +286,5 @@ def main(args):
     print(f"Ceilings of an H200: {products}, {CEILINGS['tbps']} TB/s.")
     TABLES["gpu-profile"].print(result)
     if not result["launches_agree"]:
-        print("the kernels that CUPTI recorded do not match the launches by Python; the rows have their names")
+        print("CUPTI recorded other kernels or products than Python launched; their rows have the names from CUPTI")
     save(result, args)

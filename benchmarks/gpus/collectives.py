@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.report import check_gpus, paired_ratio
+from benchmarks.harness.report import check_gpus, paired_ratio, save
+from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, mean_seconds
 from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit, launch
@@ -219,8 +220,7 @@ def fit_buckets(results, ranks):
 
 
 @benchmark(
-    "gpus-collectives",
-    dict(ranks=[2, 4], rounds=9, timeout=150),
+    common=dict(ranks=[2, 4], rounds=9, timeout=150),
     sizes=dict(type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)"),
 )
 def main(args):
@@ -233,4 +233,6 @@ def main(args):
         errors, of_ranks = job
         summarise(of_ranks, ranks, errors)
         results, fits = results + of_ranks, fits + fit_buckets(of_ranks, ranks)
-    return {"all_reduce": results, "fits": fits}
+        # after each job, so that an interrupted run keeps its finished ones
+        save({"all_reduce": results, "fits": fits}, args)
+    TABLES["gpus-collectives"].print({"all_reduce": results, "fits": fits})

@@ -276,12 +276,16 @@ class BenchmarkParser(Parser):
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none.
 
-        A dictionary: the arguments of add_argument() for a flag that is not in FLAGS.
+        A dictionary: the arguments of add_argument() for a flag that is not in FLAGS. "save_as" in it: the default of
+        --save-as with this flag, because its results belong to another table.
         """
         for name, default in defaults.items():
             flag, text = f"--{name.replace('_', '-')}", FLAGS.get(name)
             if isinstance(default, dict):
-                self.add_argument(flag, **default)
+                default = dict(default)
+                if save_as := default.pop("save_as", ""):
+                    default["help"] += f" (saved as {save_as})"
+                self.add_argument(flag, **default).save_as = save_as
                 continue
             if default is False:
                 self.add_argument(flag, action="store_true", help=text)
@@ -300,6 +304,10 @@ class BenchmarkParser(Parser):
                 zero = value == 0 and action.dest in self.MAY_BE_0
                 if action.type in (int, float) and value is not None and not (0 < value < 1 << 31 or zero):  # NaN too
                     self.error(f"argument {action.option_strings[0]}: {value} must be positive and below 2^31")
+            if values and getattr(action, "save_as", ""):
+                options.save_as = options.save_as or action.save_as
+        if "save_as" in options:
+            options.save_as = options.save_as or options.benchmark.split(".")[-1]
         return options
 
 
@@ -318,7 +326,7 @@ def benchmark_parser(benchmark, docstring, saves=True, **flags):
     if saves:
         add, name = parser.add_argument, benchmark.split(".")[-1]
         add("--save", action="store_true", help="write to results/, which git tracks (default: to out/results/)")
-        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+        add("--save-as", help=f"name of the results file, without .json (default {name})")
         add("--commit", help="commit to record in the results file (default: the one that git reports)")
     parser.add_flags(**flags)
     return parser

@@ -5,10 +5,10 @@ is compared with stage 0. Stage 3 runs on GPUs and is compared with stage 2. One
 is without --deterministic; one sends through the host, which gives the same bits at a lower speed. With --sockets, NCCL
 also sends through the network stack of the host, as between hosts without a faster network.
 
-    python -m benchmarks.ranks.parity                                                         # stage 1
-    python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5                    # a quick trial
-    python -m benchmarks.ranks.parity --stage 3                                               # on 1, 2 and 4 GPUs
-    python -m benchmarks.ranks.parity --stage 3 --ranks 2 --sockets --save-as parity_sockets  # connections of NCCL
+    python -m benchmarks.ranks.parity                                       # stage 1
+    python -m benchmarks.ranks.parity --presets tiny --ranks 1 2 --steps 5  # a quick trial
+    python -m benchmarks.ranks.parity --stage 3                             # on 1, 2 and 4 GPUs
+    python -m benchmarks.ranks.parity --stage 3 --ranks 2 --sockets         # connections of NCCL
 """
 
 import itertools
@@ -155,7 +155,11 @@ def verdict(results):
     precision=dict(choices=TOLERANCE, nargs="+", help="precisions (default fp32; in stage 3 fp32 bf16)"),
     ranks=dict(type=int, nargs="+", help="numbers of ranks (default 1 2 4 8; in stage 3 1 2 4)"),
     steps=dict(type=int, help="steps of each run (default 50; of `paper` in stage 1 6)"),
-    sockets=dict(action="store_true", help="stage 3, the largest number of GPUs: NCCL without and with sockets"),
+    sockets=dict(
+        action="store_true",
+        save_as="parity_sockets",
+        help="stage 3, the largest number of GPUs: NCCL without and with sockets",
+    ),
 )
 def main(args):
     set_defaults(args)

@@ -1,11 +1,11 @@
 """How long do forward, backward and a whole training step of the assignment's models take?
 
-A row is one model, context, precision and implementation; each kind (forward; forward + backward; step) runs --warm-up
-times and is then measured --repeats times. The rows "warm-up" start a new process, and say what 0, 1, 2 or 5 warm-up
-steps change: they are 10 consecutive steps after the first 0, 1, 2, 5.
+A row is one model, context, precision and implementation, in its own process. Each kind (forward; forward + backward;
+step) runs --warm-up times and is then measured --repeats times. The rows "warm-up" say what 0, 1, 2 or 5 warm-up steps
+change: they are 10 consecutive steps after the first 0, 1, 2, 5 of a process.
 
-Without flags for sizes, contexts, precisions or implementations, a selection is measured, which takes about three
-minutes on an H200, the most informative rows first. Run the command again until no row is missing.
+Without flags for sizes, contexts, precisions or implementations, a selection is measured, which takes several minutes
+on an H200, the most informative rows first. Run the command again until no row is missing.
 """
 
 import functools
@@ -18,41 +18,50 @@ from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, print_ta
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
 from benchmarks.harness.rows import mean_and_deviation, measured, run_rows
 from benchmarks.harness.script import benchmark
-from benchmarks.torch.models import check_device, chosen_models, model_examples, model_flags, release_memory
+from benchmarks.torch.models import check_device, chosen_models, model_examples, model_flags
 from benchmarks.torch.passes import BLOCKS, COMPILED, EAGER, IMPLEMENTATIONS, NAIVE, OURS, make_passes, times_of
 
 AFTER_WARM_UP = 10  # measured steps
-TIMEOUT = 500  # seconds of the process of a row "warm-up"
-
-
-def kinds_row(*model, args):
-    """{kind: time, or {"oom": True}} of one implementation, size, context and precision."""
-    passes = make_passes(*model, args.device, args.batch)
-    times = functools.partial(times_of, passes, device=args.device, warm_up=args.warm_up, repeats=args.repeats)
-    return {kind: measured(lambda kind=kind: mean_and_deviation(times(kind))) for kind in KINDS}
+TIMEOUT = 500  # seconds of one row
 
 
 def prepare(module, **model):
-    """Called in a new process. Return run_round(steps), which times consecutive steps; module: torch/passes.py."""
+    """Called in each process. Return run_round(kinds, warm_up, repeats); module: torch/passes.py.
 
-    def run_round(steps):
+    run_round() returns {kind: milliseconds of each run, or {"oom": True}}, or {"oom": True} if the model is too large.
+    """
+
+    def run_round(kinds, warm_up, repeats):
         passes = module.make_passes(**model)
-        return {"milliseconds": times_of(passes, STEP, model["device"], 0, steps)}
+        times = functools.partial(times_of, passes, device=model["device"], warm_up=warm_up, repeats=repeats)
+        return {kind: measured(functools.partial(times, kind)) for kind in kinds}
 
     return lambda **request: measured(lambda: run_round(**request))
 
 
-def warm_up_row(*model, args):
-    """{"warm-up N": time of the AFTER_WARM_UP steps after the first N of a new process}."""
-    release_memory()
+def in_new_process(*model, args, **request):
+    """The answer of run_round() in a new process."""
     names = "implementation", "size", "context", "precision", "device", "batch"
     options = dict(zip(names, (*model, args.device, args.batch), strict=True))
     spec = ProcessSpec(model[0], make_passes.__module__, os.cpu_count() or 1, options)
     with BenchmarkProcess(spec, args.benchmark, TIMEOUT) as process:
-        found = process.run_round(steps=max(WARM_UPS) + AFTER_WARM_UP)
+        return process.run_round(**request)
+
+
+def kinds_row(*model, args):
+    """{kind: time, or {"oom": True}} of one implementation, size, context and precision."""
+    found = in_new_process(*model, args=args, kinds=KINDS, warm_up=args.warm_up, repeats=args.repeats)
     if "oom" in found:
         return {"oom": True}
-    first, samples = found["milliseconds"][0], found["milliseconds"]
+    return {kind: found[kind] if "oom" in found[kind] else mean_and_deviation(found[kind]) for kind in KINDS}
+
+
+def warm_up_row(*model, args):
+    """{"warm-up N": time of the AFTER_WARM_UP steps after the first N of a new process}."""
+    found = in_new_process(*model, args=args, kinds=[STEP], warm_up=0, repeats=max(WARM_UPS) + AFTER_WARM_UP)
+    if "oom" in found or "oom" in found[STEP]:
+        return {"oom": True}
+    first, samples = found[STEP][0], found[STEP]
     after = {f"warm-up {count}": mean_and_deviation(samples[count:][:AFTER_WARM_UP]) for count in WARM_UPS}
     return {"first step": first} | after
 

@@ -4,23 +4,27 @@ import dataclasses
 import functools
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.cpu import classroom
 from benchmarks.gpu import attention as gpu_attention
 from benchmarks.gpu import choices as gpu_choices
+from benchmarks.gpu import decode as gpu_decode
+from benchmarks.gpu import fusions as gpu_fusions
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of
+from benchmarks.gpu.profile import KERNELS, Launch, group_rows, kernel_rows, launches_of, match_launches
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import pipeline
 from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import sharding as gpu_sharding
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
-from benchmarks.harness import ours, processes
+from benchmarks.harness import ours, processes, report
 from benchmarks.harness.processes import BenchmarkFailed, ProcessSpec
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
@@ -31,12 +35,14 @@ from gpt2core.arena import round_up
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.engine.fast_trainer import FastTrainer as Trainer
+from gpt2core.errors import ConfigError
 from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.data.bucket_size import best_bucket
 from gpt2core.parallel.whole_parameters import fill
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.gemm import gluon_gelu
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cupti import Activity
 from tests.support.mpi import run_mpi
@@ -59,6 +65,29 @@ def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     assert args.save_as == args.benchmark.rpartition(".")[2] and not args.save and args.commit is None
     saved = module.main.parser.parse_args(["--commit", "abc1234", "--save"])
     assert saved.commit == "abc1234" and saved.save
+
+
+@pytest.mark.parametrize(
+    "module, mode, name",
+    [
+        (gpu_attention, "--designs", "gluon_ladder"),
+        (gpu_decode, "--variants", "decode_variants"),
+        (gpu_fusions, "--gluon", "gelu_product"),
+        (classroom, "--first", "first_run"),
+    ],
+)
+def test_a_mode_does_not_write_to_the_file_of_another_table(module, mode, name):
+    parse = module.main.parser.parse_args
+    assert parse([mode]).save_as == name and parse([]).save_as == module.__name__.rpartition(".")[2]
+    assert parse([mode, "--save-as", "x"]).save_as == parse(["--save-as", "x", mode]).save_as == "x"
+
+
+def test_the_designs_of_attention_have_shapes_of_their_head_size():
+    parse = gpu_attention.main.parser.parse_args
+    assert gpu_attention.chosen_shapes(parse(["--designs"])) == [(1, 16, 16384, 64), (64, 12, 1024, 64)]
+    assert len(gpu_attention.chosen_shapes(parse([]))) == 6
+    with pytest.raises(ConfigError, match="--designs: .* head size 128 of --shape; use head size 64"):
+        gpu_attention.chosen_shapes(parse(["--designs", "--shape", "4x16x4096x128"]))
 
 
 def test_a_size_that_no_chosen_kernel_has_is_refused(monkeypatch, capsys):
@@ -156,6 +185,19 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling():
     ] and list(found[0]) == ["", ms, limit]
 
 
+def test_a_product_that_python_did_not_launch_changes_only_the_rows_of_products():
+    launches = [Launch("forward_kernel", "layernorm: forward", bytes=8), Launch(None, "product a b", flops=8)]
+    launches.append(Launch("adamw_kernel", "adamw: adamw", bytes=8))
+    names = "forward_kernel", "nvjet_hsh_128x128", "adamw_kernel"
+    activities = [Activity(n, 1.0, name) for n, name in enumerate(names)]
+    listed, agree = match_launches(activities, launches)
+    assert agree and [(title, launch) for title, _, launch in listed] == [(each.title, each) for each in launches]
+    listed, agree = match_launches([*activities, Activity(3, 1.0, "nvjet_other")], launches)
+    assert not agree and [launch for *_, launch in listed] == [launches[0], None, launches[2], None]
+    listed, agree = match_launches(activities[:2], launches)  # a kernel is missing
+    assert not agree and [launch for *_, launch in listed] == [None, launches[1]]
+
+
 def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direction():
     noise, shape = np.array([1.0, 3.0, 2.0]), [1, 2, 64, 32]  # noise slows all programs of a round equally
     ms = {"ours": (1.0, 4.0), "ours, plain Triton": (0.5, 1.0), "torch, FlashAttention-2": (1.5, 9.0)}
@@ -171,7 +213,40 @@ def test_attention_is_compared_with_the_fastest_program_of_pytorch_in_each_direc
     assert row["times as fast"] == "1.50; 1.50" and row["torch, cuDNN"] == "0; 0"
 
 
+def test_a_tile_that_hangs_has_a_row_and_the_others_are_measured(monkeypatch, capsys):
+    fast, *_ = tiles = gluon_gelu.FORWARD_TILES
+
+    class Process:
+        def __init__(self, spec, benchmark, timeout):
+            self.version, self.timeout = spec.options["version"], timeout
+
+        __enter__, __exit__ = lambda self: self, lambda *_: None
+
+        def run_round(self, rounds):
+            if self.version != fast.text():
+                raise BenchmarkFailed(f"'{self.version}' did not answer within {self.timeout} s; the end:\nmore")
+            return {"peak_bytes": 1, gpu_fusions.EPILOGUE: {"ms": 0.3}, self.version: {"ms": 0.2, "error": 0.0}}
+
+    monkeypatch.setattr(gpu_fusions, "BenchmarkProcess", Process)
+    monkeypatch.setattr(gpu_fusions, "gpu_model", lambda: ("", (9, 0)))
+    monkeypatch.setattr(gpu_fusions, "gluon_kind", lambda *_: "hopper")
+    rows = sum(gpu_fusions.gluon_rows(gpu_fusions.main.parser.parse_args(["--gluon", "--timeout", "7"])), [])
+    assert len(rows) == len(tiles) + len(gluon_gelu.BACKWARD_TILES)
+    measured = [row for row in rows if "error" not in row]
+    assert {(row["variant"], row["us"], row["cublasLt us"]) for row in measured} == {(fast.text(), 200, 300)}
+    assert all("did not answer within 7 s" in row["error"] for row in rows if row not in measured)
+    table = TABLES["gpu-gelu"].cells([{"results": rows}])
+    assert len(table) == len(measured) and table[0]["times as fast as cublasLt"] == "1.50"
+
+
 # -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimisation_that_cannot_be_removed_is_an_error():
+    for change in (gpu_choices.FULL_STEP, *gpu_choices.CHANGES):
+        gpu_choices.leave_out(mock.MagicMock(), change)
+    with pytest.raises(ValueError, match="'no graphs'"):
+        gpu_choices.leave_out(mock.MagicMock(), "no graphs")
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
@@ -520,6 +595,37 @@ def test_the_fit_recovers_alpha_and_beta():
     np.testing.assert_allclose([nccl["alpha"], nccl["beta"]], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
     assert nccl["bucket_mb"] == pytest.approx(best_bucket(alpha, beta, 4 * 124.4e6) / 1e6, rel=0.01)
+
+
+def test_the_job_of_two_ranks_is_saved_before_that_of_four(monkeypatch):
+    saved = []
+
+    def launch(ranks, *_, **options):
+        if ranks == 4:
+            raise BenchmarkFailed("there are no four GPUs")
+        names, sizes = gpu_collectives.ALGORITHMS, gpu_collectives.SIZES
+        results = [{"name": name, "bytes": size, "seconds": [1e-9 * size]} for size in sizes for name in names]
+        return dict.fromkeys(names, 1e-7), results
+
+    monkeypatch.setattr(gpu_collectives, "launch", launch)
+    monkeypatch.setattr(gpu_collectives, "save", lambda results, args: saved.append(results))
+    with pytest.raises(BenchmarkFailed):
+        gpu_collectives.main([])
+    assert [{row["ranks"] for row in found["all_reduce"]} for found in saved] == [{2}] and len(saved[0]["fits"]) == 2
+
+
+def test_the_constants_of_a_case_are_saved_before_the_next_case(monkeypatch, tmp_path):
+    def time_constants(args, case):
+        if case == "eight":
+            raise BenchmarkFailed("the GPU is gone")
+        return [{"case": case, "us_per_token": 1.0}]
+
+    monkeypatch.setattr(gpu_decode, "time_constants", time_constants)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    with pytest.raises(BenchmarkFailed):
+        gpu_decode.main(["--variants", "--commit", "abc1234"])
+    found = json.loads((tmp_path / "out" / "results" / "gpu" / "decode_variants.json").read_text())["results"]
+    assert found == [{"case": "one", "us_per_token": 1.0}]
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import lesson as gpu_lesson
 from benchmarks.gpu import plain_kernels
-from benchmarks.gpu.plain_kernels import KERNEL_PAIRS, KernelPair, Sizes, check_close
+from benchmarks.gpu.plain_kernels import KERNEL_PAIRS, Comparison, Sizes, check_close
 from benchmarks.harness.report import summarised
 from benchmarks.harness.result_tables import TABLES
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
@@ -26,7 +26,7 @@ def test_both_versions_compute_the_same(rng, kernel):
 
 def test_versions_that_differ_are_not_timed():
     one = np.ones(3, np.float32)
-    row = KernelPair(2, "a kernel", lambda: (one,), lambda: (1.1 * one,), 1e-2)
+    row = Comparison(2, "a kernel", lambda: (one,), lambda: (1.1 * one,), 1e-2)
     with pytest.raises(ArithmeticError, match="a kernel: the two versions differ by 1.0e-01"):
         check_close(row, np)
     check_close(row._replace(tolerance=0.2), np)
@@ -38,7 +38,7 @@ def test_the_versions_alternate_and_the_gain_is_computed_within_rounds():
     def version(name, factor):
         return lambda: order.append(name) or factor * next(times)
 
-    result = gpu_lesson.measure(KernelPair(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
+    result = gpu_lesson.measure(Comparison(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
     assert order == ["plain", "ours"] + ["plain", "ours", "ours", "plain", "plain", "ours"]
     assert (result["plain"], result["ours"]) == ([12, 24, 28], [4, 5, 8])
     (row,) = TABLES["gpu-lesson"].cells([{"results": summarised([result])}])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.cpu import curve, decode
+from benchmarks.cpu import choices, curve, decode
 from benchmarks.harness import report, result_tables, speedups
 from benchmarks.harness.processes import run_main
 from benchmarks.ranks import ranks
@@ -207,6 +207,12 @@ def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_one_row_besid
     assert [row["tokens_per_second"]["median"] for row in saved[2:]] == [16, 4] and "tokens_per_second" not in saved[0]
     assert (single["1: times as fast"], batch["1: times as fast"]) == ("2.00", "4.00")
     assert single["1: recomputing / cache"] == ""  # not measured, with --only
+
+
+def test_the_row_of_a_kernel_says_that_it_is_the_time_of_all_calls_in_a_step(monkeypatch):
+    monkeypatch.setattr(choices, "kernel_timer", lambda backend: lambda: {"mlp": 2.0, "not_overridden": 1.0})
+    sides = dict.fromkeys(("naive_seconds", "our_seconds"), [2.0])
+    assert list(choices.kernel_choices(1)) == [("mlp, all calls in a step: formula -> override", sides)]
 
 
 @pytest.mark.parametrize(

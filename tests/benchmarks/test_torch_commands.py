@@ -36,7 +36,10 @@ def run(monkeypatch, tmp_path):
 class SameProcess(contextlib.nullcontext):
     """A BenchmarkProcess that is this process, so that the test starts none."""
 
+    started = []  # the names of the processes
+
     def __init__(self, spec, benchmark, timeout):
+        self.started.append(spec.name)
         self.run_round = end_to_end.prepare(passes, **spec.options)
         super().__init__(self)
 
@@ -44,9 +47,10 @@ class SameProcess(contextlib.nullcontext):
 @pytest.mark.long
 def test_end_to_end_times_every_kind_and_the_warm_up(run, monkeypatch, capsys):
     monkeypatch.setattr(end_to_end, "BenchmarkProcess", SameProcess)
+    monkeypatch.setattr(SameProcess, "started", [])
     flags = "--precisions", "fp32", "--implementations", "torch naive", "ours", "--warm-up", "1", "--repeats", "2"
     found = run(end_to_end, *TRIAL, *flags)
-    assert [name.split(" / ")[-1] for name in found] == ["torch naive", "ours"] * 2
+    assert [name.split(" / ")[-1] for name in found] == ["torch naive", "ours"] * 2 == SameProcess.started
     for name, row in found.items():
         if name.startswith("warm-up"):
             assert [row[f"warm-up {count}"]["n"] for count in (0, 1, 2, 5)] == [10] * 4
@@ -54,6 +58,16 @@ def test_end_to_end_times_every_kind_and_the_warm_up(run, monkeypatch, capsys):
             assert all(row[kind]["n"] == 2 and row[kind]["mean"] > 0 for kind in assignment_tables.KINDS)
     printed = capsys.readouterr().out
     assert "| forward + backward, ms |" in printed and "| warm-up 5, ms |" in printed
+
+
+def test_a_kind_or_a_model_that_is_too_large_is_said(monkeypatch):
+    large, times = {"oom": True}, [1.0, 3.0]
+    answers = iter([large, dict(zip(assignment_tables.KINDS, (times, times, large), strict=True))])
+    monkeypatch.setattr(end_to_end, "in_new_process", lambda *_, **__: {"peak_bytes": 1} | next(answers))
+    args = end_to_end.main.parser.parse_args([])
+    assert end_to_end.kinds_row("ours", args=args) == large
+    row = end_to_end.kinds_row("ours", args=args)
+    assert list(row) == [*assignment_tables.KINDS] and row["step"] == large and row["forward"]["mean"] == 2
 
 
 def test_the_compared_models_compute_the_same_loss():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.report import FLAGS
 from gpt2core.app import cli
 
 pytestmark = pytest.mark.fast
@@ -555,6 +556,7 @@ def test_the_flags_that_a_page_names_exist(path):
     parsers = (cli.train_parser(), cli.inference_parser())
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "data" / "prepare.py").read_text()))
+    known |= {f"--{name.replace('_', '-')}" for name in FLAGS}
     for script in (ROOT / "benchmarks").rglob("*.py"):
         text = script.read_text()
         known |= set(re.findall(r'"(--[a-z-]+)"', text))
