@@ -211,9 +211,7 @@ class UnitRecorder:
         return self.steps
 
 
-RECORDINGS = {
-    "ring all-reduce": ring_all_reduce, "reduce-scatter": reduce_scatter, "ZeRO-1": zero_1, "ZeRO-3": zero_3
-}  # fmt: skip
+RECORDINGS = {"ring all-reduce": ring_all_reduce, "reduce-scatter": reduce_scatter, "ZeRO-1": zero_1, "ZeRO-3": zero_3}
 
 
 def record(title, ranks=MAX_RANKS, preset="nano"):

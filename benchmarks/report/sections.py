@@ -219,8 +219,7 @@ def samples(runs):
 
 def machine(hardware, runs):
     """[Table]: hardware and versions, and the parts that are missing or disturbed."""
-    known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware
-    known["memory_bytes"] = f"{hardware['memory_bytes']:,}"
+    known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware | {"memory_bytes": f"{hardware['memory_bytes']:,}"}
     rows = [[name.replace("_", " "), value] for name, value in known.items() if value]
     remarks = [[each["title"], text] for each in runs.records.values() if (text := remark(each))]
     tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]

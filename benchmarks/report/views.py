@@ -53,11 +53,13 @@ def pipeline(name, ranks, count):
 
 def training_step(title, step, origin=""):
     """The view of a step of read_step(), without the bars that are too short to be seen."""
-    length = step["seconds"] / MICROSECONDS
-    least = length / SHORTEST
-    lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    text = f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}."
-    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": length}
+    total, lanes = step["seconds"], []
+    for lane in step["lanes"]:
+        events = [event for event in lane["events"] if event[2] * MICROSECONDS > total / SHORTEST]
+        name = lane["name"].replace("all ranks", "collectives of all ranks")
+        lanes.append(lane | {"name": name, "events": events})
+    text = f"{origin}The step takes {seconds(total)}; bars shorter than {seconds(total / SHORTEST)} are not drawn."
+    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": total / MICROSECONDS}
 
 
 def read_step(path):
