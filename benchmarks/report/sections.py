@@ -177,7 +177,8 @@ def gain_chart(runs):
         rows.append(Row(title, marks, f"{' or '.join(map(number, theirs))} → {text}"))
         notes.append(f"{title}: {note}")
     alt = f"How many times as fast, paper → ours. {'; '.join(f'{row.label}: {row.text}' for row in rows)}."
-    caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: above it, so disturbed."
+    caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: disturbed, because "
+    caption += "this ratio, or another ratio to the same time, is above its ideal."
     return Chart("gains", "What each change gains", alt, "times as fast", rows=rows), caption, "; ".join(notes)
 
 
