@@ -122,10 +122,15 @@ def test_zero_3_has_two_whole_units_at_most_and_ends_with_the_shards_of_the_sum(
     assert {unit for unit, array in gathered if array == "gradients"} == set(units)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_live_activations_of_a_pipeline_view_have_the_peaks_of_the_simulator(name):
-    view, timeline = views.pipeline(name, 4, 8), simulate(SCHEDULES[name](4, 8))
-    assert [max(count for _, count in lane["live"]) for lane in view["lanes"]] == timeline.peaks
+@pytest.mark.parametrize(  # with 8 micro-batches on 4 ranks: forward takes 1, backward 2
+    "name, chunks, length", [("gpipe", 1, 33), ("1f1b", 1, 33), ("interleaved", 2, 28.5), ("zero-bubble", 1, 27)]
+)
+def test_pipeline_views_have_the_times_and_peaks_of_the_simulator_in_units_of_all_layers_of_a_rank(
+    name, chunks, length
+):
+    view, timeline = views.pipeline(name, 4, 8), simulate(SCHEDULES[name](4, 8), lambda kind, chunk: 1 / chunks)
+    assert view["length"] == length
+    assert [max(count for _, count in lane["live"]) * chunks for lane in view["lanes"]] == timeline.peaks
     assert all(lane["live"][-1] == [timeline.seconds, 0] for lane in view["lanes"])
     times = [(start, start + span) for lane in view["lanes"] for _, start, span, *_ in lane["events"]]
     assert sorted(times) == sorted(timeline.times.values())
