@@ -93,8 +93,7 @@ def draw(chart, size, theme, title=""):
     colours = {name: pair[theme] for name, pair in COLOURS.items()}
     style = figure_style(theme) | {"font.size": FONT, "font.family": "sans-serif", "axes.facecolor": "none"}
     width, height, row, limit = SIZES[size]
-    if chart.rows:
-        height = row * (len(chart.rows) + 0.6) + 0.75
+    height = row * (len(chart.rows) + 0.6) + 0.75 if chart.rows else height
     with matplotlib.rc_context(style | {"grid.linewidth": 0.6, "axes.axisbelow": True}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()

@@ -7,7 +7,7 @@ const ROWS = 14; // of the table of a training step
 const CATEGORIES = { // of the bars: colour, and name in the legend
   forward: ["c0", "forward"], backward: ["c3", "backward"], weights: ["c2", "gradients of the parameters"],
   optimizer: ["c4", "optimizer"], collective: ["c1", "communication"], wait: ["line", "wait"], GPU: ["c2", "GPU"],
-  phase: ["host", ""], // around the other bars
+  phase: ["host", "phase, around other bars"],
 };
 const CORNERS = [[1, 1], [1, 3], [3, 3], [3, 1]]; // grid places of ranks: clockwise, each beside its two neighbours
 const colour = (category) => `--kind: var(--${(CATEGORIES[category] ?? CATEGORIES.GPU)[0]})`;
@@ -106,7 +106,7 @@ function openTrace({ lanes, length, unit }) {
   const used = new Set(lanes.flatMap(({ events }) => events.map((event) => event[3])));
   const percent = (time) => `${(100 * time) / length}%`;
   let from = 0, span = length; // the part of the step that is shown
-  const legend = Object.entries(CATEGORIES).filter(([category, [, name]]) => used.has(category) && name);
+  const legend = Object.entries(CATEGORIES).filter(([category]) => used.has(category));
   drawing.innerHTML = html`
     <p class="legend">${legend.map(([category, [, name]]) =>
       html`<span><span class="key" style="${colour(category)}"></span>${name}</span>`)}</p>
@@ -129,7 +129,7 @@ function openTrace({ lanes, length, unit }) {
     place((frame / TRACE_FRAMES) * length);
   };
   place(0);
-  if (!unit) totals.innerHTML = tableOf(lanes, length, used.has("GPU"));
+  if (!unit) totals.innerHTML = tableOf(lanes, length, used);
   return (number) => {
     const time = (number / TRACE_FRAMES) * length;
     if (time < from || time > from + span) place(time);
@@ -159,17 +159,16 @@ function nested(events) {
 // The bars of a lane. A nested bar is drawn inside its outer bar.
 const barsOf = (events, unit, percent) => nested(events).map(([event, , depth]) => {
   const [, start, taken, category, , , mark = ""] = event, inset = Math.min(3 * (depth - 1), 9);
-  const place = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${inset}px`;
-  const tip = describe(event, unit);
-  return html`<div class="event" style="${place}; ${colour(category)}" data-tip="${tip}">${mark}</div>`;
+  const style = `left: ${percent(start)}; width: ${percent(taken)}; --inset: ${inset}px; ${colour(category)}`;
+  return html`<div class="event" style="${style}" data-tip="${describe(event, unit)}">${mark}</div>`;
 });
 
 // The table of the kernels and collectives of a step. A time is without the bars inside. On a GPU, the other events
-// are the launches of its kernels.
-function tableOf(lanes, length, onGpu) {
+// are the launches of its kernels. The waits are inside the collectives, so only one of the two is counted.
+function tableOf(lanes, length, used) {
   const found = {}, ranks = new Set(lanes.map(({ rank }) => rank)).size;
   function rowOf([name, , , category]) {
-    const op = PRODUCT.test(name) ? "matrix products" : name.split("<")[0];
+    const op = PRODUCT.test(name) ? "matrix products" : name.split("<")[0].replaceAll("_", "_\u200b"); // may wrap
     return (found[`${category} ${op}`] ??= { op, category, calls: 0, bytes: 0, time: 0 });
   }
   for (const [event, outer] of lanes.flatMap(({ events }) => nested(events))) {
@@ -179,12 +178,13 @@ function tableOf(lanes, length, onGpu) {
     row.calls += 1 / ranks;
     if (outer.length > 1) rowOf(outer.at(-2)).time -= time;
   }
-  const shown = onGpu ? ["GPU", "collective", "wait"] : Object.keys(CATEGORIES).filter((each) => each !== "phase");
+  const kernels = used.has("GPU") ? ["GPU"] : ["forward", "backward", "optimizer"];
+  const shown = [...kernels, used.has("wait") ? "wait" : "collective"];
   const rows = Object.values(found).filter(({ category }) => shown.includes(category));
   const number = (value) => (value < 100 ? value.toPrecision(3) : Math.round(value).toLocaleString("en"));
   const cells = (values, tag) => values.map((value) => html`<${tag} class="number">${value}</${tag}>`);
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Time by kernel"><table>
-    <caption><span>Time by kernel and collective: sum over the threads of a rank, mean of the ranks.</span></caption>
+    <caption><span>Time by kernel, wait or collective: sum over the threads, mean of the ranks.</span></caption>
     <thead><tr><th scope="col">name</th>${cells(["time (ms)", "of the step (%)", "calls", "bytes"], "th")}</tr></thead>
     <tbody>${rows.sort((a, b) => b.time - a.time).slice(0, ROWS).map(({ op, category, calls, bytes, time }) =>
       html`<tr><th scope="row"><span class="key" style="${colour(category)}"></span>${op}</th>

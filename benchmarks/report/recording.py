@@ -180,12 +180,8 @@ class UnitRecorder:
         return lambda unit: (call(unit), self.note(f"{phase} of {unit}"))
 
     def complete(self, call):
-        def completed(unit):
-            self.note(f"reduce-scatter of the gradients of {unit}", [(unit, "gradients")])
-            call(unit)
-            self.summed.append(unit)
-
-        return completed
+        phase = "reduce-scatter of the gradients of"
+        return lambda unit: (self.note(f"{phase} {unit}", [(unit, "gradients")]), call(unit), self.summed.append(unit))
 
     def note(self, phase, moving=None):
         """Append a step, return all. moving: the (unit, array) that are sent; by default, units that are gathered."""
@@ -211,9 +207,7 @@ class UnitRecorder:
         return self.steps
 
 
-RECORDINGS = {
-    "ring all-reduce": ring_all_reduce, "reduce-scatter": reduce_scatter, "ZeRO-1": zero_1, "ZeRO-3": zero_3
-}  # fmt: skip
+RECORDINGS = {"ring all-reduce": ring_all_reduce, "reduce-scatter": reduce_scatter, "ZeRO-1": zero_1, "ZeRO-3": zero_3}
 
 
 def record(title, ranks=MAX_RANKS, preset="nano"):

@@ -70,9 +70,9 @@ class Runs:
         parts = {"stage 0": "train0", "stage 1 on 2 ranks": "train1", "stage 2": "train2", "stage 3": "train3"}
         found = {label: run for label, name in parts.items() if (run := self.measured(name, "losses"))}
         if self.preset == "paper":  # the first steps are those of a shorter run: its learning rate is constant
-            for stage, name, ranks in (("stage 2", "stage 2", 1), ("stage 3", "--deterministic", 2)):
-                source = f"fp32; {origin('gpus/parity', ranks)}"
-                found.setdefault(stage, Run(shipped_curve(name, ranks), source, True))
+            for stage, ranks in (("stage 2", 1), ("stage 3", 2)):
+                if losses := shipped_curve(ranks):
+                    found.setdefault(stage, Run(losses, f"fp32; {origin('gpus/parity', ranks)}", True))
         return found
 
 
@@ -86,10 +86,12 @@ def origin(name, used=None):
     return f"{where}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
 
 
-def shipped_curve(name, ranks):
-    """The 50 losses of preset `paper` in fp32 of the first row with this name and number of ranks in gpus/parity."""
-    rows = load("gpus/parity")["results"]["runs"]
-    return next(r["losses"] for r in rows if r["precision"] == "fp32" and r["ranks"] == ranks and name in r["name"])
+def shipped_curve(ranks):
+    """The losses of preset `paper` in fp32 with --deterministic on this number of ranks in gpus/parity, or None."""
+    for row in load("gpus/parity")["results"]["runs"]:  # an older row has no preset, and its one process is "stage 2"
+        deterministic = row["name"] in ("one process", "stage 2") or "--deterministic" in row["name"]
+        if deterministic and (row.get("preset", "paper"), row["precision"], row["ranks"]) == ("paper", "fp32", ranks):
+            return row["losses"]
 
 
 def shipped_runs():

@@ -177,7 +177,8 @@ def gain_chart(runs):
         rows.append(Row(title, marks, f"{' or '.join(map(number, theirs))} → {text}"))
         notes.append(f"{title}: {note}")
     alt = f"How many times as fast, paper → ours. {'; '.join(f'{row.label}: {row.text}' for row in rows)}."
-    caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: above it, so disturbed."
+    caption = "Circles: the paper (Table 1 or text); dots: ours; lines: the ideal; crosses: disturbed, because "
+    caption += "this ratio, or another ratio to the same time, is above its ideal."
     return Chart("gains", "What each change gains", alt, "times as fast", rows=rows), caption, "; ".join(notes)
 
 
@@ -219,8 +220,7 @@ def samples(runs):
 
 def machine(hardware, runs):
     """[Table]: hardware and versions, and the parts that are missing or disturbed."""
-    known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware
-    known["memory_bytes"] = f"{hardware['memory_bytes']:,}"
+    known = {"gpu": "none (nvidia-smi lists no GPU)"} | hardware | {"memory_bytes": f"{hardware['memory_bytes']:,}"}
     rows = [[name.replace("_", " "), value] for name, value in known.items() if value]
     remarks = [[each["title"], text] for each in runs.records.values() if (text := remark(each))]
     tables = [Table("Hardware and versions.", ["", THIS_MACHINE], rows)]

@@ -32,32 +32,39 @@ def views(runs):
 def pipeline(name, ranks, count):
     """A simulated schedule: a lane of actions for each rank, and its live activations after each action."""
     schedule = SCHEDULES[name](ranks, count)
-    timeline, lanes = simulate(schedule), []
-    changes = LIVE | {"B": -0.5, "W": -0.5} if splits(schedule) else LIVE
+    chunks, half = len({chunk for _, _, chunk in schedule[0]}), splits(schedule) / 2
+    timeline, lanes = simulate(schedule, lambda kind, chunk: 1 / chunks), []
+    changes = LIVE | {"B": half - 1, "W": -half}
     for rank, actions in enumerate(schedule):
         events, live = [], [[0, 0]]
         for kind, batch, chunk in actions:
             start, end = timeline.times[kind, batch, chunk]
             title = f"{KINDS[kind]} of micro-batch {batch}, chunk {chunk}"
             events.append([title, start, end - start, KINDS[kind], "", 0, str(batch)])
-            live.append([start if kind == "F" else end, live[-1][1] + changes[kind]])
+            live.append([start if kind == "F" else end, live[-1][1] + changes[kind] / chunks])
         lanes.append({"rank": rank, "name": "", "events": events, "live": [*live, [timeline.seconds, live[-1][1]]]})
+    peaks = ", ".join(f"{peak / chunks:g}" for peak in timeline.peaks)
     text = (
-        f"{ranks} ranks, {count} micro-batches (the numbers), one unit of time for F, B and W: {timeline.seconds:g} "
-        f"units, bubble {100 * timeline.bubble:.0f} %, at most {', '.join(f'{peak:g}' for peak in timeline.peaks)} "
-        f"live activations on the ranks (the curve below the bars)."
+        f"{ranks} ranks, {count} micro-batches (the numbers): {timeline.seconds:g} units of time, bubble "
+        f"{100 * timeline.bubble:.0f} %, at most {peaks} live activations on the ranks (the curve below the bars). "
+        f"For the layers of a rank, forward, backward and the gradients of the parameters take one unit each. "
+        f"{'Half of an activation is live between the last two' if half else 'A backward bar includes the last two'}."
     )
+    if chunks > 1:
+        text += f" A bar is one of {chunks} chunks: 1/{chunks} of the layers, time and activations; so numbers repeat."
     trace = {"lanes": lanes, "length": timeline.seconds, "unit": "unit"}
     return {"group": "pipeline schedules", "title": f"pipeline {name}", "text": text} | trace
 
 
 def training_step(title, step, origin=""):
     """The view of a step of read_step(), without the bars that are too short to be seen."""
-    length = step["seconds"] / MICROSECONDS
-    least = length / SHORTEST
-    lanes = [lane | {"events": [event for event in lane["events"] if event[2] > least]} for lane in step["lanes"]]
-    text = f"{origin}The step takes {seconds(step['seconds'])}, without bars below {seconds(least * MICROSECONDS)}."
-    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": length}
+    total, lanes = step["seconds"], []
+    for lane in step["lanes"]:
+        events = [event for event in lane["events"] if event[2] * MICROSECONDS > total / SHORTEST]
+        name = lane["name"].replace("all ranks", "collectives of all ranks")
+        lanes.append(lane | {"name": name, "events": events})
+    text = f"{origin}The step takes {seconds(total)}; bars shorter than {seconds(total / SHORTEST)} are not drawn."
+    return {"group": "training steps", "title": title, "text": text, "lanes": lanes, "length": total / MICROSECONDS}
 
 
 def read_step(path):

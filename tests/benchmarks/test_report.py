@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.harness import speedups, training_runs
 from benchmarks.harness.processes import run_to_end
+from benchmarks.ranks import parity
 from benchmarks.report import __main__ as report
 from benchmarks.report import (
     measure,
@@ -121,10 +122,15 @@ def test_zero_3_has_two_whole_units_at_most_and_ends_with_the_shards_of_the_sum(
     assert {unit for unit, array in gathered if array == "gradients"} == set(units)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_live_activations_of_a_pipeline_view_have_the_peaks_of_the_simulator(name):
-    view, timeline = views.pipeline(name, 4, 8), simulate(SCHEDULES[name](4, 8))
-    assert [max(count for _, count in lane["live"]) for lane in view["lanes"]] == timeline.peaks
+@pytest.mark.parametrize(  # with 8 micro-batches on 4 ranks: forward takes 1, backward 2
+    "name, chunks, length", [("gpipe", 1, 33), ("1f1b", 1, 33), ("interleaved", 2, 28.5), ("zero-bubble", 1, 27)]
+)
+def test_pipeline_views_have_the_times_and_peaks_of_the_simulator_in_units_of_all_layers_of_a_rank(
+    name, chunks, length
+):
+    view, timeline = views.pipeline(name, 4, 8), simulate(SCHEDULES[name](4, 8), lambda kind, chunk: 1 / chunks)
+    assert view["length"] == length
+    assert [max(count for _, count in lane["live"]) * chunks for lane in view["lanes"]] == timeline.peaks
     assert all(lane["live"][-1] == [timeline.seconds, 0] for lane in view["lanes"])
     times = [(start, start + span) for lane in view["lanes"] for _, start, span, *_ in lane["events"]]
     assert sorted(times) == sorted(timeline.times.values())
@@ -179,7 +185,7 @@ def event(name, start, duration, category, lane=0, rank=0, **details):
 EVENTS = [
     {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
     for rank in (0, 1)
-    for lane, name in enumerate(("worker 0", "data-parallel group"))
+    for lane, name in enumerate(("worker 0", "all ranks"))
 ] + [
     event("step 0", 0, 100, "step", lane=2),
     event("embedding_forward", 10, 5, "forward"),
@@ -192,7 +198,7 @@ EVENTS = [
             event("mlp_forward", 105, 30, "forward", rank=rank, module="h.0.mlp"),
             event("linear_forward", 110, 20, "forward", rank=rank, module="h.0.mlp.c_fc"),
             event("attention_backward", 145, 20, "backward", rank=rank),
-            event("wait: all_reduce", 165, 15, "wait", rank=rank),
+            event("wait: all_reduce", 165, 15, "wait", rank=rank, bytes=400),
             event("all_reduce", 150, 30, "collective", lane=1, rank=rank, bytes=400, ranks=2),
         )
     ),
@@ -203,6 +209,9 @@ def test_the_last_step_of_a_trace_is_read():
     step = views.step_of(EVENTS)
     assert (step["name"], round(1e6 * step["seconds"]), len(step["lanes"])) == ("step 1", 100, 4)
     assert step["lanes"][0]["events"][0] == ["forward", 0, 40, "phase", "", 0]
+    view = views.training_step("", step)
+    assert [lane["name"] for lane in view["lanes"]] == ["worker 0", "collectives of all ranks"] * 2
+    assert "; bars shorter than 0.0200" in view["text"]
 
 
 def test_the_trace_that_training_writes_can_be_read(train, corpus, tmp_path):
@@ -337,6 +346,25 @@ def test_a_training_with_fewer_steps_than_the_papers_is_marked_in_table_1_and_in
     assert table.head[1:3] == ["paper, 50 steps (s)", "ours, 4 steps (s)"]
     lines = sections.loss_chart(Runs(small_records(), "paper", 4))[0].lines
     assert [len(line.y) for line in lines] == [50] * 4 + [4, 4, 50, 50]  # the shipped runs show how ours continue
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_fresh_record_of_gpu_parity_has_the_curves_of_stages_2_and_3(capsys, monkeypatch, most):
+    trained, saved, draw = {}, [], np.random.default_rng().random
+
+    def train(title, *arguments, **options):
+        trained[title, options["precision"]] = losses = list(1 + 1e-4 * draw(3))
+        log = [{"step": k, "loss": each, "seconds": 1.0, "parameters_sha256": ""} for k, each in enumerate(losses)]
+        return log, ""
+
+    monkeypatch.setattr(parity, "train", train)
+    monkeypatch.setattr(parity, "save", lambda results, *arguments, **options: saved.append(results))
+    parity.main(["--stage", "3", "--presets", "tiny", "paper", "--ranks", *["1", "2"][:most]])
+    record = {"machine": "a GPU", "date": "", "commit": "", "results": saved[0]}
+    monkeypatch.setattr("benchmarks.report.runs.load", lambda name: record)
+    curves = {label: run.value for label, run in Runs({}, "paper", 50).curves().items()}
+    want = {"stage 2": "paper, stage2_cuda", "stage 3": "paper, 2 ranks --dp bucket --deterministic"}
+    assert curves == {label: trained[title, "fp32"] for label, title in list(want.items())[:most]}
 
 
 @pytest.mark.skipif(speedups.busy_seconds() is None, reason="this system has no /proc/stat")
@@ -643,19 +671,20 @@ def test_all_ranks_and_the_messages_of_a_frame_fit_a_projector(browser, page, ti
         assert browser.evaluate(CLIPPED) == []
 
 
-def test_the_table_of_a_training_step_counts_the_time_of_each_kernel_once(browser, page):
+def test_the_table_of_a_training_step_counts_the_time_of_each_kernel_and_each_wait_once(browser, page):
     browser.open(page.as_uri(), 1280, 900)
     titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
     browser.evaluate(f"{CHOOSE}({titles.index('title of trace1, preset nano, this machine')})")
     rows = """[...document.querySelectorAll("#step-totals tbody tr")].map(each =>
-      [...each.cells].map(cell => cell.innerText))"""
-    assert browser.evaluate(rows) == [  # mlp_forward without the linear_forward inside it; one rank of two equal ones
-        ["all_reduce", "0.0300", "30.0", "1", "400"],
+      [...each.cells].map(cell => cell.innerText.replaceAll("\u200b", "")))"""
+    assert browser.evaluate(rows) == [  # mlp_forward without linear_forward, only the wait of all_reduce, mean of ranks
         ["linear_forward", "0.0200", "20.0", "1", ""],
         ["attention_backward", "0.0200", "20.0", "1", ""],
-        ["wait: all_reduce", "0.0150", "15.0", "1", ""],
+        ["wait: all_reduce", "0.0150", "15.0", "1", "400"],
         ["mlp_forward", "0.0100", "10.0", "1", ""],
     ]
+    legend = '[...document.querySelectorAll("#step-player .legend > span")].map(each => each.textContent)'
+    assert browser.evaluate(legend) == ["forward", "backward", "communication", "wait", "phase, around other bars"]
     browser.evaluate(f"{CHOOSE}(0)")
     assert browser.evaluate(rows) == []
 
