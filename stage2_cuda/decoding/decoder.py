@@ -327,8 +327,9 @@ class PrefillCache:
         self.cache, self.backend = cache, backend
 
     def attend(self, qkv, layer, n_head):
-        _, T, columns = qkv.shape
-        self.cache[layer][:, :T] = qkv[:, :, columns // 3 :]
+        # CuPy copies words of 8 bytes three times as fast as numbers of 2 bytes
+        cache, words = self.cache[layer].view(np.uint64), qkv.view(np.uint64)
+        cache[:, : qkv.shape[1]] = words[:, :, words.shape[2] // 3 :]
         return self.backend.attention_forward(qkv, n_head)[0]
 
 
