@@ -37,6 +37,7 @@ CASES = {
     "one": ("gpt2", 1, 256, 256, ["bf16"]),
     "eight": ("gpt2", 8, 256, 256, ["bf16"]),
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
+    "xl": ("gpt2-xl", 1, 256, 256, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
 # The options of PyTorch's program (peers/torch_decode_cuda.py) with the values to time; the first values are where the
