@@ -360,20 +360,26 @@ class _Message(Handle):
     def __init__(self, messages, requests, result=None):
         self._messages, self._requests, self._result = messages, requests, result
 
+    @contextlib.contextmanager
+    def _as_communicator_error(self):
+        try:
+            yield
+        except self._messages.mpi.Exception as error:
+            raise CommunicatorError(f"MPI: {error}") from error
+
     def progress(self):
-        if self._requests and self._requests[0].Test():
-            del self._requests[0]
+        with self._as_communicator_error():
+            if self._requests and self._requests[0].Test():
+                del self._requests[0]
 
     def wait(self):
-        try:
+        with self._as_communicator_error():
             while self._requests:
                 if self._messages.spins:
                     self._requests[0].Wait()
                 else:
                     _poll(self._requests[0].Test)
                 del self._requests[0]
-        except self._messages.mpi.Exception as error:
-            raise CommunicatorError(f"MPI: {error}") from error
         return self._result
 
 

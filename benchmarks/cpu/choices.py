@@ -113,5 +113,4 @@ def main(args):
         timers = {side: partial(mean_seconds, function, repeat) for side, function in functions.items()}
         measured.append((name, interleaved(timers, args.rounds)))
     measured += kernel_choices(args.rounds)
-    results = [{"choice": name, **sides, "gain": paired_ratio(*sides.values())} for name, sides in measured]
-    return results
+    return [{"choice": name, **sides, "gain": paired_ratio(*sides.values())} for name, sides in measured]

@@ -47,19 +47,19 @@ class Link(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """block_forward, block_backward: the Rates of a block. ends_forward, ends_backward: of embedding and head.
-    inside: the Link of an all-reduce inside a layer, with the wait for the slower rank. collective, gather,
-    message: the Links of other all-reduces, of the other collectives, and of a message on one host. background: of
-    a collective that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks
-    ranks. embedding: the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per
-    second of the memory, for the update and for sums of gradients. micro_batch: seconds of a unit for each merged
-    micro-batch after the first one, besides those of its parameters. again: seconds of a block that backward
-    computes again, besides its forward pass. weights: seconds of the gradients of the parameters of a unit, besides
-    those of its products. action: seconds of an F action, and of B and W together, besides those of
-    the pass. reaction: seconds that
-    a rank reacts later for each second that it has waited for a message, because its sleeps become longer.
-    update: seconds of the update of a unit, besides those of its numbers: each parameter is a few calls of kernels.
-    step: seconds of a step for everything else. queries: see unit_work(). overlaps: whether messages run while a
-    rank computes. processors: the multiprocessors of a GPU; None: a CPU.
+
+    inside: the Link of an all-reduce inside a layer, with the wait for the slowest rank. collective, gather, message:
+    the Links of other all-reduces, of the other collectives, and of a message on one host. background: of a collective
+    that a rank starts while it computes. far: the Link between hosts, each of which has host_ranks ranks. embedding:
+    the part of the overhead of embedding and head that the embedding has. bandwidth: bytes per second of the memory,
+    for the update and for sums of gradients. micro_batch: seconds of a unit for each merged micro-batch after the first
+    one, besides those of its parameters. again: seconds of a block that backward computes again, besides its forward
+    pass. weights: seconds of the gradients of the parameters of a unit, besides those of its products. action: seconds
+    of an F action, and of B and W together, besides those of the pass. reaction: seconds that a rank reacts later for
+    each second that it has waited for a message, because its sleeps become longer. update: seconds of the update of a
+    unit, besides those of its numbers: each parameter is a few calls of kernels. step: seconds of a step for everything
+    else. queries: see unit_work(). overlaps: whether messages run while a rank computes. processors: the
+    multiprocessors of a GPU; None: a CPU.
     """
 
     name: str
