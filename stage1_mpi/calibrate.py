@@ -144,7 +144,8 @@ def unit_rates(world):
 def solve(rows, seconds, scales):
     """The constants of which each time has as many as its row says, with the least squares of errors / scales.
 
-    Constants that would be below 0 are 1e-15, and the others are those of the best solution without them.
+    Constants that would be below 0 are 1e-15, and the others are those of the best solution without them. Of equally
+    good solutions the one without the first constant is taken.
     """
     scales = np.maximum(np.abs(scales), 1e-9)  # noise may make the difference of two times 0
     rows, seconds = np.array(rows) / scales[:, None], np.divide(seconds, scales)
@@ -153,7 +154,7 @@ def solve(rows, seconds, scales):
         some, used = np.zeros(len(used)), np.array(used)
         some[used] = np.linalg.lstsq(rows[:, used], seconds, rcond=None)[0]
         error = np.sum((rows @ some - seconds) ** 2)
-        if np.all(some >= 0) and error < best:
+        if np.all(some >= 0) and error < best - 1e-12:
             found, best = some, error
     return np.maximum(found, 1e-15).tolist()
 
@@ -252,18 +253,22 @@ def links(world):
 
 
 def inside_layers(world):
-    """`inside` of Machine: by how much a pass of ranks that divide each layer is longer than without their sums."""
-    shapes, groups = ((SHORT, 1), (WIDE, MANY)), (Slice(world.rank, world.size), world)
-    passes = [make_pass(*shape, group=group) for shape in shapes for group in groups]
-    without, complete = shortest(world, passes, wall_seconds).reshape(2, 2).T
-    # four of a block, one of the embedding, one of the head, two of the cross-entropy
-    calls = np.array([4 * config.n_layer + 4 for config, _ in shapes])
-    sent = [
-        textbook_bytes("all_reduce", count * config.block_size * config.n_embd * FP32, world.size)
-        for config, count in shapes
-    ]
-    start, beta = line(sent, ((complete - without) / calls).tolist())
-    return [start / rounds("all_reduce", world.size), beta]
+    """`inside` of Machine: by how much a pass of ranks that divide each layer is longer than without their sums.
+
+    Groups of 2 ranks are measured, which all compute at the same time, and larger ones.
+    """
+    groups = [world.split(world.rank // 2**i, world.rank) for i in range(1, int(math.log2(world.size)) + 1)]
+    cases = list(itertools.product(groups, ((SHORT, 1), (WIDE, MANY))))
+    parts = [(shape, each) for group, shape in cases for each in (Slice(group.rank, group.size), group)]
+    times = shortest(world, [make_pass(*shape, group=each) for shape, each in parts], wall_seconds)
+    rows, longer = [], []
+    for (group, (config, count)), (without, complete) in zip(cases, times.reshape(-1, 2), strict=True):
+        size = count * config.block_size * config.n_embd * FP32
+        rows.append([1.0, rounds("all_reduce", group.size), textbook_bytes("all_reduce", size, group.size)])
+        # four of a block, one of the embedding, one of the head, two of the cross-entropy
+        longer.append((complete - without) / (4 * config.n_layer + 4))
+    call, alpha, beta = solve(rows, longer, longer)
+    return [alpha, beta, call]
 
 
 def thread_seconds(function):

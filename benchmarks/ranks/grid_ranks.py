@@ -21,51 +21,56 @@ MICRO_BATCHES, LR = 8, 3e-4
 def train_all(world, configs, model, batch_size, steps, rounds=1):
     """[(Layout, measurements of this rank)] of each ParallelConfig.
 
-    All are trained `rounds` times, because the speed of a machine can change for longer than a few steps.
+    Times are those of all rounds, because the speed of a machine can change for longer than a few steps.
     """
-    found = [[train_one(world, each, model, batch_size, steps) for each in configs] for _ in range(rounds)]
-    return [joined(each) for each in zip(*found, strict=True)]
+    found = [sizes_of(world, each, model, batch_size) for each in configs]
+    times = [[times_of(world, each, model, batch_size, steps) for each in configs] for _ in range(rounds)]
+    for (_, sizes), each in zip(found, zip(*times, strict=True), strict=True):
+        sizes |= {name: min(times[name] for times in each) for name in ("cpu", "bubble")}
+        sizes["seconds"] = [second for times in each for second in times["seconds"]]
+    return found
 
 
-def joined(results):
-    """One result of train_one() from those of all rounds: all steps, the least CPU time, the smallest bubble."""
-    (layout, first), *_ = results
-    seconds = [second for _, found in results for second in found["seconds"]]
-    least = {name: min(found[name] for _, found in results) for name in ("cpu", "bubble")}
-    return layout, first | least | {"seconds": seconds}
-
-
-def train_one(world, parallel, model, batch_size, steps):
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, 4096)
-    windows = Windows(tokens, model.block_size)
-    tracemalloc.start()
+def make_trainer(world, parallel, model, batch_size):
+    """(trainer, batch of a step)."""
     trainer = FastTrainer(
         model, [NumpyBackend()], batch_size=batch_size, seq_len=model.block_size, micro_batches=MICRO_BATCHES,
         world=world, parallel=parallel,
     )  # fmt: skip
-    if parallel.pp > 1:
-        trainer.accumulator.executor.record_times()
-    batch = read_batch(trainer, windows)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, 4096)
+    return trainer, read_batch(trainer, Windows(tokens, model.block_size))
+
+
+def sizes_of(world, parallel, model, batch_size):
+    """(Layout, the memory, calls and bytes of this rank and those predicted)."""
+    tracemalloc.start()
+    trainer, batch = make_trainer(world, parallel, model, batch_size)
     for _ in range(2):
-        trainer.step(batch, LR)
+        sent = trainer.step(batch, LR).bytes_sent or 0
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    calls = count_calls(trainer, batch)
-    seconds, cpu, sent = [], [], 0
-    for _ in range(steps):
-        world.barrier()
-        start = time.process_time()
-        step = trainer.step(batch, LR)
-        cpu.append(time.process_time() - start)
-        seconds.append(step.seconds)
-        sent = step.bytes_sent or 0
-    bubble = measured(trainer.accumulator, trainer.mesh.pipeline)[0].bubble if parallel.pp > 1 else 0.0
     layout = layout_of(trainer)
     place = layout.places()[world.rank]
     expected = traffic(layout, place)
-    predicted = sum(call.times for call in expected), bytes_sent(layout, place, expected, world.sent)
-    found = {"memory": memory, "calls": calls, "bytes": sent, "bubble": bubble, "seconds": seconds, "cpu": min(cpu)}
-    return layout, found | dict(zip(("predicted_calls", "predicted_bytes"), predicted, strict=True))
+    predicted = {"predicted_calls": sum(call.times for call in expected)}
+    predicted["predicted_bytes"] = bytes_sent(layout, place, expected, world.sent)
+    return layout, {"memory": memory, "calls": count_calls(trainer, batch), "bytes": sent} | predicted
+
+
+def times_of(world, parallel, model, batch_size, steps):
+    """The seconds of so many steps after the first one, the least CPU time of a step, the bubble of the last one."""
+    trainer, batch = make_trainer(world, parallel, model, batch_size)
+    if parallel.pp > 1:
+        trainer.accumulator.executor.record_times()
+    trainer.step(batch, LR)
+    seconds, cpu = [], []
+    for _ in range(steps):
+        world.barrier()
+        start = time.process_time()
+        seconds.append(trainer.step(batch, LR).seconds)
+        cpu.append(time.process_time() - start)
+    bubble = measured(trainer.accumulator, trainer.mesh.pipeline)[0].bubble if parallel.pp > 1 else 0.0
+    return {"seconds": seconds, "cpu": min(cpu), "bubble": bubble}
 
 
 def count_calls(trainer, batch):

@@ -38,10 +38,11 @@ class Rate(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The alpha-beta model (Hockney): m bytes in r rounds take r alpha + m beta seconds."""
+    """The alpha-beta model (Hockney): m bytes in r rounds take call + r alpha + m beta seconds."""
 
     alpha: float
     beta: float
+    call: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def call_seconds(layout, machine, call):
     else:
         link = machine.collective if call.name == "all_reduce" else machine.gather
     sent = textbook_bytes(call.name, call.elements * call.itemsize, size)
-    return rounds(call.name, size) * link.alpha + sent * link.beta
+    return link.call + rounds(call.name, size) * link.alpha + sent * link.beta
 
 
 class Times(NamedTuple):
