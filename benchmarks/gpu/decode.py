@@ -10,6 +10,7 @@ For each case a search finds the fastest variant of PyTorch's program, which is 
 
 import functools
 import statistics
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,6 +51,7 @@ ONE_SEQUENCE_SEARCH = {
 }
 WINDOW_SEARCH = {"attention": ["sdpa", "matmul"], "products": ["library", "templates"]}
 SEARCH_ROUNDS, SEARCH_NEW = 3, 128  # new tokens: the first ones, for which few lengths of the cache are compiled
+SEARCH_LAYERS = 6  # of a search: layers are equal, and many take long to compile
 VARIANT_STEPS = 200  # in each timing of --variants
 EAGER = {"attention": "sdpa", "products": "library"}  # the other values are fast only if they are compiled
 # The values of DecodeTiling's fields that --variants times, for one sequence and for several.
@@ -74,14 +76,16 @@ SEVERAL_SEQUENCES = {
 }
 
 
-def prepare(module, preset, batch, precision, **options):
+def prepare(module, preset, batch, precision, layers=None, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
     The first round is a cold start, because it builds the CudaGenerator of the module and compiles. run_round() returns
     the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens, "token" for each
-    token after the first. Further arguments are options of CudaGenerator; if they fail, it returns the "error".
+    token after the first. layers: those of the model (default: all). Further arguments are options of CudaGenerator; if
+    they fail, it returns the "error".
     """
     config = PRESETS[preset]
+    config = replace(config, n_layer=layers or config.n_layer)
     build = functools.cache(lambda **variant: module.CudaGenerator(config, batch, precision, **options, **variant))
     warm = set()  # prompt lengths and variants of earlier rounds
 
@@ -151,7 +155,8 @@ def measure(args, case, precision):
     if set(args.peers) - {"eager"}:
         window = prompt == PRESETS[preset].block_size
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
-        spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph"})
+        layers = min(PRESETS[preset].n_layer, SEARCH_LAYERS)
+        spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph", "layers": layers})
         with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
             run = functools.partial(process.run_round, prompt=prompt, new=min(new, SEARCH_NEW))
             start = {option: values[0] for option, values in candidates.items()}
