@@ -139,7 +139,8 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     with borrow_decoder(model, len(prompts), {} if decoders is None else decoders) as decoder:
         decoder.start([np.asarray(prompt[-block:], np.int64) for prompt in prompts], rules)
         for number in range(max_new_tokens):
-            while launched < min(number + 1 + decoder.steps_ahead, max_new_tokens):
+            ahead = min(number + 1, decoder.steps_ahead)  # launches of more could delay the first token
+            while launched < min(number + 1 + ahead, max_new_tokens):
                 decoder.step()
                 launched += 1
             yield decoder.read_tokens()
