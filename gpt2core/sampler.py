@@ -75,9 +75,9 @@ class Decoder:
         self.model, self.next_logits = model, next_logits or model.without_autograd().next_logits
 
     def start(self, prompts, rules):
-        """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""
+        """Begin new sequences. prompts: int64 arrays of up to block_size tokens; rules: one for each prompt."""
         self.sequences = [
-            CachedSequence(self.model, prompt, rule, self.next_logits)
+            CachedSequence(self.model, prompt.tolist(), rule, self.next_logits)
             for prompt, rule in zip(prompts, rules, strict=True)
         ]
         self.unread = []  # for each step whose tokens have not been read: the list of its tokens
@@ -137,9 +137,10 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
         raise ConfigError("the prompt is empty: give at least 1 token")
     block, launched = model.config.block_size, 0
     with borrow_decoder(model, len(prompts), {} if decoders is None else decoders) as decoder:
-        decoder.start([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)
+        decoder.start([np.asarray(prompt[-block:], np.int64) for prompt in prompts], rules)
         for number in range(max_new_tokens):
-            while launched < min(number + 1 + decoder.steps_ahead, max_new_tokens):
+            ahead = min(number + 1, decoder.steps_ahead)  # launches of more could delay the first token
+            while launched < min(number + 1 + ahead, max_new_tokens):
                 decoder.step()
                 launched += 1
             yield decoder.read_tokens()

@@ -206,7 +206,7 @@ def time_constants(args, case):
     prompt = min(prompt, config.block_size // 2)  # the block does not become full, so every step uses the KV cache
     steps = min(VARIANT_STEPS, config.block_size - prompt - 8)
     generator = ours.CudaGenerator(config, batch, precisions[-1])
-    prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)).tolist()
+    prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
 
     @functools.lru_cache(maxsize=8)  # the values of one constant
     def decoder(**constants):

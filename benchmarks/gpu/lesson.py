@@ -71,7 +71,7 @@ def training():
 
 def generation():
     """Yield the Comparisons of section 15: one generated token of GPT-2 124M, one sequence."""
-    generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
+    generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [np.arange(256)]
 
     def timer(decoder, steps):
         return functools.partial(seconds_per_step, decoder, prompts, steps)
