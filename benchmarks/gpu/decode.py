@@ -1,7 +1,7 @@
 """How many microseconds does a generated token take on the GPU, compared with PyTorch?
 
-For each case a search finds the fastest variant of PyTorch's program, which is then compared with this project's. With
---variants, the same search finds the fastest constants of this project's kernels instead.
+For each case a search finds the fastest variant of PyTorch's program, which is then compared with this project's; or
+--options says which one. With --variants, the same search finds the fastest constants of this project's kernels.
 
     python -m benchmarks.gpu.decode                           # all cases beside PyTorch
     python -m benchmarks.gpu.decode --peers eager --rounds 1  # a quick trial
@@ -38,7 +38,7 @@ CASES = {
     "one": ("gpt2", 1, 256, 256, ["bf16"]),
     "eight": ("gpt2", 8, 256, 256, ["bf16"]),
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
-    "xl": ("gpt2-xl", 1, 256, 256, ["bf16"]),
+    "xl": ("gpt2-xl", 1, 256, 128, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
 # The options of PyTorch's program (peers/torch_decode_cuda.py) with the values to time; the first values are where the
@@ -144,6 +144,16 @@ def search(run, values_of, rounds, start=()):
     return fastest, list(tried.values())
 
 
+def variant_of(options, candidates):
+    """The variant {option: value} with these texts such as "cut=0", and the first value of each other candidate."""
+    variant = {option: values[0] for option, values in candidates.items()}
+    for option, value in (each.split("=") for each in options):
+        if value not in map(str, candidates.get(option, ())):
+            raise UserError(f"--options {option}={value}: this case has {candidates}: use one of these values")
+        variant[option] = type(variant[option])(value)
+    return variant
+
+
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
@@ -155,12 +165,13 @@ def measure(args, case, precision):
     if set(args.peers) - {"eager"}:
         window = prompt == PRESETS[preset].block_size
         candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
-        layers = min(PRESETS[preset].n_layer, SEARCH_LAYERS)
-        spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph", "layers": layers})
-        with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
-            run = functools.partial(process.run_round, prompt=prompt, new=min(new, SEARCH_NEW))
-            start = {option: values[0] for option, values in candidates.items()}
-            variant, tried = search(run, candidates, SEARCH_ROUNDS, start)
+        variant, tried = variant_of(args.options or (), candidates), []
+        if not args.options:
+            layers = min(PRESETS[preset].n_layer, SEARCH_LAYERS)
+            spec = ProcessSpec("search", PEER_MODULE, args.threads, sizes | {"kind": "graph", "layers": layers})
+            with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
+                run = functools.partial(process.run_round, prompt=prompt, new=min(new, SEARCH_NEW))
+                variant, tried = search(run, candidates, SEARCH_ROUNDS, variant)
         searched = {"tried": tried, "variant": described(variant)}
     specs = list(process_specs(args, sizes, variant))
     measured = measure_specs(specs, args, request, request)
@@ -223,6 +234,7 @@ def time_constants(args, case):
     return [{"case": case, **each} for each in tried]
 
 
+VARIANT = [f"{name}={value}" for name, values in {**CACHED_SEARCH, **ONE_SEQUENCE_SEARCH}.items() for value in values]
 DEFAULTS = ["graph", "overhead", "eager"]
 TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
 
@@ -232,6 +244,7 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
     common=dict(threads=4, rounds=7, timeout=500),
     cases=dict(choices=CASES, nargs="+", default=list(CASES), help="a table for each (default all)"),
     peers=dict(choices=PEERS, nargs="*", default=DEFAULTS, help=f"{TITLES} (default {' '.join(DEFAULTS)})"),
+    options=dict(choices=VARIANT, nargs="+", help="the variant of PyTorch's compiled programs, instead of a search"),
     variants=dict(
         action="store_true",
         help="time constants of this project's kernels, instead of PyTorch's programs",

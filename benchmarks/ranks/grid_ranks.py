@@ -45,8 +45,7 @@ def sizes_of(world, parallel, model, batch_size):
     """(Layout, the memory, calls and bytes of this rank and those predicted)."""
     tracemalloc.start()
     trainer, batch = make_trainer(world, parallel, model, batch_size)
-    for _ in range(2):
-        sent = trainer.step(batch, LR).bytes_sent or 0
+    calls, sent = count_calls(trainer, batch), trainer.step(batch, LR).bytes_sent or 0
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     layout = layout_of(trainer)
@@ -54,7 +53,7 @@ def sizes_of(world, parallel, model, batch_size):
     expected = traffic(layout, place)
     predicted = {"predicted_calls": sum(call.times for call in expected)}
     predicted["predicted_bytes"] = bytes_sent(layout, place, expected, world.sent)
-    return layout, {"memory": memory, "calls": count_calls(trainer, batch), "bytes": sent} | predicted
+    return layout, {"memory": memory, "calls": calls, "bytes": sent} | predicted
 
 
 def times_of(world, parallel, model, batch_size, steps):

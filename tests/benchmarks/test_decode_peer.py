@@ -156,6 +156,13 @@ def test_the_search_keeps_the_fastest_value_of_each_option_and_lists_no_variant_
         decode.search(lambda **_: {"error": "broken"}, decode.WINDOW_SEARCH, 1)
 
 
+def test_options_are_a_variant_of_the_case():
+    found = decode.variant_of(["cut=0", "products=sums"], decode.ONE_SEQUENCE_SEARCH)
+    assert found == {"products": "sums", "attention": "sdpa", "cut": 0}
+    with pytest.raises(UserError, match="--options cut=0: this case has {'attention': "):
+        decode.variant_of(["cut=0"], decode.WINDOW_SEARCH)
+
+
 def test_a_variant_that_fails_is_an_answer_and_a_program_that_fails_is_an_error():
     class Peer:
         def CudaGenerator(config, batch, precision, kind, attention="sdpa"):
