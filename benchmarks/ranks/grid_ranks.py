@@ -45,7 +45,8 @@ def sizes_of(world, parallel, model, batch_size):
     """(Layout, the memory, calls and bytes of this rank and those predicted)."""
     tracemalloc.start()
     trainer, batch = make_trainer(world, parallel, model, batch_size)
-    calls, sent = count_calls(trainer, batch), trainer.step(batch, LR).bytes_sent or 0
+    trainer.step(batch, LR)
+    calls, sent = count_calls(trainer, batch)
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     layout = layout_of(trainer)
@@ -73,7 +74,7 @@ def times_of(world, parallel, model, batch_size, steps):
 
 
 def count_calls(trainer, batch):
-    """The number of collectives and messages that this rank starts in a step."""
+    """(number of collectives and messages that this rank starts in a step, their bytes)."""
     counts, hooks, mesh = [], Hooks(), trainer.mesh
 
     def around(name, call, x, blocking):
@@ -85,6 +86,6 @@ def count_calls(trainer, batch):
     for group in {id(group): group for group in groups}.values():
         if isinstance(group, MpiCommunicator):
             hooks.around_collectives(group, around)
-    trainer.step(batch, LR)
+    sent = trainer.step(batch, LR).bytes_sent or 0
     hooks.remove()
-    return len([name for name in counts if name != "recv"])
+    return len([name for name in counts if name != "recv"]), sent
