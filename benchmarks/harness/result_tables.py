@@ -124,7 +124,7 @@ TABLES = {
         ours, first token, ms = {first if name == "ours" else None:ms 3}
         torch, first token, ms = {first if "compiled" in name else None:ms 3}
         fastest variant of PyTorch = {row.variant}""", merged=True),
-    "gpu-decode-tried": Table(("gpu/decode", "gpu/decode_eight", "gpu/decode_many"), """
+    "gpu-decode-tried": Table(("gpu/decode_h100", "gpu/decode_eight"), """
         products, attention = {products}, {attention} | cache cut to a multiple of = {row.cut or "not cut"}
         sequences = {batch} | us per token = {row.us_per_token:.0f}{row.error}""",
         each="tried", where='kind == "graph"'),
