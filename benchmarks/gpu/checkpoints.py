@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.processes import BenchmarkFailed, raise_user_error
 from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.script import benchmark
@@ -38,7 +38,8 @@ def seconds_of(words, steps, timeout):
             status = process.wait(timeout)
         errors.seek(0)
         if status:
-            raise BenchmarkFailed(f"{words} ended with {status}:\n{errors.read()[-2000:]}")
+            raise_user_error("training", text := errors.read())
+            raise BenchmarkFailed(f"{words} ended with {status}:\n{text[-2000:]}")
     return seen[steps - 1] - seen[LEAD_IN]
 
 
