@@ -20,9 +20,14 @@ If you change the text, keep three properties:
   six topics this position would determine whether the number of the topic is even, so a model need not read the topic.
 """
 
-import argparse
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
+
+from gpt2core.app.command import run_command
+from gpt2core.app.settings.flag_parser import Parser, to_path
+from gpt2core.communicator import Solo
 
 CORPUS = Path(__file__).resolve().parent / "dummy.txt"
 
@@ -97,9 +102,10 @@ def corpus():
 
 def main(arguments=None):
     """Write the corpus, or compare the file with it (--check). Returns 1 if --check finds a difference, else 0."""
-    parser = argparse.ArgumentParser(description="Write data/dummy.txt, the shipped corpus, byte for byte.")
+    parser = Parser("Write data/dummy.txt, the shipped corpus, byte for byte.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file differs")
-    parser.add_argument("--out", type=Path, default=CORPUS, help="the file to write or check (default data/dummy.txt)")
+    text = "the file to write or check (default data/dummy.txt)"
+    parser.add_argument("--out", type=to_path, default=CORPUS, help=text)
     options = parser.parse_args(arguments)
     wanted = corpus().encode("ascii")
     if not options.check:
@@ -113,4 +119,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(Solo, lambda world: main())

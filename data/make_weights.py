@@ -33,6 +33,7 @@ from gpt2core.app.shipped import DATA, SHIPPED, TOKENIZERS
 from gpt2core.app.stage import Stage
 from gpt2core.app.training.command import train_command
 from gpt2core.communicator import Solo
+from gpt2core.errors import require_size
 from gpt2core.parallel.tensor.loaded_model import load_inference_model
 from gpt2core.presets import PRESETS
 from gpt2core.text.token_file import read_text
@@ -161,6 +162,8 @@ def main():
     parser.add_argument("--weights", type=to_path, help="directory of the weights (default data/gpt2-PRESET)")
     parser.add_argument("--check", action="store_true", help="do not train; only test the existing weights")
     args = parser.parse_args()
+    require_size("threads", args.threads)
+    require_size("prompts", args.prompts)
     args.out = args.out or Path("out") / f"shipped-{args.preset}"
     args.log = args.log or args.out.with_suffix(".jsonl")
     shipped = DATA / f"gpt2-{args.preset}"

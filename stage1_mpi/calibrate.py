@@ -1,9 +1,9 @@
 """Measure the constants of the planner on 2 or 4 ranks of this machine: `python -m gpt2core.app.plan --calibrate`.
 
-All ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: numbers}. Each time is
-the shortest of a few, because other programs can only make it longer. Of a computation, it is that in which the thread
-computes, without that of other programs on its core. Three small models are measured, none of them a preset: in each,
-something else takes most of the time.
+All ranks measure at the same time, as in training. Rank 0 prints one line: a JSON object {name: list of floats}. Each
+time is the shortest of a few, because other programs can only make it longer. Of a computation, it is that in which the
+thread computes, without that of other programs on its core. Three small models are measured, none of them a preset: in
+each, something else takes most of the time.
 """
 
 import functools
@@ -60,13 +60,13 @@ LARGER_THAN_CACHE = 1 << 23  # numbers
 def main():
     limit_blas(1)
     world = MpiCommunicator()
-    numbers = measure(world)
+    constants = measure(world)
     if world.is_root:
-        print(json.dumps(numbers), flush=True)
+        print(json.dumps(constants), flush=True)
 
 
 def measure(world):
-    """{name of a field of Machine: [its numbers]}; the number of ranks of the group `world` is a power of two."""
+    """{name of a field of Machine: [its constants]}; the number of ranks of the group `world` is a power of two."""
     rates = unit_rates(world)  # at first: then the memory of later arrays is reused, as in training
     bandwidth, messages = update_bandwidth(world), links(world)
     steps = overheads(world, bandwidth)
@@ -327,8 +327,8 @@ def overheads(world, bandwidth):
     passes = [make_pass(config, 1) for config in models]
     steps = [make_step(make_trainer(config, Solo(), ParallelConfig(), 1)) for config in models]
     seconds = shortest(world, [*passes, *steps], thread_seconds).reshape(2, 2)
-    numbers = np.array([UPDATE * FP32 * parameter_count(config) / bandwidth for config in models])
-    step, update = line([len(unit_names(config)) for config in models], (seconds[1] - seconds[0] - numbers).tolist())
+    updates = np.array([UPDATE * FP32 * parameter_count(config) / bandwidth for config in models])
+    step, update = line([len(unit_names(config)) for config in models], (seconds[1] - seconds[0] - updates).tolist())
     return {"step": [step], "update": [update]}
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from gpt2core.errors import UserError
 from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,8 +173,9 @@ class Job:
 def run_mpi(size, function, *args, timeout=LIMIT):
     """Call function(communicator, *args) on `size` ranks of a new MPI job; return the list of the results.
 
-    `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with the
-    output of the ranks if the job fails, or if it takes more than `timeout` seconds after all ranks have started.
+    `function` is a top-level function of a module; `args` and the results are pickled. Raises the UserError that a rank
+    raises, and AssertionError with the output of the ranks if the job fails otherwise, or if it takes more than
+    `timeout` seconds after all ranks have started.
     """
     with tempfile.TemporaryDirectory() as folder:
         job_file = Path(folder) / "job"  # the ranks write their results beside this file; see main()
@@ -195,6 +197,8 @@ def run_mpi(size, function, *args, timeout=LIMIT):
                 status = f"was ended after {timeout} s"
             finally:
                 end(process)
+            if (mistake := job_file.with_name("mistake")).exists():
+                raise UserError(mistake.read_text())
             results = [job_file.with_name(f"result{rank}") for rank in range(size)]
             if process.returncode or not all(result.exists() for result in results):
                 out.seek(0)
@@ -223,7 +227,9 @@ def main(job_file, timeout):
         result = function(communicator, *args)
         faulthandler.cancel_dump_traceback_later()
         Path(job_file).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, UserError):
+            Path(job_file).with_name("mistake").write_text(str(error))
         print(f"rank {communicator.rank}:\n{traceback.format_exc()}", file=sys.stderr)
         communicator.abort(1)
 

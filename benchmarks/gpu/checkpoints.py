@@ -12,9 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
-from benchmarks.harness.processes import BenchmarkFailed
+from benchmarks.harness.processes import BenchmarkFailed, raise_user_error
 from benchmarks.harness.report import paired_ratio
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.script import benchmark
@@ -31,14 +32,18 @@ def seconds_of(words, steps, timeout):
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "-u", *words]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            for line in process.stdout:
-                found = re.match(r"step +(\d+) \|", line)
-                if found:
-                    seen[int(found[1])] = time.perf_counter()
-            status = process.wait(timeout)
+            watchdog = threading.Timer(timeout, process.kill)
+            watchdog.start()
+            try:
+                for line in process.stdout:
+                    if found := re.match(r"step +(\d+) \|", line):
+                        seen[int(found[1])] = time.perf_counter()
+            finally:
+                watchdog.cancel()  # also after Ctrl-C, because the interpreter waits for the timer at exit
         errors.seek(0)
-        if status:
-            raise BenchmarkFailed(f"{words} ended with {status}:\n{errors.read()[-2000:]}")
+        if status := process.returncode:
+            raise_user_error("training", text := errors.read())
+            raise BenchmarkFailed(f"{words} ended with {status} (-9: after --timeout {timeout}):\n{text[-2000:]}")
     return seen[steps - 1] - seen[LEAD_IN]
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
-from benchmarks.harness.report import add_peer, paired_ratio, save_each
+from benchmarks.harness.report import add_peer, check_gpus, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from benchmarks.harness.script import benchmark
 from gpt2core.errors import UserError
@@ -252,6 +252,7 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
     ),
 )
 def main(args):
+    check_gpus(1)
     if args.variants:
         save_each(args, (time_constants(args, case) for case in args.cases))
         return

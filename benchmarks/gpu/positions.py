@@ -83,7 +83,8 @@ def main(args):
     config = PRESETS[args.preset]
     if config.block_size <= TOKENS + LEAD_IN:
         shortest = TOKENS + LEAD_IN + 1
-        raise UserError(f"--preset {args.preset}: its block of {config.block_size} tokens is shorter than {shortest}")
+        size = f"its block of {config.block_size} tokens is shorter than {shortest}"
+        raise UserError(f"--preset {args.preset}: {size}: use a larger model")
     configs = {positions: replace(config, positions=positions) for positions in POSITIONS}
     results = {"preset": args.preset, "steps": None, "contexts": []}
     if args.device == "cpu":

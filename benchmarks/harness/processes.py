@@ -115,13 +115,18 @@ class BenchmarkProcess:
             return json.loads(line)
         status = self.process.wait()
         self.errors.seek(0)
-        lines = self.errors.read().splitlines()
-        reports = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if reports and not any(line.startswith("Traceback") for line in lines):  # for example, there is no GPU
-            raise UserError(f"{self.spec.name}: {reports[0]}")
+        raise_user_error(self.spec.name, self.errors.read())
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
+
+
+def raise_user_error(name, output):
+    """Raise UserError if the program `name` reports one in its output, a line "error: ...": for example, no GPU."""
+    lines = output.splitlines()
+    reports = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if reports and not any(line.startswith("Traceback") for line in lines):
+        raise UserError(f"{name}: {reports[0]}")
 
 
 def failure(message, errors):
@@ -134,22 +139,26 @@ def failure(message, errors):
 def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None):
     """Run a command, wait for its end, return its output. Raises BenchmarkFailed if it fails or exceeds `timeout` s.
 
-    environment: a dictionary of further environment variables.
+    Raises UserError if the command reports one. environment: a dictionary of further environment variables.
     """
     environment = os.environ | dict.fromkeys(BLAS_VARIABLES, str(blas_threads)) | (environment or {})
     with tempfile.TemporaryFile("w+") as output:
         files = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **files)
         try:
-            problem = (status := process.wait(timeout)) and f"ended with status {status}"
+            status = process.wait(timeout)
+            problem = status and f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            problem = f"was stopped after {timeout} s"
+            status, problem = None, f"was stopped after {timeout} s"
         finally:
             end(process)
+        output.seek(0)
+        text = output.read()
+        if status == USER_ERROR:
+            raise_user_error(name, text)
         if problem:
             raise failure(f"'{name}' {problem}", output)
-        output.seek(0)
-        return output.read()
+        return text
 
 
 def interleaved(functions, rounds):

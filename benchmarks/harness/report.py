@@ -269,9 +269,10 @@ CHOICES = {
 
 
 class BenchmarkParser(Parser):
-    """A Parser that refuses a number that is not positive, or too large; the numbers of MAY_BE_0 may be 0."""
+    """A Parser that refuses a number that is not positive, or not below LIMITS; the numbers of MAY_BE_0 may be 0."""
 
     MAY_BE_0 = "warm_up", "warmup", "seed", "seeds", "zero", "stage", "stages"  # names of flags
+    LIMITS = {"ranks": 1 << 10, "threads": 1 << 10}  # of flags that start processes or threads; others: 2^31
 
     def add_flags(self, **defaults):
         """Add flags of FLAGS with these defaults. A list: the flag takes one or more values. False: it takes none.
@@ -301,9 +302,9 @@ class BenchmarkParser(Parser):
         for action in self._actions:
             values = getattr(options, action.dest, None)
             for value in values if isinstance(values, (list, tuple)) else [values]:
-                zero = value == 0 and action.dest in self.MAY_BE_0
-                if action.type in (int, float) and value is not None and not (0 < value < 1 << 31 or zero):  # NaN too
-                    self.error(f"argument {action.option_strings[0]}: {value} must be positive and below 2^31")
+                zero, limit = value == 0 and action.dest in self.MAY_BE_0, self.LIMITS.get(action.dest, 1 << 31)
+                if action.type in (int, float) and value is not None and not (0 < value < limit or zero):  # NaN too
+                    self.error(f"argument {action.option_strings[0]}: {value} must be positive and below {limit}")
             if values and getattr(action, "save_as", ""):
                 options.save_as = options.save_as or action.save_as
         if "save_as" in options:

@@ -10,6 +10,7 @@ import time
 from datetime import UTC, datetime
 
 from benchmarks.harness.report import commit, save
+from gpt2core.errors import ConfigError
 from stage2_cuda.memory_advice import is_out_of_memory
 from testing.jobs import ROOT
 
@@ -43,6 +44,8 @@ def run_rows(args, cases):
     """
     end, rows = time.monotonic() + 60 * args.minutes, {row["name"]: row for row in saved_rows(args)}
     wanted = [name for name in cases if all(text in name for text in args.only) and (args.fresh or name not in rows)]
+    if args.only and not any(all(text in name for text in args.only) for name in cases):
+        raise ConfigError(f"--only {' '.join(args.only)}: in none of the rows, whose names --dry-run prints")
     if args.dry_run:
         print(*wanted, f"{len(wanted)} rows", sep="\n")
         wanted = []

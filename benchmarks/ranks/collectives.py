@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.drawing import panels
-from benchmarks.harness.processes import progress
+from benchmarks.harness.processes import BenchmarkFailed, progress
 from benchmarks.harness.report import paired_ratio, save
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rounds import interleaved, mean_seconds
@@ -161,7 +161,7 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
     try:
         return run_mpi(ranks, getattr(import_module(benchmark), function), *args, timeout=timeout)[0]
     except AssertionError as error:
-        raise SystemExit(str(error)) from None
+        raise BenchmarkFailed(str(error)) from None
     finally:
         progress("")
 

@@ -21,12 +21,12 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.harness.processes import progress
+from benchmarks.harness.processes import BenchmarkFailed, progress, raise_user_error
 from benchmarks.harness.report import nvidia_smi, save
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from gpt2core.app.checkpoints.directory import load_checkpoint
-from gpt2core.errors import CheckpointError
+from gpt2core.errors import CheckpointError, ConfigError
 from testing.jobs import Job
 
 STAGES = {  # {stage: (its package, flags, group of the results, seconds within which a job must end)}
@@ -48,9 +48,9 @@ TRIALS = """
 
 @contextmanager
 def job_folder():
-    """The Path of a new directory for the runs of a benchmark that kills ranks. Exits on a system without /proc."""
+    """The Path of a new directory for the runs of a benchmark that kills ranks. ConfigError: there is no /proc."""
     if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
+        raise ConfigError("this benchmark finds the ranks in /proc, which this system does not have: use Linux")
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -66,11 +66,12 @@ def train(args, out, *flags, before=(sys.executable,), start=None):
 
 
 def finished(job):
-    """Wait for a job; return its Done (exit code, output, seconds). Exits if the job fails."""
+    """Wait for a job; return its Done (exit code, output, seconds). Raises UserError or BenchmarkFailed if it fails."""
     with job:
         done = job.done()
     if done.code:
-        sys.exit(f"a run ended with status {done.code} although no rank was killed: {done.err.strip()}")
+        raise_user_error("a run without a kill", done.err)
+        raise BenchmarkFailed(f"a run without a kill ended with status {done.code}: {done.err.strip()}")
     return done
 
 

@@ -28,7 +28,7 @@ STEP, SPARSE_STEP = "a step", "a step, `--sparse-embedding`"
 
 def distinct_tokens(vocab_size, ranks):
     """The numbers R to measure: the R with which both sums send equally many bytes, less and more."""
-    equal = 2 * vocab_size // ranks  # without row numbers: (p-1) R = 2 (p-1)/p V
+    equal = 2 * vocab_size // ranks  # without row indices: (p-1) R = 2 (p-1)/p V
     return sorted({max(1, equal // 32), equal // 4, equal // 2, equal, min(2 * equal, vocab_size)})
 
 

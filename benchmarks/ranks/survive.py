@@ -14,7 +14,7 @@ import re
 import sys
 import time
 
-from benchmarks.harness.processes import progress
+from benchmarks.harness.processes import BenchmarkFailed, progress, raise_user_error
 from benchmarks.harness.script import benchmark
 from benchmarks.ranks.kill import FLAGS, curve, finish, finished, job_folder, train
 from gpt2core.app.checkpoints.directory import HIDDEN
@@ -47,11 +47,15 @@ def moments(times, rng):
 
 
 def wait_until(job, condition, limit=120):
-    """Wait until condition() is true and return it; exits if the job ends, or after `limit` seconds."""
+    """Wait until condition() is true and return it. Raises UserError or BenchmarkFailed if the job ends before, or
+    after `limit` seconds.
+    """
     deadline = time.monotonic() + limit
     while not (result := condition()):
         if job.process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the job ended, or did nothing, between two kills: {job.texts()[1].strip()[-2000:]}")
+            errors = job.texts()[1].strip()
+            raise_user_error("the job", errors)
+            raise BenchmarkFailed(f"the job ended, or did nothing, between two kills: {errors[-2000:]}")
         time.sleep(0.001)
     return result
 
@@ -92,7 +96,7 @@ def one_kill(job, number, moment, out, seen, rng):
 
 
 def survive(args, folder):
-    """Run the job with its kills; return the rows of the result. Exits if the job fails."""
+    """Run the job with its kills; return the rows of the result. Raises BenchmarkFailed if the job fails."""
     rng, rows, seen = random.Random(args.seed), [], 0
     with start(args, "killed", folder, args.times) as job:
         for number, moment in enumerate(moments(args.times, rng), 1):
@@ -102,7 +106,7 @@ def survive(args, folder):
         progress("the steps that are left")
         done = job.done()
     if done.code:
-        sys.exit(f"the job ended with status {done.code} after its last kill: {done.err.strip()[-2000:]}")
+        raise BenchmarkFailed(f"the job ended with status {done.code} after its last kill: {done.err.strip()[-2000:]}")
     return rows
 
 

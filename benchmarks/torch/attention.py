@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.assignment_tables import GRID, OURS, print_tables
+from benchmarks.harness.report import check_gpus
 from benchmarks.harness.result_tables import TABLES
 from benchmarks.harness.rows import ROW_FLAGS, mean_and_deviation, run_rows
 from benchmarks.harness.script import benchmark
@@ -170,6 +171,7 @@ def cases(args):
     rep=dict(type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)"),
 )
 def main(args):
+    check_gpus(0 if args.dry_run else 1)
     rows = run_rows(args, cases(args))
     TABLES["torch-kernels"].print(rows, "leaderboard")
     print_tables(rows, "grid-forward", "grid-backward", "grid-both", "naive-memory")

@@ -25,6 +25,7 @@ from benchmarks.harness.report import print_table, save
 from benchmarks.harness.rows import saved_rows
 from benchmarks.harness.script import benchmark
 from benchmarks.ranks.collectives import fit_line
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.data.bucket_size import best_bucket
 
 MIB = 2**20
@@ -54,17 +55,17 @@ def pipelined(s, w, o, n, backward):
 def fit(rows, backend, ranks):
     """(w bytes per second, o seconds) of the all-reduces of a backend, by least squares of the relative error.
 
-    Raises SystemExit if there are fewer than two sizes.
+    Raises ConfigError if there are fewer than two sizes.
     """
     found = [row for row in rows if row["name"].startswith(f"{backend}, {ranks} ranks,") and "time" in row]
     if len({row["bytes"] for row in found}) < 2:
-        raise SystemExit(
+        raise ConfigError(
             f"all_reduce has {len(found)} rows of {backend} on {ranks} ranks, and a fit needs two sizes: run python -m "
             f"benchmarks.torch.all_reduce --libraries {backend} --ranks {ranks}"
         )
     o, per_byte = fit_line([row["bytes"] for row in found], [row["time"]["mean"] / 1e3 for row in found])
     if per_byte <= 0:
-        raise SystemExit(f"the times of {backend} on {ranks} ranks do not grow with the size: measure larger sizes")
+        raise ConfigError(f"the times of {backend} on {ranks} ranks do not grow with the size: measure larger sizes")
     return 1 / per_byte, max(o, 1e-9)
 
 
@@ -73,18 +74,18 @@ def read(args, name):
     for saved in (True, False):
         if rows := saved_rows(argparse.Namespace(benchmark=args.benchmark, save=saved, save_as=name)):
             return rows
-    raise SystemExit(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
+    raise ConfigError(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
 
 
 def compare(rows, settings, w, o):
     """([a row of the table for each bucket size], the row of ddp without synchronisation, s) of one setting.
 
-    Raises SystemExit if ddp has no row without synchronisation.
+    Raises ConfigError if ddp has no row without synchronisation.
     """
     of_setting = {row["way"]: row for row in rows if row["name"].startswith(f"{settings}, ") and "step" in row}
     base = of_setting.get("none")
     if base is None:
-        raise SystemExit(f"ddp has no row {settings}, none: run python -m benchmarks.torch.ddp with these settings")
+        raise ConfigError(f"ddp has no row {settings}, none: run python -m benchmarks.torch.ddp with these settings")
     found = []
     for way, row in of_setting.items():
         if way.startswith("bucketed"):

@@ -3,8 +3,8 @@
 python docs/figures/loss_curves.py [--out FILE.png]
 """
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +13,11 @@ matplotlib.use("Agg")  # writes files and needs no display
 from matplotlib import pyplot  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # so that it also runs without installation
+
+from gpt2core.app.command import run_command  # noqa: E402
+from gpt2core.app.settings.flag_parser import Parser, to_path  # noqa: E402
+from gpt2core.communicator import Solo  # noqa: E402
 
 
 def curves(results=ROOT / "results"):
@@ -32,9 +37,9 @@ def curves(results=ROOT / "results"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     text = "the picture to write (default docs/figures/loss_curves.png)"
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loss_curves.png"), help=text)
+    parser.add_argument("--out", type=to_path, default=Path(__file__).with_name("loss_curves.png"), help=text)
     out = parser.parse_args().out
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for label, losses, style in curves():
@@ -42,8 +47,8 @@ def main():
     axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None), xlim=(0, 49))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=110)
+    figure.savefig(out, dpi=110, format="png")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(Solo, lambda world: main())

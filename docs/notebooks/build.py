@@ -17,7 +17,6 @@ folder of the stage. run.py executes the notebooks; it needs the packages of `ma
 The library jupytext is not used: it makes a code cell of each ```python block, also of one that quotes code.
 """
 
-import argparse
 import ast
 import re
 import sys
@@ -33,6 +32,12 @@ except ImportError:
 
 PAGES = Path(__file__).resolve().parent
 ROOT = PAGES.parents[1]
+sys.path.append(str(ROOT))  # so that it also runs without installation
+
+from gpt2core.app.command import run_command  # noqa: E402
+from gpt2core.app.settings.flag_parser import Parser  # noqa: E402
+from gpt2core.communicator import Solo  # noqa: E402
+
 STAGES = (0, 1, 2, 3)
 DIRECTIVE = re.compile(r"^<!-- (setup|lesson|code)(?:: (.*))? -->$")
 CAPTION = re.compile(r"^From \[.*:$")
@@ -184,7 +189,7 @@ def write(path, notebook):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook is out of date")
     check, stale = parser.parse_args().check, []
     for stage in STAGES:
@@ -204,4 +209,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(Solo, lambda world: main())

@@ -6,14 +6,13 @@
 Prints the seconds of each notebook. Needs the packages nbclient and ipykernel, which `make test` installs.
 """
 
-import argparse
 import base64
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from build import ROOT, STAGES, nbformat, notebook_path, write
+from build import ROOT, STAGES, Parser, Solo, nbformat, notebook_path, run_command, write
 
 try:
     import ipykernel  # noqa: F401  nbclient starts it as a program
@@ -45,7 +44,7 @@ def pictures(notebook):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0], usage="%(prog)s [STAGE ...] [flags]")
     parser.add_argument("stages", nargs="*", type=int, metavar="STAGE", help="stages 0 to 3 (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "notebooks", help="default: out/notebooks")
     args = parser.parse_args()
@@ -68,4 +67,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(Solo, lambda world: main())

@@ -137,12 +137,12 @@ def calibrate():
     counts = [count for count in CALIBRATED if count == min(CALIBRATED) or count <= len(cores_of_process())]
     for count in counts:
         save_calibration(constants(count), path, count)
-    numbers = " and ".join(map(str, counts))
-    print(f"calibrated with {numbers} ranks in {time.perf_counter() - start:.0f} s: {path}", flush=True)
+    measured, seconds = " and ".join(map(str, counts)), time.perf_counter() - start
+    print(f"calibrated with {measured} ranks in {seconds:.0f} s: {path}", flush=True)
 
 
 def constants(count):
-    """{name: numbers} that stage1_mpi/calibrate.py measures on so many ranks; raises ConfigError if it fails."""
+    """{name: list of floats} that stage1_mpi/calibrate.py measures on so many ranks; raises ConfigError if it fails."""
     command, ranks = [sys.executable, *LAUNCH, str(count), *CALIBRATE], f"{count} ranks"
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)

@@ -6,7 +6,7 @@
 `first` is the lowest token id in wte: not 0 if the vocabulary is divided into slices. `position` is the position of the
 first token of each sequence: not 0 if keys and values of earlier tokens are in a cache.
 
-The host sorts the row numbers of dy by token (sort_tokens). The numbers of one token's rows are then adjacent, and one
+The host sorts the row indices of dy by token (sort_tokens). The numbers of one token's rows are then adjacent, and one
 program per token adds these rows. A frequent token may have a tenth of all rows. So separate programs first add the
 rows of a token in chunks of CHUNK rows; no program then has a long loop.
 """
@@ -32,7 +32,7 @@ SortedTokens = namedtuple("SortedTokens", "order starts chunk_starts chunk_token
 def sort_tokens(ids, count):
     """The SortedTokens of the token ids (B, T), a NumPy array, for the tokens below `count`, in all slices.
 
-    order (N): the row numbers, sorted by token. starts (count + 1): the rows of token v are
+    order (N): the row indices, sorted by token. starts (count + 1): the rows of token v are
     order[starts[v] : starts[v + 1]]. A token with r rows has r // CHUNK chunks. The chunks of all tokens are numbered
     in the order of the tokens: chunk_starts (count + 1) has the number of each token's first chunk. chunk_tokens
     (N // CHUNK): element i is the token of chunk number i, or `count` if there are at most i chunks. All are int32.

@@ -23,7 +23,7 @@ from tests.support.training import make_trainer
 
 MODEL = GPT2Config(vocab_size=36, block_size=16, n_layer=4, n_head=4, n_embd=16, tied=True)
 CPU = Devices(4, 1e9, True, "fp32")
-NUMBERS = {
+CONSTANTS = {
     "block_forward": [1e-4, 2e10, 5e9, 2e-5, 1e-9, 1e-9], "block_backward": [2e-4, 3e10, 5e9, 2e-5, 1e-9, 1e-9],
     "ends_forward": [1e-4, 1e10, 5e9], "ends_backward": [1e-4, 1e10, 5e9], "inside": [5e-5, 5e-10],
     "collective": [4e-5, 2e-10], "gather": [2e-5, 3e-10], "message": [1e-5, 2e-10], "background": [1e-4, 3e-10],
@@ -42,13 +42,13 @@ def simple(**options):
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """run(*flags) -> (exit code, standard output, standard error), with the constants NUMBERS of this machine."""
+    """run(*flags) -> (exit code, standard output, standard error), with the constants CONSTANTS of this machine."""
     path = tmp_path / "calibration.json"
     monkeypatch.setattr(command, "calibration_file", lambda: path)
 
     def run(*flags, calibrated=True):
         if calibrated:
-            save_calibration(NUMBERS, path, 2)
+            save_calibration(CONSTANTS, path, 2)
         with pytest.raises(SystemExit) as exit:
             command.main([str(each) for each in flags])
         return exit.value.code, *capsys.readouterr()
@@ -107,7 +107,7 @@ def test_what_fits_nowhere_names_both_values_and_what_to_do(run):
 def test_ranks_need_a_calibration(run, monkeypatch):
     code, out, err = run("--ranks", 2, calibrated=False)
     assert (code, out) == (2, "") and "measure them with --calibrate" in err
-    monkeypatch.setattr(command, "LAUNCH", ["-c", f"print({json.dumps(json.dumps(NUMBERS))})"])
+    monkeypatch.setattr(command, "LAUNCH", ["-c", f"print({json.dumps(json.dumps(CONSTANTS))})"])
     monkeypatch.setattr(command, "cores_of_process", lambda: range(2))
     code, out, err = run("--ranks", 2, "--preset", "tiny", "--calibrate", calibrated=False)
     assert (code, err) == (0, "") and out.startswith("calibrated with 2 ranks in ") and "recommended: " in out
@@ -118,7 +118,7 @@ def test_ranks_need_a_calibration(run, monkeypatch):
 def test_each_number_of_ranks_has_constants_of_its_own(run, monkeypatch, tmp_path):
     path = tmp_path / "calibration.json"
     monkeypatch.setattr(command, "cores_of_process", lambda: range(4))
-    monkeypatch.setattr(command, "constants", lambda count: NUMBERS | {"step": [count]})
+    monkeypatch.setattr(command, "constants", lambda count: CONSTANTS | {"step": [count]})
     assert run("--calibrate", calibrated=False)[1].startswith("calibrated with 2 and 4 ranks in ")
     assert [host_machine(path, ranks).step for ranks in (1, 2, 3, 4, 8)] == [2, 2, 2, 4, 4]
 
@@ -128,7 +128,7 @@ def test_a_calibration_measures_all_constants_of_a_machine(monkeypatch, ranks):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "SAMPLE", 1e-9)
     found, *_ = run_ranks(ranks, calibrate.measure)
-    assert set(found) == set(machines.MEASURED) == set(NUMBERS)
+    assert set(found) == set(machines.MEASURED) == set(CONSTANTS)
     machine = machines.machine_of(found, ranks)
     assert min(machine.block_forward.flops, machine.ends_backward.bandwidth, machine.bandwidth) > 0
 
@@ -145,7 +145,7 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "calibrated_for", lambda: "x")
     path = tmp_path / "c.json"
     assert host_machine(path, 2) is None
-    save_calibration(NUMBERS, path, 2)
+    save_calibration(CONSTANTS, path, 2)
     assert host_machine(path, 2).message == Link(1e-5, 2e-10)
     save_calibration({"message": [1.0]}, path, 2)
     assert host_machine(path, 2) is None
@@ -264,8 +264,8 @@ def test_zero_1_divides_the_update_and_recomputation_adds_a_forward_pass():
 def test_tensor_parallelism_divides_a_block_but_not_its_layernorms():
     machine = simple(block_forward=FAST._replace(bandwidth=1.0))
     whole, half = (unit_seconds(layout(tp=tp), machine, "h.0", 1).forward for tp in (1, 2))
-    numbers = 4 * 16 * MODEL.n_embd  # bytes of one array (N, C): 16 of them, of which GELU has 8
-    assert (whole, half) == (16 * numbers, (8 + 8 / 2) * numbers)
+    array = 4 * 16 * MODEL.n_embd  # bytes of one array (N, C): 16 of them, of which GELU has 8
+    assert (whole, half) == (16 * array, (8 + 8 / 2) * array)
 
 
 def test_merged_micro_batches_have_gradients_of_their_own():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from importlib import import_module
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,6 +41,7 @@ from gpt2core.memory.gpu_sizes import LOGITS_ALIGNMENT
 from gpt2core.model import initial_parameters
 from gpt2core.parallel.data.bucket_size import best_bucket
 from gpt2core.parallel.whole_parameters import fill
+from gpt2core.presets import PRESETS
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.gemm import gluon_gelu
@@ -404,6 +406,23 @@ def test_sharded_programs_are_compared_in_speed_memory_and_losses():
     assert three["loss_difference"] == pytest.approx(0.00125) and gpu_sharding.agree(results)
     rows = cells("gpus-sharding", results)
     assert len(rows) == 3 and rows[0]["GPU memory, GiB"] == "21.00"
+
+
+@pytest.mark.parametrize("vocab_size", [172, 10_000, 50_257])
+def test_the_padded_columns_of_fully_shards_program_do_not_show_in_its_losses(vocab_size):
+    torch = pytest.importorskip("torch")
+    fsdp = import_module("benchmarks.peers.torch_fsdp_cuda")
+    config = dataclasses.replace(PRESETS["nano"], vocab_size=vocab_size)
+    plain, padded = fsdp.ShardedGPT2(config, 1), fsdp.ShardedGPT2(config, fsdp.pad_of(config))
+    weights, rows = plain.state_dict(), padded.wte.weight.shape[0] - vocab_size
+    for name in ("wte.weight", "lm_head.weight"):
+        weights[name] = torch.nn.functional.pad(weights[name], (0, 0, 0, rows))
+    padded.load_state_dict(weights)
+    ids, targets = torch.randint(vocab_size, (2, 4, config.block_size))
+    wanted, found = (model(ids, targets).item() for model in (plain, padded))
+    assert rows == -vocab_size % fsdp.PAD * (vocab_size > 172)
+    # The check of the losses must be left with most of its tolerance for rounding errors.
+    assert abs(found / wanted - 1) < gpu_sharding.MAX_DIFFERENCE / 4
 
 
 @pytest.mark.parametrize("losses", [[9.0, 8.04], [9.0, float("nan")]])

@@ -210,9 +210,11 @@ def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_one_row_besid
 
 
 def test_the_row_of_a_kernel_says_that_it_is_the_time_of_all_calls_in_a_step(monkeypatch):
-    monkeypatch.setattr(choices, "kernel_timer", lambda backend: lambda: {"mlp": 2.0, "not_overridden": 1.0})
+    monkeypatch.setattr(choices, "kernel_timer", lambda backend: lambda: {"mlp": 2.0, "clip": 2.0, "zeros": 1.0})
     sides = dict.fromkeys(("naive_seconds", "our_seconds"), [2.0])
-    assert list(choices.kernel_choices(1)) == [("mlp, all calls in a step: formula -> override", sides)]
+    names = [f"{each}, all calls in a step: formula -> " for each in ("mlp", "clip")]
+    found = list(choices.kernel_choices(1))
+    assert found == [(names[0] + "override", sides), (names[1] + "sums in the canonical order", sides)]
 
 
 @pytest.mark.parametrize(

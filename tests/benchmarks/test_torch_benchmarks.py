@@ -39,7 +39,7 @@ def all_reduce_rows(backend="nccl"):
 def test_the_fit_finds_bandwidth_and_overhead_of_one_backend():
     slow = [row | {"time": {"mean": 9e9}} for row in all_reduce_rows("nccl-sockets")]
     assert ddp_model.fit(all_reduce_rows() + slow, "nccl", 2) == pytest.approx((W, CALL), rel=1e-6)
-    with pytest.raises(SystemExit, match="0 rows of gloo on 4 ranks, and a fit needs two sizes: run python -m"):
+    with pytest.raises(ConfigError, match="0 rows of gloo on 4 ranks, and a fit needs two sizes: run python -m"):
         ddp_model.fit(all_reduce_rows(), "gloo", 4)
 
 
@@ -52,7 +52,7 @@ def test_the_measured_overhead_is_the_difference_from_a_step_without_synchronisa
     found, _, s = ddp_model.compare(measured, "xl", W, CALL)
     assert [each["bucket MB"] for each in found] == [10, 1000] and s == S
     assert all(each["closed form / measured"] == pytest.approx(1) for each in found)
-    with pytest.raises(SystemExit, match="no row small, none"):
+    with pytest.raises(ConfigError, match="no row small, none"):
         ddp_model.compare(measured, "small", W, CALL)
 
 

@@ -117,7 +117,7 @@ def test_a_rank_of_a_pipeline_without_the_table_sums_everything_as_before():
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_a_rank_sends_its_rows_instead_of_the_table(rng, p, dp):
-    """Without 2 (p-1)/p of the 5 pages of a table (300, 16), and with (p-1) (R rows, and the row numbers)."""
+    """Without 2 (p-1)/p of the 5 pages of a table (300, 16), and with (p-1) (R rows, and the row indices)."""
     tokens, C, pages = text(rng), 16, 5 * 1024
 
     def sent(comm, on):

@@ -9,7 +9,6 @@ The tests of the assignment use one fixed port, so only one run of this command 
 failed, with 2 if the command line is wrong.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
-from benchmarks.harness.report import print_table  # noqa: E402
+from benchmarks.harness.report import BenchmarkParser, print_table  # noqa: E402
 from gpt2core.app.command import run_command  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
@@ -125,7 +124,7 @@ def run(command, suite):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(__doc__.splitlines()[0], usage="%(prog)s SUITE [flags]")
     add = parser.add_argument
     add("suite", type=Path, help="directory of the fetched suite")
     add("--revision", help="commit or tag of the git repository in that directory (default: its files as they are)")

@@ -10,7 +10,6 @@ runs must be equal. The exit code of this script is 1 if a run differs or, with 
 a bound allows.
 """
 
-import argparse
 import json
 import math
 import os
@@ -28,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
-from benchmarks.harness.report import commit, hardware, print_table  # noqa: E402
+from benchmarks.harness.processes import run_main  # noqa: E402
+from benchmarks.harness.report import BenchmarkParser, commit, hardware, print_table  # noqa: E402
 
 STAGES = ["stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda"]
 FIELDS = ("step", "loss", "grad_norm", "lr", "val_loss", "loss_scale", "skipped")  # compared in every row of the log
@@ -493,7 +493,7 @@ def commit_of(checkout):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(__doc__.splitlines()[0], usage="%(prog)s OTHER [flags]")
     add = parser.add_argument
     add("other", type=Path, help="the root of the other checkout, for example of the previous release")
     add("--gpu", action="store_true", help="compare stages 2 and 3 instead of stages 0 and 1")
@@ -531,4 +531,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, measures_time=False)

@@ -10,7 +10,6 @@ the machine code with source lines.
 
 # B batch, T time, C channels, H heads, D head size, V vocabulary
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -31,12 +30,15 @@ sys.path.insert(0, str(ROOT))  # started as a script
 os.environ.pop("TRITON_INTERPRET", None)  # triton.jit reads it when a kernel is defined
 
 if importlib.util.find_spec("ml_dtypes") is None:
-    sys.exit("error: ml_dtypes, the bf16 type of NumPy, is not installed: pip install ml_dtypes")
+    print("error: ml_dtypes, the bf16 type of NumPy, is not installed: pip install ml_dtypes", file=sys.stderr)
+    sys.exit(2)
 
 import numpy as np  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from benchmarks.harness.processes import run_main  # noqa: E402
+from benchmarks.harness.report import BenchmarkParser  # noqa: E402
 from gpt2core.architecture import parameter_shapes  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.engine.fast_trainer import FastTrainer  # noqa: E402
@@ -463,7 +465,7 @@ def print_table(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(__doc__.splitlines()[0])
     parser.add_argument(
         "--preset", choices=PRESETS, default="paper", help="the model whose kernels are compiled (default: paper)"
     )
@@ -515,4 +517,4 @@ def print_suite(which):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, measures_time=False)

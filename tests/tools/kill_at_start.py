@@ -6,7 +6,6 @@ Each run resumes from the files that the killed run has left. The exit code is 1
 steps in the log are not consecutive.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
+from benchmarks.harness.processes import run_main  # noqa: E402
+from benchmarks.harness.report import BenchmarkParser  # noqa: E402
 from gpt2core.app.checkpoints.directory import load_checkpoint, save_checkpoint  # noqa: E402
 from gpt2core.app.output.run_log import read_log  # noqa: E402
 from gpt2core.text.tokenizer import Tokenizer  # noqa: E402
@@ -53,7 +54,7 @@ def start(out, log, *flags):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=50, help="runs to kill (default 50)")
     parser.add_argument("--rows", type=int, default=50_000, help="rows of the log up to the checkpoint (default 50000)")
     parser.add_argument("--seed", type=int, default=0, help="random seed for the times of the kills (default 0)")
@@ -80,4 +81,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, measures_time=False)

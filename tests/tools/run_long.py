@@ -6,7 +6,6 @@ Writes results/cpu/test_long.json with date and commit. The exit code is 1 if a 
 of the failed tests and the arguments of pytest, which include the seed.
 """
 
-import argparse
 import json
 import re
 import secrets
@@ -20,7 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
+from benchmarks.harness.processes import run_main  # noqa: E402
 from benchmarks.harness.report import commit, hardware  # noqa: E402
+from gpt2core.app.settings.flag_parser import Parser  # noqa: E402
 
 RECORD = ROOT / "results" / "cpu" / "test_long.json"
 RANDOM_TESTS = ("core", "parallel", "text", "stage2")  # folders of tests/ whose tests use new random data in every run
@@ -50,7 +51,7 @@ def run_round(name, *arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="runs of the random tests after the whole suite (default 10)")
     add("--mutations", type=int, default=10_000, help="changed input files (default 10,000)")
@@ -72,4 +73,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, measures_time=False)

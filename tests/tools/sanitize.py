@@ -11,7 +11,6 @@ shared memory of the kernels themselves.
 
 # B batch, T time, C channels, H heads, V vocabulary, N rows
 
-import argparse
 import importlib
 import pkgutil
 import shutil
@@ -24,6 +23,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
+from benchmarks.harness.processes import run_main  # noqa: E402
+from benchmarks.harness.report import BenchmarkParser  # noqa: E402
 from gpt2core.codecs import CODECS, GROUP  # noqa: E402
 from gpt2core.dropout import Dropout, Mask  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
@@ -454,25 +455,21 @@ def run_on_gpu(skip_warp_specialized):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(__doc__.splitlines()[0])
     parser.add_argument(
         "--tool", choices=TOOLS, nargs="+", default=TOOLS, help="tools of compute-sanitizer to run (default: both)"
     )
     parser.add_argument("--program", action="store_true", help="launch the kernels without compute-sanitizer")
     parser.add_argument("--skip-warp-specialized", action="store_true", help="with --program: not these kernels")
     args = parser.parse_args()
-    try:
-        if args.program:
-            return run_on_gpu(args.skip_warp_specialized)
-        if not triton_launch.has_driver():
-            raise ConfigError("no GPU was found: compute-sanitizer needs a machine with an NVIDIA GPU and its driver")
-        triton_launch.array_module()  # raises its ConfigError if there is no GPU
-        sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-        if sanitizer is None:
-            raise ConfigError("compute-sanitizer is not on the PATH: install NVIDIA's CUDA toolkit")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if args.program:
+        return run_on_gpu(args.skip_warp_specialized)
+    if not triton_launch.has_driver():
+        raise ConfigError("no GPU was found: compute-sanitizer needs a machine with an NVIDIA GPU and its driver")
+    triton_launch.array_module()  # raises its ConfigError if there is no GPU
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        raise ConfigError("compute-sanitizer is not on the PATH: install NVIDIA's CUDA toolkit")
     for tool in args.tool:
         exception = ", except those with warp specialisation" if tool == "racecheck" else ""
         print(f"{tool}: every kernel of stages 2 and 3{exception}", flush=True)
@@ -484,4 +481,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, measures_time=False)

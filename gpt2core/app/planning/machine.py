@@ -119,9 +119,9 @@ def calibration_file(directory=None):
     return directory and cache_file(directory, calibrated_for())
 
 
-def save_calibration(numbers, path, ranks):
-    """Write the numbers {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks."""
-    write_choices(path, calibrated_for(), {f"{ranks} ranks: {name}": repr(value) for name, value in numbers.items()})
+def save_calibration(constants, path, ranks):
+    """Write the constants {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks."""
+    write_choices(path, calibrated_for(), {f"{ranks} ranks: {name}": repr(value) for name, value in constants.items()})
 
 
 def host_machine(path, ranks):
@@ -133,17 +133,17 @@ def host_machine(path, ranks):
     for count in sorted(CALIBRATED, key=lambda count: (count > ranks, abs(count - ranks))):
         try:
             texts = {name: saved[f"{count} ranks: {name}"] for name in MEASURED}
-            numbers = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in texts.items()}
-            return machine_of(numbers, ranks)
+            constants = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in texts.items()}
+            return machine_of(constants, ranks)
         except (KeyError, TypeError, ValueError):
             continue
     return None
 
 
-def machine_of(numbers, ranks):
-    """The Machine with these numbers of a calibration: see save_calibration()."""
+def machine_of(constants, ranks):
+    """The Machine with these constants of a calibration: see save_calibration()."""
     kinds = {each.name: each.type for each in fields(Machine)}
-    measured = {name: kinds[name](*numbers[name]) for name in MEASURED}
+    measured = {name: kinds[name](*constants[name]) for name in MEASURED}
     return Machine(
         f"this machine: {processor()}, calibrated", **measured, far=measured["message"], host_ranks=ranks,
         overlaps=False, processors=None,

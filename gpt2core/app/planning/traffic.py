@@ -24,7 +24,7 @@ from gpt2core.parallel.sharded.units import shard_lengths, units_read
 from gpt2core.parallel.tensor.shards import shard_shapes, whole_name
 
 LOSS = 8  # bytes of a loss, which is float64
-ROW_NUMBERS = "row numbers of the embedding"
+ROW_INDICES = "row indices of the embedding"
 CODE = {"fp16": 2 * GROUP, "bf16": 2 * GROUP, "int8": GROUP + FP32}  # bytes of the code of GROUP numbers
 
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     @property
     def on_host(self):
         """Whether x is in host memory on every device."""
-        return self.purpose in ("loss", ROW_NUMBERS)
+        return self.purpose in ("loss", ROW_INDICES)
 
 
 def arena_of(layout, pipeline, tensor=0):
@@ -183,7 +183,7 @@ def row_calls(layout, shape, eager):
     """What sparse_embedding.py sends at most for a table of this shape: if all tokens of a rank are distinct."""
     V, C = shape
     rows = min(V, tokens_read(layout.batch_size, layout.seq_len, layout.replicas))
-    yield Call("data", ROW_NUMBERS, "all_gather", rows, FP32)
+    yield Call("data", ROW_INDICES, "all_gather", rows, FP32)
     yield Call("data", "rows of the embedding, at most", "all_gather", rows * C, FP32, eager=eager)
 
 

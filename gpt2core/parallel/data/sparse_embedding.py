@@ -4,7 +4,7 @@ The gradient (V, C) of an embedding that is not tied is zero except in the rows 
 Each rank sends the numbers and the values of these rows to all ranks, and adds what it has received. p ranks send
 
     dense    2 (p-1)/p V C numbers per rank: an all-reduce of all rows
-    sparse   (p-1) R C numbers per rank: an all-gather of R rows, padded with zeros; and their row numbers
+    sparse   (p-1) R C numbers per rank: an all-gather of R rows, padded with zeros; and their row indices
 
 R is the largest number of distinct tokens on one rank. So sparse sends fewer bytes if R < 2 V / p. A row that a rank
 does not have counts as zero in the canonical order of the sum (tree_sum.py), so the bits are those of the dense sum.
@@ -41,7 +41,7 @@ class SparseEmbedding:
         self.rows = []  # of each rank: the sorted numbers, int32, of the rows that it has
 
     def begin(self, batch):
-        """Called before backward with the result of prepare(): all-gather the row numbers."""
+        """Called before backward with the result of prepare(): all-gather the row indices."""
         if self.own:
             ids = [self.backend.token_ids(x).ravel() for worker in batch for x, _ in worker]
             own, no_row = np.unique(np.concatenate(ids)) - self.first, self.shape[0]
