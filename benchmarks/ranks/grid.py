@@ -15,8 +15,9 @@ import itertools
 import os
 from dataclasses import replace
 
-from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import benchmark_parser, save
+from benchmarks.harness.report import save
+from benchmarks.harness.script import benchmark
+from benchmarks.harness.table_format import Table
 from benchmarks.ranks.grid_ranks import MICRO_BATCHES, train_all
 from gpt2core.app.plan import calibrate
 from gpt2core.app.planning.machine import calibration_file, host_machine
@@ -31,6 +32,12 @@ from testing.jobs import run_mpi
 
 PUBLISHED = "Charon 3.7 % (training), vTrain 8.4 % on 8 GPUs and 14.7 % on up to 512"
 FIELDS = ("memory", "calls", "bytes", "bubble", "cpu_ms", "ms")
+LAYOUTS = Table("", """
+    measured / predicted = {name} | memory, MB = {measured.memory:MB} / {predicted.memory:MB}
+    calls = {measured.calls} / {predicted.calls} | bytes = {measured.bytes:,} / {predicted.bytes:,}
+    bubble = {measured.bubble:percent} / {predicted.bubble:percent}
+    CPU, ms = {measured.cpu_ms:.1f} / {predicted.cpu_ms:.1f}
+    ms = {measured.ms:.1f} / {predicted.ms:.1f}""")  # fmt: skip
 
 
 def layouts(ranks, model):
@@ -79,18 +86,6 @@ def compare(ranks, parallel, of_ranks, machine):
     return {"name": name_of(ranks, parallel), "ranks": ranks, "measured": found, "predicted": predicted, "exact": exact}
 
 
-def line(result):
-    """A row of the table: measured / predicted."""
-    a, b = result["measured"], result["predicted"]
-    ms = f"{a['ms']:7.1f} / " + ("      -" if b["ms"] is None else f"{b['ms']:7.1f}")
-    cpu = f"{a['cpu_ms']:6.1f} / {b['cpu_ms']:6.1f}"
-    bubble = f"{a['bubble']:5.1%} / {b['bubble']:5.1%}"
-    return (
-        f"{result['name']:45} {a['memory'] / 1e6:6.2f} / {b['memory'] / 1e6:6.2f}  {a['calls']:4} / {b['calls']:4}  "
-        f"{a['bytes']:9,} / {b['bytes']:9,}  {bubble}  {cpu}  {ms}"
-    )
-
-
 def errors(results, name):
     """(mean absolute, largest) relative error of the predictions of a field; None if none was made.
 
@@ -104,27 +99,26 @@ def errors(results, name):
     return (sum(found) / len(found), max(found)) if found else None
 
 
-def main():
-    parser = benchmark_parser("benchmarks.ranks.grid", __doc__)
-    parser.add_flags(preset="tiny", ranks=[2, 4], batch_size=16, steps=10, timeout=500)
-    parser.add_argument("--n-layer", type=int, default=8, help="layers of the model (default 8)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each layout is trained (default 2)")
-    parser.add_argument("--calibrate", action="store_true", help="measure the constants of this machine again")
-    args = parser.parse_args()
+@benchmark(
+    common=dict(preset="tiny", ranks=[2, 4], batch_size=16, steps=10, timeout=500),
+    n_layer=dict(type=int, default=8, help="layers of the model (default 8)"),
+    rounds=dict(type=int, default=2, help="how often each layout is trained (default 2)"),
+    calibrate=dict(action="store_true", help="measure the constants of this machine again"),
+)
+def main(args):
     if args.calibrate or host_machine(calibration_file(), 2) is None:
         calibrate()
     model, results = replace(PRESETS[args.preset], n_layer=args.n_layer), []
-    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; measured / predicted:")
-    print(f"{'':45} {'memory, MB':>15}  {'calls':>11}  {'bytes':>21}  {'bubble':>13}  {'CPU, ms':>15}  {'ms':>17}")
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     for ranks in args.ranks:
         configs, refused = layouts(ranks, model)
         print("\n".join(refused), end="\n" * bool(refused))
         sizes = args.batch_size, args.steps, args.rounds
-        of_ranks = run_mpi(ranks, train_all, configs, model, *sizes, timeout=args.timeout)
+        of_ranks = zip(*run_mpi(ranks, train_all, configs, model, *sizes, timeout=args.timeout), strict=True)
         machine = host_machine(calibration_file(), ranks)
-        for parallel, each in zip(configs, zip(*of_ranks, strict=True), strict=True):
-            results.append({"preset": args.preset, **compare(ranks, parallel, each, machine)})
-            print(line(results[-1]), flush=True)
+        found = [compare(ranks, *each, machine) for each in zip(configs, of_ranks, strict=True)]
+        LAYOUTS.print(found, f"{ranks} ranks")
+        results += [{"preset": args.preset, **result} for result in found]
         if ranks > os.cpu_count():
             print(f"{ranks} ranks share {os.cpu_count()} cores, so their times are not predicted")
     for name in FIELDS:
@@ -135,7 +129,3 @@ def main():
     print(f"calls and bytes are exact on every rank in {exact} of {len(results)} layouts")
     print(f"published errors of time: {PUBLISHED}")
     save(results, args)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ranks.grid import compare, errors, layouts, line, name_of
+from benchmarks.ranks.grid import LAYOUTS, compare, errors, layouts, name_of
 from benchmarks.ranks.grid_ranks import train_all
 from gpt2core.app.planning.machine import h100
 from gpt2core.parallel.config import ParallelConfig
@@ -33,7 +33,8 @@ def test_the_errors_are_relative_except_that_of_the_bubble():
     result = dict(name="x", measured=values, predicted=values | dict(memory=1e6, bubble=0.1, ms=None))
     assert errors([result], "memory") == (0.5, 0.5) and errors([result], "bytes") == (0.0, 0.0)
     assert errors([result], "bubble") == pytest.approx((0.1, 0.1)) and errors([result], "ms") is None
-    assert "2.00 /   1.00" in line(result) and line(result).endswith("5.0 /       -")
+    (cells,) = LAYOUTS.cells([{"results": [result]}])
+    assert (cells["memory, MB"], cells["bubble"], cells["ms"]) == ("2.00 / 1.00", "20.0 % / 10.0 %", "5.0 / ")
 
 
 def test_ranks_train_each_layout_and_send_what_is_predicted():
