@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.gpu.timing import first_line
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
@@ -23,6 +22,7 @@ from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from benchmarks.harness.script import benchmark
 from gpt2core.errors import UserError
 from gpt2core.presets import PRESETS
+from stage2_cuda.runtime.triton_launch import first_line
 
 OURS = "ours"
 PEER_MODULE = "benchmarks.peers.torch_decode_cuda"

@@ -17,7 +17,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.timing import first_line, time_functions
+from benchmarks.gpu.timing import time_functions
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec
 from benchmarks.harness.report import save_each
@@ -27,7 +27,7 @@ from benchmarks.harness.script import benchmark
 from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.gluon_launch import gluon_kind
-from stage2_cuda.runtime.triton_launch import descriptor, gpu_model, launch
+from stage2_cuda.runtime.triton_launch import descriptor, first_line, gpu_model, launch
 from torch_bridge.kernels.fused_matmul import MatmulTile, matmul, tile_origin
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.

@@ -21,6 +21,7 @@ from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.script import benchmark
 from benchmarks.harness.table_format import Table
 from stage2_cuda.runtime.triton_launch import array_module, launch
+from stage2_cuda.tuning.tuner import difference
 
 ROWS, COLUMNS, EPS, SEED = 16384, 768, 1e-5, 20260101
 
@@ -156,8 +157,7 @@ def relative_error(xp, rung, arrays):
     wanted = xp.empty_like(x), xp.empty_like(x)
     operations(xp, *wanted, x, a, bias, w, b)
     rung(xp, *arrays)
-    pairs = zip(arrays[:2], wanted, strict=True)
-    return max(float(xp.linalg.norm(got - want) / xp.linalg.norm(want)) for got, want in pairs)
+    return max(difference(*pair) for pair in zip(arrays[:2], wanted, strict=True))
 
 
 def measure(rounds, rungs=RUNGS, rows=ROWS, columns=COLUMNS):

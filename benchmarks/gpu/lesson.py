@@ -102,7 +102,7 @@ def comparisons(xp):
     yield launches(xp)
     for make_pair in KERNEL_PAIRS:
         pair = make_pair(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), GPT2)
-        check_close(pair, xp)
+        check_close(pair)
         functions = (functools.partial(device_seconds, xp, function) for function in (pair.plain, pair.ours))
         yield Comparison(pair.section, pair.name, *functions)
         del pair, functions

@@ -16,6 +16,7 @@ from gpt2core.architecture import parameter_shapes
 from gpt2core.arena import Arena
 from gpt2core.optimizer import AdamW
 from gpt2core.presets import PRESETS
+from stage2_cuda.tuning.tuner import difference
 
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -244,11 +245,9 @@ def product(xp, rng, sizes):
 KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # in the lesson's order
 
 
-def check_close(pair, xp):
+def check_close(pair):
     """Run both versions; raise ArithmeticError if a result differs by more than the tolerance."""
     for ours, plain in zip(pair.ours(), pair.plain(), strict=True):
-        ours, plain = (array.astype(np.float32) for array in (ours, plain))
-        error = float(xp.linalg.norm((ours - plain).ravel()) / xp.linalg.norm(plain.ravel()))
-        if not error <= pair.tolerance:
+        if not (error := difference(ours, plain)) <= pair.tolerance:
             bound = f"the tolerance is {pair.tolerance:g}"
             raise ArithmeticError(f"{pair.name}: the two versions differ by {error:.1e}, {bound}")

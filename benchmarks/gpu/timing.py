@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from benchmarks.harness.rounds import SEED, random_batch
-from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, launcher
+from stage2_cuda.runtime.triton_launch import array_module, compile_ahead, first_line, launcher
 from stage2_cuda.tuning.tuner import capture_calls, difference, medians, milliseconds
 
 LEAD_IN = 3  # calls that are not timed, because the GPU was idle or ran another process before
@@ -52,11 +52,6 @@ def device_seconds(xp, function, min_total=0.02):
         seconds = 1e-3 * milliseconds(xp, stream, lambda calls=calls: [function() for _ in range(calls)])
         calls *= 2
     return seconds / (calls // 2)
-
-
-def first_line(error):
-    """The first line of an error, or the name of its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def time_functions(functions, rounds, calls=20, outputs=(), tolerance=np.inf):

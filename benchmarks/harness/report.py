@@ -9,9 +9,9 @@ import statistics
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
+from gpt2core.app.doctor import version_of
 from gpt2core.app.settings.flag_parser import Parser
 from gpt2core.errors import ConfigError, counted
 from gpt2core.presets import PRESETS
@@ -137,7 +137,7 @@ def hardware():
         "numpy": numpy.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "blas_kernels": kernels[0] if kernels else None,
-        **{name: installed_version(name) for name in ("mkl", "torch", "mpi4py", "mpich")},
+        **{name: version_of(name) for name in ("mkl", "torch", "mpi4py", "mpich")},
         **gpu_hardware(),
     }
 
@@ -172,14 +172,14 @@ def gpu_hardware():
     if not gpus:
         return {}
     name, driver, power_limit = gpus[0]
-    cupy = {package: installed_version(package) for package in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
+    cupy = {package: version_of(package) for package in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
     return {
         "gpu": name,
         "gpus": len(gpus),
         "driver": driver,
         "power_limit": power_limit,
         "cupy": next((f"{package} {version}" for package, version in cupy.items() if version), None),
-        "triton": installed_version("triton"),
+        "triton": version_of("triton"),
     }
 
 
@@ -205,14 +205,6 @@ def check_gpus(count):
     """Raise ConfigError if there are fewer than `count` GPUs. Triton's interpreter needs none."""
     if not os.environ.get("TRITON_INTERPRET") and (found := len(nvidia_smi("index"))) < count:
         raise ConfigError(f"this benchmark needs {counted(count, 'GPU')}, {found} found: use a machine with GPUs")
-
-
-def installed_version(package):
-    """The version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit():
