@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,9 +80,9 @@ def test_a_run_that_is_shorter_than_the_trace_is_traced_to_its_end(train, corpus
     assert json.loads(trace.read_text())["otherData"]["steps"] == "0 to 1"
 
 
-def rank_with_trace(world, path, **how):
+def rank_with_trace(world, path, config=CONFIG, **how):
     """(losses, hash) of three steps on one rank, two of them traced unless `path` is None."""
-    trainer, windows = make_trainer(world, ParallelConfig(bucket_mb=0.02, **how)), Windows(TOKENS, 16)
+    trainer, windows = make_trainer(world, ParallelConfig(bucket_mb=0.02, **how), config), Windows(TOKENS, 16)
     trace = path and Trace(trainer, path, 2)
     if trace:
         trace.begin()
@@ -97,7 +98,19 @@ def rank_with_trace(world, path, **how):
     return losses, parameter_hash(trainer)
 
 
-HOW = [dict(dp="flat"), dict(dp="bucket", zero=1), dict(dp="overlap", zero=1, zero_gather="forward"), dict(tp=2)]
+HOW = [
+    dict(dp="flat"), dict(dp="bucket", zero=1), dict(dp="overlap", zero=1, zero_gather="forward"), dict(tp=2),
+    dict(zero=2), dict(zero=3), dict(zero=3, recompute="block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pipeline_whose_tied_table_is_not_in_memory_is_traced(tmp_path, zero):
+    how = dict(config=replace(CONFIG, tied=True), pp=2, zero=zero)
+    plain, traced = (run_ranks(2, lambda world, path=path: rank_with_trace(world, path, **how))
+                     for path in (None, tmp_path / "trace.json"))  # fmt: skip
+    assert plain == traced
+    assert "embedding_backward" in {span["name"] for span in lane(tmp_path / "trace.json", "worker 0", pid=1)}
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -113,7 +126,8 @@ def test_the_root_writes_the_collectives_of_all_ranks_and_no_bit_changes(tmp_pat
         assert {span["args"]["ranks"] for span in spans} == {2} and all(span["args"]["bytes"] > 0 for span in spans)
         assert_nested(lane(path, "worker 0", rank))
         names = {span["name"] for span in spans}
-        assert "all_reduce" in names and ("broadcast" in names) == (how.get("zero_gather") == "forward")
+        assert ("reduce_scatter" if how.get("zero", 0) > 1 else "all_reduce") in names
+        assert ("broadcast" in names) == (how.get("zero_gather") == "forward")
     if how.get("dp") == "bucket":  # every element of the gradient is in one bucket of each of the two steps
         sums = [e["args"] for e in lane(path, group) if e["args"].get("buffer") == "gradients"]
         trainer = json.loads(path.read_text())["otherData"]
