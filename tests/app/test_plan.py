@@ -2,17 +2,20 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gpt2core.app import plan as command
+from gpt2core.app.cli import train_parser
 from gpt2core.app.planning import machine as machines
 from gpt2core.app.planning.layout import Layout
-from gpt2core.app.planning.layouts import Devices, estimate, estimates, layouts
+from gpt2core.app.planning.layouts import Devices, Estimate, estimate, estimates, layouts
 from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machine, save_calibration
 from gpt2core.app.planning.step_time import step_seconds, unit_seconds, update_seconds
+from gpt2core.app.settings.final_values import resolve_flags, resolve_rank_flags
 from gpt2core.architecture import GPT2Config, flops_per_token
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
@@ -64,7 +67,7 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
     assert (code, err) == (0, "")
     times = [float(number) for number in re.findall(r"([\d.]+) ms$", out, re.M)]
     assert len(times) == 5 and times == sorted(times)
-    assert re.search(r"^recommended: --batch-size 16 --micro-batches \d+", out, re.M)
+    assert re.search(r"^recommended: --preset tiny --batch-size 16 --micro-batches \d+ --threads 1", out, re.M)
     why = re.search(r"^why: (.*)\.$", out, re.M)[1]
     assert why.startswith(("it has the shortest predicted step; ", "no layout is more than 1% faster, "))
 
@@ -72,7 +75,8 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
 def test_a_thousand_gpus_are_planned_without_one(run):
     code, out, err = run("--preset", "gpt2-xl", "--gpus", 1024)
     assert (code, err) == (0, "") and "1024 x 1024 tokens per step" in out
-    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --pp 8 --zero 2 --pp-sch", out, re.M), out
+    flags = "^recommended: --preset gpt2-xl --batch-size 1024 --micro-batches 1024 --precision bf16 "
+    assert re.search(flags + "--pp 8 --zero 2 --pp-sch", out, re.M), out
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,22 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_training_with_the_flags_of_a_layout_has_this_layout(on_host):
+    devices = Devices(4, 80e9, on_host, "fp32" if on_host else "bf16")
+    args = command.parser().parse_args(["--preset", "nano", "--seq-len", "7"])
+    transport, world = None if on_host else "nccl", SimpleNamespace(size=4, native_algorithm="mpi")
+    for layout in layouts(PRESETS["nano"], devices, 16, 7):
+        given = train_parser().parse_args(command.flags_of(args, Estimate(layout, 0, {}), devices).split())
+        settings, _ = resolve_flags(given, {}, deterministic=on_host)
+        settings, _ = resolve_rank_flags(replace(settings, transport=transport), world)
+        trained = {each.name: getattr(settings, each.name) for each in fields(ParallelConfig)}
+        assert ParallelConfig(**trained) == layout.parallel
+        assert (settings.preset, settings.seq_len, settings.batch_size) == ("nano", 7, 16)
+        assert settings.micro_batches == layout.micro_batches and settings.precision == devices.precision
+        assert settings.threads == (layout.threads if on_host else None)
 
 
 def test_every_layout_of_4_ranks_can_be_trained():
