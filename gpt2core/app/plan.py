@@ -54,11 +54,13 @@ def parser():
 
 def plan(args):
     """Run the command with the parsed flags; returns the exit code."""
+    only_calibrates = args.calibrate and args.gpus is args.ranks is None
+    if not only_calibrates:
+        check(args)
     if args.calibrate:
         calibrate()
-        if args.gpus is args.ranks is None:
-            return 0
-    check(args)
+    if only_calibrates:
+        return 0
     config, devices = PRESETS[args.preset], devices_of(args)
     machine = machine_for(devices)
     batch_size = args.batch_size or default_batch(args.preset, devices)
@@ -133,6 +135,7 @@ def calibrate():
     """
     if (path := calibration_file()) is None:
         raise ConfigError("--calibrate: there is no home directory in which the constants can be saved")
+    save_calibration({}, path, 0)  # raises an error before the measurement if the file cannot be written
     start = time.perf_counter()
     counts = [count for count in CALIBRATED if count == min(CALIBRATED) or count <= len(cores_of_process())]
     for count in counts:

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -119,6 +120,34 @@ def test_ranks_need_a_calibration(run, monkeypatch):
     assert run("--calibrate")[2] == "error: --calibrate: 2 ranks cannot run here: no MPI\n"
 
 
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    """A calibration that measures fails."""
+    monkeypatch.setattr(command, "constants", lambda count: pytest.fail("this command must not measure"))
+
+
+def test_a_wrong_plan_is_refused_before_the_calibration(run, measures_nothing):
+    code, out, err = run("--calibrate", "--ranks", 2, "--preset", "gpt5", calibrated=False)
+    assert (code, out) == (2, "") and err.startswith("error: --preset gpt5 is unknown: ")
+
+
+def test_a_calibration_that_cannot_be_saved_measures_nothing(run, measures_nothing, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "calibration_file", lambda: tmp_path / "file" / "x.json")
+    code, out, err = run("--calibrate", calibrated=False)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f"error: --calibrate: {tmp_path}/file/x.json cannot be written (") and "HOME" in err
+
+
+def test_a_write_that_fails_leaves_no_file_and_the_earlier_constants(monkeypatch, tmp_path):
+    path = tmp_path / "c.json"
+    save_calibration(NUMBERS, path, 2)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match=r"c.json cannot be written \(No space left on device\)"):
+        save_calibration(NUMBERS, path, 4)
+    assert list(tmp_path.iterdir()) == [path] and host_machine(path, 4).message == Link(1e-5, 2e-10)
+
+
 def test_each_number_of_ranks_has_constants_of_its_own(run, monkeypatch, tmp_path):
     path = tmp_path / "calibration.json"
     monkeypatch.setattr(command, "cores_of_process", lambda: range(4))
@@ -153,6 +182,18 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
     assert host_machine(path, 2).message == Link(1e-5, 2e-10)
     save_calibration({"message": [1.0]}, path, 2)
     assert host_machine(path, 2) is None
+
+
+@pytest.mark.parametrize("name, numbers", [
+    ("bandwidth", [float("nan")]), ("reaction", [float("inf")]), ("message", [-1e-5, 2e-10]), ("bandwidth", [0.0]),
+    ("queries", [0]), ("ends_forward", [1e-4, 0.0, 5e9]), ("block_backward", [1e-4, 1e10, 0.0]), ("embedding", [2.0]),
+])  # fmt: skip
+def test_numbers_that_no_calibration_measures_are_none(tmp_path, name, numbers):
+    path = tmp_path / "c.json"
+    save_calibration(NUMBERS | {name: numbers}, path, 2)
+    assert host_machine(path, 2) is None
+    save_calibration(NUMBERS, path, 4)  # then the constants of another number of ranks are used
+    assert host_machine(path, 2).message == Link(1e-5, 2e-10)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
