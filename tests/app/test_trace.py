@@ -3,17 +3,20 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gpt2core.data import Windows
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.tracing.hooks import KERNELS
 from gpt2core.tracing.trace import Trace
+from gpt2core.tracing.trace_file import Process, Span, write_trace
 from gpt2core.training_loop import read_batch
 from stage2_cuda.runtime import cupti
 from tests.support.training import CONFIG, make_trainer
@@ -142,6 +145,18 @@ def refused(result, *words):
     assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
     for word in words:
         assert str(word) in result.err
+
+
+def test_a_trace_of_which_only_a_part_can_be_written_is_an_empty_file(tmp_path, monkeypatch):
+    def write_a_part(self, text, encoding):
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(ConfigError, match=r"trace.json: cannot be written \(No space left on device\)"):
+        write_trace(tmp_path / "trace.json", [Process("rank 0", {"steps": [Span("step 0", 0.0, 1.0)]})])
+    assert (tmp_path / "trace.json").read_bytes() == b""
 
 
 def test_a_trace_replaces_a_trace_of_this_program_only(train, corpus, tmp_path):
