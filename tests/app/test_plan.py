@@ -95,7 +95,10 @@ def test_a_thousand_gpus_are_planned_without_one(run):
         (("--ranks", 2, "--gpu-memory", 80), "--gpu-memory and --precision are for --gpus, and this plan is for --ra"),
         (("--gpus", 2, "--gpu-memory", 0), "--gpu-memory 0 must be above 0 and finite"),
         (("--gpus", 2, "--precision", "fp8"), "--precision fp8 is unknown: choose from fp32, tf32, bf16, fp16"),
-        (("--gpus", 5, "--batch-size", 2), "--batch-size 2 is not divisible by 5 data-parallel ranks"),
+        (
+            ("--gpus", 5, "--batch-size", 2),
+            "--batch-size 2 is not divisible by 5 data-parallel ranks: use --batch-size 5\n",
+        ),
         (("--gpus", 1, "--gpu-memory", 4, "--preset", "gpt2-xl"), "gpt2-xl on 1 GPU needs at least 61.87 GB on each, "),
     ],
 )
