@@ -53,17 +53,25 @@ def read_choices(path, tuned_for):
 
 
 def write_choices(path, tuned_for, choices):
-    """Add choices to the cache file, which is replaced atomically; warn if it cannot be written."""
+    """Add choices to the cache file; warn if it cannot be written."""
+    try:
+        add_choices(path, tuned_for, choices)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror or error}), so later runs measure its choices again"
+        warnings.warn(f"the autotune cache {path} {problem}", stacklevel=3)
+
+
+def add_choices(path, tuned_for, choices):
+    """Add choices to the cache file, which is replaced atomically; raises OSError if it cannot be written."""
     try:
         stored = load_choices(path, tuned_for)  # read it again: another process may have added choices
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = {}
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"made_for": tuned_for, "choices": stored | choices}, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"made_for": tuned_for, "choices": stored | choices}, indent=1)
         temporary.write_text(content, encoding="utf-8")
         os.replace(temporary, path)
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror or error}), so later runs measure its choices again"
-        warnings.warn(f"the autotune cache {path} {problem}", stacklevel=3)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a write that failed

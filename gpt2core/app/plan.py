@@ -54,11 +54,13 @@ def parser():
 
 def plan(args):
     """Run the command with the parsed flags; returns the exit code."""
+    only_calibrates = args.calibrate and args.gpus is args.ranks is None
+    if not only_calibrates:
+        check(args)
     if args.calibrate:
         calibrate()
-        if args.gpus is args.ranks is None:
-            return 0
-    check(args)
+    if only_calibrates:
+        return 0
     config, devices = PRESETS[args.preset], devices_of(args)
     machine = machine_for(devices)
     batch_size = args.batch_size or default_batch(args.preset, devices)
@@ -133,6 +135,7 @@ def calibrate():
     """
     if (path := calibration_file()) is None:
         raise ConfigError("--calibrate: there is no home directory in which the constants can be saved")
+    save_calibration({}, path, 0)  # raises an error before the measurement if the file cannot be written
     start = time.perf_counter()
     counts = [count for count in CALIBRATED if count == min(CALIBRATED) or count <= len(cores_of_process())]
     for count in counts:
@@ -177,7 +180,7 @@ COLUMNS = f"{'dp':>5} {'tp':>3} {'pp':>3} {'schedule':>12} zero recompute micro 
 
 def report(args, devices, machine, batch_size, seq_len, found, count):
     """The lines of the plan."""
-    config, best = PRESETS[args.preset], recommended(found)
+    config, best = PRESETS[args.preset], recommended(found, devices)
     kind = "rank" if devices.on_host else "GPU"
     yield f"{args.preset}: {parameter_count(config):,} parameters, {batch_size} x {seq_len} tokens per step"
     yield f"{counted(devices.count, kind)} with {gb(devices.memory)} each; times: {machine.name}"
@@ -185,20 +188,21 @@ def report(args, devices, machine, batch_size, seq_len, found, count):
     yield COLUMNS
     yield from map(row, found[:SHOWN])
     yield "the recommended one, in ms: " + ", ".join(f"{term} {1e3 * s:.2f}" for term, s in best.seconds.items())
-    yield f"recommended: {flags_of(best, batch_size, devices)}"
+    yield f"recommended: {flags_of(args, best, devices)}"
     yield f"why: {reason(best, found)}"
 
 
-def recommended(found):
+def recommended(found, devices):
     """Of the layouts that are at most CLOSE slower than the fastest one, that with the fewest options."""
     close = [each for each in found if each.total <= (1 + CLOSE) * found[0].total]
-    return min(close, key=lambda each: (len(changed(each.layout.parallel)), each.layout.parallel.zero, each.total))
+    return min(close, key=lambda each: (len(changed(each.layout, devices)), each.layout.parallel.zero, each.total))
 
 
-def changed(parallel):
-    """The options of a ParallelConfig that are not the default."""
-    default = ParallelConfig()
-    return [name for name, value in vars(parallel).items() if value != getattr(default, name)]
+def changed(layout, devices):
+    """The options of the ParallelConfig of a layout that are not the default."""
+    # resolve_rank_flags() makes --zero 1 the default of several replicas on GPUs
+    default = ParallelConfig(zero=int(layout.replicas > 1 and not devices.on_host))
+    return [name for name, value in vars(layout.parallel).items() if value != getattr(default, name)]
 
 
 def row(each):
@@ -210,13 +214,15 @@ def row(each):
     )
 
 
-def flags_of(each, batch_size, devices):
-    """The flags of train_gpt2.py for a layout."""
-    layout, parallel, default = each.layout, each.layout.parallel, ParallelConfig()
-    options = {"batch_size": batch_size, "micro_batches": layout.micro_batches}
-    names = ("tp", "pp", "zero", "recompute")
-    options |= {name: value for name in names if (value := getattr(parallel, name)) != getattr(default, name)}
-    if parallel.pp != default.pp:
+def flags_of(args, each, devices):
+    """The flags of train_gpt2.py for a layout of the plan with the flags `args`."""
+    layout, parallel = each.layout, each.layout.parallel
+    options = {"preset": args.preset, "batch_size": layout.batch_size, "micro_batches": layout.micro_batches}
+    options |= {"seq_len": args.seq_len} if args.seq_len else {}
+    options |= {"threads": layout.threads} if devices.on_host else {"precision": devices.precision}
+    given = changed(layout, devices)
+    options |= {name: getattr(parallel, name) for name in ("tp", "pp", "zero", "recompute") if name in given}
+    if "pp" in given:
         options |= {"pp_schedule": parallel.pp_schedule, "chunks": parallel.chunks}
     words = [f"{flag(name)} {value}" for name, value in options.items()]
     ordered = devices.on_host and not layout.micro_batches & (layout.micro_batches - 1)

@@ -9,6 +9,7 @@ import inspect
 
 from gpt2core.backend import Backend
 from gpt2core.communicator import address
+from gpt2core.parallel.sharded.unit_parameters import NotInMemory
 
 KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "page_sums")
 KERNELS = [name for name in vars(Backend) if name.endswith(KERNEL_SUFFIXES) or name in ("loss", "loss_rows", "add")]
@@ -94,10 +95,12 @@ class Modules:
 
     parameters: {Hugging Face name: Tensor} of the model. A kernel that reads no parameter, such as attention, gets the
     block of the kernel before it ("h.3.attn"); its backward kernel finds the same module by its argument `aux`.
+    The module of a parameter that is NotInMemory between the steps (ZeRO-2, ZeRO-3) is not found.
     """
 
     def __init__(self, parameters):
-        self.of_parameter = {address(tensor.data): module_name(name) for name, tensor in parameters.items()}
+        present = {name: tensor.data for name, tensor in parameters.items() if in_memory(tensor.data)}
+        self.of_parameter = {address(array): module_name(name) for name, array in present.items()}
         self.of_aux, self.current = {}, ""
 
     def before(self, name, arguments):
@@ -106,7 +109,7 @@ class Modules:
             return self.current
         if not name.endswith(("_forward", "_backward")):
             return ""
-        addresses = [address(x) for x in arguments if hasattr(x, "dtype")]
+        addresses = [address(x) for x in arguments if in_memory(x)]
         if modules := [self.of_parameter[at] for at in addresses if at in self.of_parameter]:
             self.current = modules[0 if name.startswith("embedding") else -1]
             self.current = self.current.removesuffix(".c_proj" if name.startswith("mlp") else "")
@@ -120,6 +123,11 @@ class Modules:
         """Store the module of the `aux` that a forward kernel has returned."""
         if name.endswith("_forward") and isinstance(result, tuple):
             self.of_aux[id(result[-1])] = module
+
+
+def in_memory(x):
+    """Whether x is an array that has an address."""
+    return hasattr(x, "dtype") and not isinstance(x, NotInMemory)
 
 
 def module_name(parameter):

@@ -1,6 +1,8 @@
 """Write a trace in Chrome's format, a JSON object with `traceEvents`, which ui.perfetto.dev and Chrome open."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ def trace_events(processes):
 def write_trace(path, processes, **details):
     """Write the trace of `processes`, a list of Process, with one event per line. details: entries of `otherData`.
 
-    Raises ConfigError if the file cannot be written.
+    Raises ConfigError if the file cannot be written; then it is empty.
     """
     other = json.dumps({"program": PROGRAM, **details})
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(processes))
@@ -57,6 +59,8 @@ def write_trace(path, processes, **details):
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
+        with contextlib.suppress(OSError):  # a part of a trace cannot be opened, and would fill the disk
+            os.truncate(path, 0)
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): free some space") from None
 
 

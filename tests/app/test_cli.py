@@ -619,6 +619,17 @@ def test_a_prompt_longer_than_the_block_says_so_and_uses_its_last_tokens(infer, 
     assert (result.code, result.out) == (0, infer("--weights", weights["word"], "--prompt", tail).out)
 
 
+def test_a_prompt_of_a_batch_that_is_longer_than_the_block_says_so_too(infer, weights, corpus, tmp_path):
+    tokenizer, paths = Tokenizer.load(weights["word"]), (tmp_path / "long", tmp_path / "short")
+    every = tokenizer.encode(corpus.read_text(encoding="utf-8"))
+    tokens = [token for token in every if "\n" not in tokenizer.decode([token])][:25]  # a prompt is one line
+    for path, ids in zip(paths, (tokens, tokens[-16:]), strict=True):
+        path.write_text("the model\n" + tokenizer.decode(ids) + "\n", encoding="utf-8")
+    long, short = (infer("--weights", weights["word"], "--mode", "batch", "--prompts", path) for path in paths)
+    assert long.err == "note: prompt 2 has 25 tokens, the model reads at most 16: only the last 16 are used\n"
+    assert (long.code, long.out) == (short.code, short.out) and (short.code, short.err) == (0, "")
+
+
 def test_prompt_file_is_the_prompt_without_its_last_line_break(infer, weights, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("the model reads\n")

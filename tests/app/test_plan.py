@@ -2,17 +2,21 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from gpt2core.app import plan as command
+from gpt2core.app.cli import train_parser
 from gpt2core.app.planning import machine as machines
 from gpt2core.app.planning.layout import Layout
-from gpt2core.app.planning.layouts import Devices, estimate, estimates, layouts
+from gpt2core.app.planning.layouts import Devices, Estimate, estimate, estimates, layouts
 from gpt2core.app.planning.machine import Link, Machine, Rate, h100, host_machine, save_calibration
 from gpt2core.app.planning.step_time import step_seconds, unit_seconds, update_seconds
+from gpt2core.app.settings.final_values import resolve_flags, resolve_rank_flags
 from gpt2core.architecture import GPT2Config, flops_per_token
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
@@ -64,7 +68,7 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
     assert (code, err) == (0, "")
     times = [float(number) for number in re.findall(r"([\d.]+) ms$", out, re.M)]
     assert len(times) == 5 and times == sorted(times)
-    assert re.search(r"^recommended: --batch-size 16 --micro-batches \d+", out, re.M)
+    assert re.search(r"^recommended: --preset tiny --batch-size 16 --micro-batches \d+ --threads 1", out, re.M)
     why = re.search(r"^why: (.*)\.$", out, re.M)[1]
     assert why.startswith(("it has the shortest predicted step; ", "no layout is more than 1% faster, "))
 
@@ -72,7 +76,8 @@ def test_it_lists_the_fastest_layouts_and_recommends_the_first(run):
 def test_a_thousand_gpus_are_planned_without_one(run):
     code, out, err = run("--preset", "gpt2-xl", "--gpus", 1024)
     assert (code, err) == (0, "") and "1024 x 1024 tokens per step" in out
-    assert re.search(r"^recommended: --batch-size 1024 --micro-batches 1024 --pp 8 --zero 2 --pp-sch", out, re.M), out
+    flags = "^recommended: --preset gpt2-xl --batch-size 1024 --micro-batches 1024 --precision bf16 "
+    assert re.search(flags + "--pp 8 --zero 2 --pp-sch", out, re.M), out
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,10 @@ def test_a_thousand_gpus_are_planned_without_one(run):
         (("--ranks", 2, "--gpu-memory", 80), "--gpu-memory and --precision are for --gpus, and this plan is for --ra"),
         (("--gpus", 2, "--gpu-memory", 0), "--gpu-memory 0 must be above 0 and finite"),
         (("--gpus", 2, "--precision", "fp8"), "--precision fp8 is unknown: choose from fp32, tf32, bf16, fp16"),
-        (("--gpus", 5, "--batch-size", 2), "--batch-size 2 is not divisible by 5 data-parallel ranks"),
+        (
+            ("--gpus", 5, "--batch-size", 2),
+            "--batch-size 2 is not divisible by 5 data-parallel ranks: use --batch-size 5\n",
+        ),
         (("--gpus", 1, "--gpu-memory", 4, "--preset", "gpt2-xl"), "gpt2-xl on 1 GPU needs at least 61.87 GB on each, "),
     ],
 )
@@ -113,6 +121,34 @@ def test_ranks_need_a_calibration(run, monkeypatch):
     assert (code, err) == (0, "") and out.startswith("calibrated with 2 ranks in ") and "recommended: " in out
     monkeypatch.setattr(command, "LAUNCH", ["-c", "raise SystemExit('error: no MPI')"])
     assert run("--calibrate")[2] == "error: --calibrate: 2 ranks cannot run here: no MPI\n"
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    """A calibration that measures fails."""
+    monkeypatch.setattr(command, "constants", lambda count: pytest.fail("this command must not measure"))
+
+
+def test_a_wrong_plan_is_refused_before_the_calibration(run, measures_nothing):
+    code, out, err = run("--calibrate", "--ranks", 2, "--preset", "gpt5", calibrated=False)
+    assert (code, out) == (2, "") and err.startswith("error: --preset gpt5 is unknown: ")
+
+
+def test_a_calibration_that_cannot_be_saved_measures_nothing(run, measures_nothing, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "calibration_file", lambda: tmp_path / "file" / "x.json")
+    code, out, err = run("--calibrate", calibrated=False)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f"error: --calibrate: {tmp_path}/file/x.json cannot be written (") and "HOME" in err
+
+
+def test_a_write_that_fails_leaves_no_file_and_the_earlier_constants(monkeypatch, tmp_path):
+    path = tmp_path / "c.json"
+    save_calibration(CONSTANTS, path, 2)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match=r"c.json cannot be written \(No space left on device\)"):
+        save_calibration(CONSTANTS, path, 4)
+    assert list(tmp_path.iterdir()) == [path] and host_machine(path, 4).message == Link(1e-5, 2e-10)
 
 
 def test_each_number_of_ranks_has_constants_of_its_own(run, monkeypatch, tmp_path):
@@ -151,7 +187,35 @@ def test_a_damaged_calibration_is_none(tmp_path, monkeypatch):
     assert host_machine(path, 2) is None
 
 
+@pytest.mark.parametrize("name, constants", [
+    ("bandwidth", [float("nan")]), ("reaction", [float("inf")]), ("message", [-1e-5, 2e-10]), ("bandwidth", [0.0]),
+    ("queries", [0]), ("ends_forward", [1e-4, 0.0, 5e9]), ("block_backward", [1e-4, 1e10, 0.0]), ("embedding", [2.0]),
+])  # fmt: skip
+def test_constants_that_no_calibration_measures_are_none(tmp_path, name, constants):
+    path = tmp_path / "c.json"
+    save_calibration(CONSTANTS | {name: constants}, path, 2)
+    assert host_machine(path, 2) is None
+    save_calibration(CONSTANTS, path, 4)  # then the constants of another number of ranks are used
+    assert host_machine(path, 2).message == Link(1e-5, 2e-10)
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_training_with_the_flags_of_a_layout_has_this_layout(on_host):
+    devices = Devices(4, 80e9, on_host, "fp32" if on_host else "bf16")
+    args = command.parser().parse_args(["--preset", "nano", "--seq-len", "7"])
+    transport, world = None if on_host else "nccl", SimpleNamespace(size=4, native_algorithm="mpi")
+    for layout in layouts(PRESETS["nano"], devices, 16, 7):
+        given = train_parser().parse_args(command.flags_of(args, Estimate(layout, 0, {}), devices).split())
+        settings, _ = resolve_flags(given, {}, deterministic=on_host)
+        settings, _ = resolve_rank_flags(replace(settings, transport=transport), world)
+        trained = {each.name: getattr(settings, each.name) for each in fields(ParallelConfig)}
+        assert ParallelConfig(**trained) == layout.parallel
+        assert (settings.preset, settings.seq_len, settings.batch_size) == ("nano", 7, 16)
+        assert settings.micro_batches == layout.micro_batches and settings.precision == devices.precision
+        assert settings.threads == (layout.threads if on_host else None)
 
 
 def test_every_layout_of_4_ranks_can_be_trained():

@@ -2,17 +2,21 @@
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gpt2core.data import Windows
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.tracing.hooks import KERNELS
 from gpt2core.tracing.trace import Trace
+from gpt2core.tracing.trace_file import Process, Span, write_trace
 from gpt2core.training_loop import read_batch
 from stage2_cuda.runtime import cupti
 from tests.support.training import CONFIG, make_trainer
@@ -79,9 +83,9 @@ def test_a_run_that_is_shorter_than_the_trace_is_traced_to_its_end(train, corpus
     assert json.loads(trace.read_text())["otherData"]["steps"] == "0 to 1"
 
 
-def rank_with_trace(world, path, **how):
+def rank_with_trace(world, path, config=CONFIG, **how):
     """(losses, hash) of three steps on one rank, two of them traced unless `path` is None."""
-    trainer, windows = make_trainer(world, ParallelConfig(bucket_mb=0.02, **how)), Windows(TOKENS, 16)
+    trainer, windows = make_trainer(world, ParallelConfig(bucket_mb=0.02, **how), config), Windows(TOKENS, 16)
     trace = path and Trace(trainer, path, 2)
     if trace:
         trace.begin()
@@ -97,7 +101,19 @@ def rank_with_trace(world, path, **how):
     return losses, parameter_hash(trainer)
 
 
-HOW = [dict(dp="flat"), dict(dp="bucket", zero=1), dict(dp="overlap", zero=1, zero_gather="forward"), dict(tp=2)]
+HOW = [
+    dict(dp="flat"), dict(dp="bucket", zero=1), dict(dp="overlap", zero=1, zero_gather="forward"), dict(tp=2),
+    dict(zero=2), dict(zero=3), dict(zero=3, recompute="block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pipeline_whose_tied_table_is_not_in_memory_is_traced(tmp_path, zero):
+    how = dict(config=replace(CONFIG, tied=True), pp=2, zero=zero)
+    plain, traced = (run_ranks(2, lambda world, path=path: rank_with_trace(world, path, **how))
+                     for path in (None, tmp_path / "trace.json"))  # fmt: skip
+    assert plain == traced
+    assert "embedding_backward" in {span["name"] for span in lane(tmp_path / "trace.json", "worker 0", pid=1)}
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -113,7 +129,8 @@ def test_the_root_writes_the_collectives_of_all_ranks_and_no_bit_changes(tmp_pat
         assert {span["args"]["ranks"] for span in spans} == {2} and all(span["args"]["bytes"] > 0 for span in spans)
         assert_nested(lane(path, "worker 0", rank))
         names = {span["name"] for span in spans}
-        assert "all_reduce" in names and ("broadcast" in names) == (how.get("zero_gather") == "forward")
+        assert ("reduce_scatter" if how.get("zero", 0) > 1 else "all_reduce") in names
+        assert ("broadcast" in names) == (how.get("zero_gather") == "forward")
     if how.get("dp") == "bucket":  # every element of the gradient is in one bucket of each of the two steps
         sums = [e["args"] for e in lane(path, group) if e["args"].get("buffer") == "gradients"]
         trainer = json.loads(path.read_text())["otherData"]
@@ -128,6 +145,18 @@ def refused(result, *words):
     assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
     for word in words:
         assert str(word) in result.err
+
+
+def test_a_trace_of_which_only_a_part_can_be_written_is_an_empty_file(tmp_path, monkeypatch):
+    def write_a_part(self, text, encoding):
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(ConfigError, match=r"trace.json: cannot be written \(No space left on device\)"):
+        write_trace(tmp_path / "trace.json", [Process("rank 0", {"steps": [Span("step 0", 0.0, 1.0)]})])
+    assert (tmp_path / "trace.json").read_bytes() == b""
 
 
 def test_a_trace_replaces_a_trace_of_this_program_only(train, corpus, tmp_path):

@@ -1,6 +1,7 @@
 """The bits of a gradient do not depend on threads, ranks or micro-batches; the optimizer equals PyTorch's."""
 
 import _thread
+import functools
 import gc
 import math
 import re
@@ -154,6 +155,19 @@ def test_no_buffer_of_a_pass_waits_for_the_garbage_collector(rng, independent_ro
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_one_element_that_is_added_in_another_order_is_found(rng, monkeypatch):
+    """In a product of many rows, BLAS adds the addends of a few elements in another order than in one of few rows."""
+    for rows, C, K in rng.integers((2, 8, 8), (9, 40, 40), (20, 3)).tolist():
+
+        def matmul(self, a, b, out=None, rows=rows):
+            y, order = np.einsum("nc,ck->nk", a, b), -1 if len(a) > rows else 1
+            y[-1, -1] = functools.reduce(np.add, (a[-1] * b[:, -1])[::order])
+            return y
+
+        monkeypatch.setattr(NumpyBackend, "matmul", matmul)
+        assert not merged.rows_are_independent(NumpyBackend(), rows, 2, C, K)
 
 
 def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows(monkeypatch, independent_rows):

@@ -357,6 +357,13 @@ def test_a_mistake_ends_the_job_of_inference():
     assert_one_line(script(2, "--mode", "x", name="inference.py"), "error: --mode x is unknown: choose from ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+def test_a_trace_that_cannot_be_written_does_not_stop_the_other_ranks(servers):
+    done = servers.run(2, "train_gpt2.py", *NANO, "--trace", "/dev/full")
+    assert (done.code, done.left) == (0, ()) and "trained " in done.out
+    assert re.fullmatch(r"note: there is no trace: /dev/full: cannot be written \(No space.*\n", done.err)
+
+
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
 def test_a_corpus_that_cannot_be_read_ends_the_job(servers):
     done = servers.run(2, "train_gpt2.py", *NANO, "--data", "/proc/self/mem")

@@ -68,6 +68,7 @@ def inference_command(stage, world, args, cores):
             return 0
         model = load_inference_model(config, arrays, backend, group)
         if args.mode == "batch":
+            prompts = [fit_prompt(ids, config.block_size, emit, f"prompt {i}") for i, ids in enumerate(prompts, 1)]
             write_batch(
                 world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
                 args.stop, args.stats, emit,
@@ -178,10 +179,10 @@ def tokenizer_of(args, checkpoint):
     return tokenizer
 
 
-def fit_prompt(prompt, block, emit):
+def fit_prompt(prompt, block, emit, name="the prompt"):
     """The last `block` tokens of a prompt; emits a note if the prompt is longer. emit: called like print()."""
     if len(prompt) > block:
-        text = f"the prompt has {len(prompt)} tokens, the model reads at most {block}: only the last {block} are used"
+        text = f"{name} has {len(prompt)} tokens, the model reads at most {block}: only the last {block} are used"
         emit(f"note: {text}", file=sys.stderr)
     return prompt[-block:]
 

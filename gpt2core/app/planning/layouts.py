@@ -90,7 +90,10 @@ def divided(config, parallel, devices, batch_size, seq_len):
     replicas = devices.count // (parallel.tp * parallel.pp)
     check_tensor_parallel(config, parallel.tp)
     if batch_size % replicas:
-        raise ConfigError(f"`batch_size={batch_size}` is not divisible by {replicas} data-parallel ranks")
+        nearest = max(1, round(batch_size / replicas)) * replicas
+        raise ConfigError(
+            f"`batch_size={batch_size}` is not divisible by {replicas} data-parallel ranks: use `batch_size={nearest}`"
+        )
     if config.n_layer < parallel.pp:
         raise ConfigError(f"`n_layer={config.n_layer}` is less than `pp={parallel.pp}`: use fewer ranks")
     rows, bytes_of_number = batch_size // replicas, FP32 if devices.on_host else BYTES[devices.precision]

@@ -1,12 +1,14 @@
 """The constants of the model of time: documented defaults for H100 GPUs, or those that `plan --calibrate` measured."""
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt2core.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
+from gpt2core.errors import ConfigError
+from gpt2core.tuned_choices import add_choices, cache_directory, cache_file, processor, read_choices
 
 CALIBRATED = 2, 4  # numbers of ranks, powers of two: ranks share caches, bandwidth and the clock of the processor
 MEASURED = (  # on the CPU
@@ -120,8 +122,18 @@ def calibration_file(directory=None):
 
 
 def save_calibration(constants, path, ranks):
-    """Write the constants {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks."""
-    write_choices(path, calibrated_for(), {f"{ranks} ranks: {name}": repr(value) for name, value in constants.items()})
+    """Add the constants {name: list of floats} that stage1_mpi/calibrate.py measured on so many ranks.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    texts = {f"{ranks} ranks: {name}": repr(value) for name, value in constants.items()}
+    try:
+        add_choices(path, calibrated_for(), texts)
+    except OSError as error:
+        raise ConfigError(
+            f"--calibrate: {path} cannot be written ({error.strerror or error}): make it writable, or set HOME to "
+            f"another directory"
+        ) from None
 
 
 def host_machine(path, ranks):
@@ -134,10 +146,20 @@ def host_machine(path, ranks):
         try:
             texts = {name: saved[f"{count} ranks: {name}"] for name in MEASURED}
             constants = {name: [float(n) for n in text.strip("[]").split(",")] for name, text in texts.items()}
-            return machine_of(constants, ranks)
+            machine = machine_of(constants, ranks)
         except (KeyError, TypeError, ValueError):
             continue
+        if can_be_measured(constants, machine):
+            return machine
     return None
+
+
+def can_be_measured(constants, machine):
+    """Whether the constants of a calibration are finite and not negative, and no divisor of the model of time is 0."""
+    rates = machine.block_forward, machine.block_backward, machine.ends_forward, machine.ends_backward
+    divisors = machine.bandwidth, machine.queries, *(n for rate in rates for n in (rate.flops, rate.bandwidth))
+    every = itertools.chain(*constants.values())
+    return all(0 <= n < math.inf for n in every) and min(divisors) > 0 and machine.embedding <= 1
 
 
 def machine_of(constants, ranks):

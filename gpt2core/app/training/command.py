@@ -22,7 +22,7 @@ from gpt2core.app.training.background_writer import BackgroundWriter
 from gpt2core.app.training.loop import LogLost, run
 from gpt2core.app.training.setup import Training, make_training, open_run
 from gpt2core.architecture import parameter_shapes
-from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
+from gpt2core.errors import CheckpointError, Diverged, UserError, counted
 from gpt2core.parallel.all_or_raise import on_root, shared_error
 from gpt2core.parallel.launcher_env import tell_launcher
 from gpt2core.parallel.micro_batches.count import possible_ranks
@@ -210,7 +210,7 @@ class Outputs:
         fields, note, lines = final_fields(trainer) if last else None, None, []
         try:
             lines = list(self.training.trace.step_ended(step, last)) if self.training.trace else []
-        except ConfigError as error:  # raised on all ranks; the run needs no trace
+        except UserError as error:  # raised on all ranks; the run needs no trace
             note = f"note: there is no trace: {error}"
         if last and self.config.schedule_picture and self.config.pp > 1:
             lines += pictures(trainer.accumulator, trainer.mesh.pipeline, training_width())
