@@ -9,7 +9,6 @@ import inspect
 
 from gpt2core.backend import Backend
 from gpt2core.communicator import address
-from gpt2core.parallel.sharded.unit_parameters import NotInMemory
 
 KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "page_sums")
 KERNELS = [name for name in vars(Backend) if name.endswith(KERNEL_SUFFIXES) or name in ("loss", "loss_rows", "add")]
@@ -126,8 +125,8 @@ class Modules:
 
 
 def in_memory(x):
-    """Whether x is an array that has an address."""
-    return hasattr(x, "dtype") and not isinstance(x, NotInMemory)
+    """Whether x is a NumPy or CuPy array: a NotInMemory has no address."""
+    return hasattr(x, "__array_interface__") or hasattr(x, "__cuda_array_interface__")
 
 
 def module_name(parameter):
