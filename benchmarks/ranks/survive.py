@@ -55,7 +55,8 @@ def wait_until(job, condition, limit=120):
         if job.process.poll() is not None or time.monotonic() > deadline:
             errors = job.texts()[1].strip()
             raise_user_error("the job", errors)
-            raise BenchmarkFailed(f"the job ended, or did nothing, between two kills: {errors[-2000:]}")
+            message = "the job ended (then use more --steps), or did nothing, between two kills"
+            raise BenchmarkFailed(f"{message}: {errors[-2000:]}")
         time.sleep(0.001)
     return result
 
@@ -122,7 +123,7 @@ def summary_of(rows, found, wanted):
 
 
 @benchmark(
-    common=dict(FLAGS, steps=600, checkpoint_every=10),
+    common=dict(FLAGS, steps=1500, checkpoint_every=10),
     async_checkpoints=dict(action="store_true", help="another process saves the checkpoints (default: no)"),
 )
 def main(args):
