@@ -77,7 +77,7 @@ TABLES = {
         Table("ranks/convergence_intel", f"""
         = {CODE} | difference, mean of the seeds = {{row.difference:+.4f}}
         largest difference = {{row.largest_difference:+.4f}}"""),)),
-    "ranks-grid": Table("ranks/grid*", """
+    "ranks-grid": Table(("ranks/grid", "ranks/grid_nano", "ranks/grid_paper"), """
         measured; predicted = {file.machine}, {ranks} ranks: {name}
         {preset}, ms = {measured.ms:.1f}; {predicted.ms:.1f}
         {preset}, bubble = {measured.bubble:percent}; {predicted.bubble:percent}
@@ -174,7 +174,7 @@ TABLES = {
         = `kill -9` of one of 4 ranks, {file.machine} | kills = {times} | ended cleanly = {row.summary.clean_ends}
         median and longest time, s = {summary.median_seconds:.2f}, {summary.longest_seconds:.2f}
         readable checkpoints = {row.summary.readable} | resumed with the same bits = {row.summary.equal}""", also=(
-        Table(("ranks/survive_intel", "gpus/survive"), """
+        Table(("ranks/survive", "gpus/survive"), """
         = one run with `--max-restarts`, {file.machine} | kills = {summary.kills}
         median and longest time, s = {summary.median_seconds:.2f}, {summary.longest_seconds:.2f}
         readable checkpoints = all; {summary.incomplete} incomplete ones are not read
