@@ -232,7 +232,7 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False, r
 
 
 def links(world):
-    """The Links of Machine of blocking calls, as [alpha, beta], where alpha is that of one round; and `reaction`."""
+    """The Links of blocking calls, [alpha, beta], alpha of one round, and of `inside` [..., call]; and `reaction`."""
     p, part, out = world.size, (world.size - 1) / world.size, np.empty(max(SIZES), np.float32)
     calls = {
         "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), rounds("all_reduce", p), 2 * part),
@@ -255,19 +255,21 @@ def links(world):
 def inside_layers(world):
     """`inside` of Machine: by how much a pass of ranks that divide each layer is longer than without their sums.
 
-    Groups of 2 ranks are measured, which all compute at the same time, and larger ones.
+    It is measured in groups of 2 ranks, all at the same time, and in larger groups.
     """
     groups = [world.split(world.rank // 2**i, world.rank) for i in range(1, int(math.log2(world.size)) + 1)]
     cases = list(itertools.product(groups, ((SHORT, 1), (WIDE, MANY))))
     parts = [(shape, each) for group, shape in cases for each in (Slice(group.rank, group.size), group)]
     times = shortest(world, [make_pass(*shape, group=each) for shape, each in parts], wall_seconds)
-    rows, longer = [], []
+    rows, longer, least = [], [], []  # least: 1 % of the pass, because a difference of two times may be only noise
     for (group, (config, count)), (without, complete) in zip(cases, times.reshape(-1, 2), strict=True):
         size = count * config.block_size * config.n_embd * FP32
         rows.append([1.0, rounds("all_reduce", group.size), textbook_bytes("all_reduce", size, group.size)])
         # four of a block, one of the embedding, one of the head, two of the cross-entropy
-        longer.append((complete - without) / (4 * config.n_layer + 4))
-    call, alpha, beta = solve(rows, longer, longer)
+        calls = 4 * config.n_layer + 4
+        longer.append((complete - without) / calls)
+        least.append(complete / calls / 100)
+    call, alpha, beta = solve(rows, longer, np.maximum(longer, least))
     return [alpha, beta, call]
 
 

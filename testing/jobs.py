@@ -229,7 +229,8 @@ def main(job_file, timeout):
         Path(job_file).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
     except BaseException as error:
         if isinstance(error, UserError):
-            Path(job_file).with_name("mistake").write_text(str(error))
+            with suppress(FileExistsError), open(Path(job_file).with_name("mistake"), "x") as file:
+                file.write(str(error))  # of the first rank that raises it
         print(f"rank {communicator.rank}:\n{traceback.format_exc()}", file=sys.stderr)
         communicator.abort(1)
 

@@ -32,7 +32,8 @@ def seconds_of(words, steps, timeout):
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "-u", *words]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            watchdog = threading.Timer(timeout, process.kill)
+            late = threading.Event()
+            watchdog = threading.Timer(timeout, lambda: (late.set(), process.kill()))
             watchdog.start()
             try:
                 for line in process.stdout:
@@ -42,8 +43,9 @@ def seconds_of(words, steps, timeout):
                 watchdog.cancel()  # also after Ctrl-C, because the interpreter waits for the timer at exit
         errors.seek(0)
         if status := process.returncode:
-            raise_user_error("training", text := errors.read())
-            raise BenchmarkFailed(f"{words} ended with {status} (-9: after --timeout {timeout}):\n{text[-2000:]}")
+            raise_user_error("training", status, text := errors.read())
+            end = f"did not end within --timeout {timeout} s" if late.is_set() else f"ended with status {status}"
+            raise BenchmarkFailed(f"{words} {end}:\n{text[-2000:]}")
     return seen[steps - 1] - seen[LEAD_IN]
 
 

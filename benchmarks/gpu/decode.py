@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec
+from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec
 from benchmarks.harness.report import add_peer, check_gpus, paired_ratio, save_each
 from benchmarks.harness.rounds import SEED, interleaved, measure_specs
 from benchmarks.harness.script import benchmark
@@ -144,9 +144,18 @@ def search(run, values_of, rounds, start=()):
     return fastest, list(tried.values())
 
 
+def candidates_of(case):
+    """The options of PyTorch's program for a case, with the values that a search times."""
+    preset, batch, prompt, *_ = CASES[case]
+    window = prompt == PRESETS[preset].block_size
+    return WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
+
+
 def variant_of(options, candidates):
     """The variant {option: value} with these texts such as "cut=0", and the first value of each other candidate."""
     variant = {option: values[0] for option, values in candidates.items()}
+    if len(dict(each.split("=") for each in options)) < len(options):
+        raise UserError(f"--options {' '.join(options)}: give each option once")
     for option, value in (each.split("=") for each in options):
         if value not in map(str, candidates.get(option, ())):
             raise UserError(f"--options {option}={value}: this case has {candidates}: use one of these values")
@@ -157,14 +166,13 @@ def variant_of(options, candidates):
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
-    Raises SystemExit if this project's program does not generate the same tokens in every round.
+    Raises BenchmarkFailed if this project's program does not generate the same tokens in every round.
     """
     preset, batch, prompt, new, _ = CASES[case]
     request, sizes = {"prompt": prompt, "new": new}, dict(preset=preset, batch=batch, precision=precision)
     variant, searched = {}, {}
     if set(args.peers) - {"eager"}:
-        window = prompt == PRESETS[preset].block_size
-        candidates = WINDOW_SEARCH if window else ONE_SEQUENCE_SEARCH if batch == 1 else CACHED_SEARCH
+        candidates = candidates_of(case)
         variant, tried = variant_of(args.options or (), candidates), []
         if not args.options:
             layers = min(PRESETS[preset].n_layer, SEARCH_LAYERS)
@@ -172,6 +180,7 @@ def measure(args, case, precision):
             with BenchmarkProcess(spec, args.benchmark, args.timeout) as process:
                 run = functools.partial(process.run_round, prompt=prompt, new=min(new, SEARCH_NEW))
                 variant, tried = search(run, candidates, SEARCH_ROUNDS, variant)
+            tried = [each | {"layers": layers} for each in tried]
         searched = {"tried": tried, "variant": described(variant)}
     specs = list(process_specs(args, sizes, variant))
     measured = measure_specs(specs, args, request, request)
@@ -181,7 +190,7 @@ def measure(args, case, precision):
         if differing := sum(each["ids"] != rounds[0]["ids"] for each in rounds):
             message = f"{spec.name}: {differing} of {len(rounds)} rounds gave other tokens than the first round"
             if spec.name == OURS:
-                raise SystemExit(message)
+                raise BenchmarkFailed(message)
             print(message)  # PyTorch does not guarantee equal tokens, so its time is still used
         results.append(
             {
@@ -252,6 +261,10 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
     ),
 )
 def main(args):
+    if args.options and (args.variants or set(args.peers) <= {"eager"}):
+        raise UserError("--options are those of PyTorch's compiled programs: use one of them, and not --variants")
+    for case in args.cases:
+        variant_of(args.options or (), candidates_of(case))  # raises an error before the first measurement
     check_gpus(1)
     if args.variants:
         save_each(args, (time_constants(args, case) for case in args.cases))

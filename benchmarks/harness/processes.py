@@ -115,14 +115,16 @@ class BenchmarkProcess:
             return json.loads(line)
         status = self.process.wait()
         self.errors.seek(0)
-        raise_user_error(self.spec.name, self.errors.read())
+        raise_user_error(self.spec.name, status, self.errors.read())
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
 
 
-def raise_user_error(name, output):
-    """Raise UserError if the program `name` reports one in its output, a line "error: ...": for example, no GPU."""
+def raise_user_error(name, status, output):
+    """Raise UserError if the program `name` reports one: exit code and a line "error: ...": for example, no GPU."""
+    if status != USER_ERROR:
+        return
     lines = output.splitlines()
     reports = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if reports and not any(line.startswith("Traceback") for line in lines):
@@ -154,8 +156,7 @@ def run_to_end(name, command, blas_threads, timeout, cwd=ROOT, environment=None)
             end(process)
         output.seek(0)
         text = output.read()
-        if status == USER_ERROR:
-            raise_user_error(name, text)
+        raise_user_error(name, status, text)
         if problem:
             raise failure(f"'{name}' {problem}", output)
         return text

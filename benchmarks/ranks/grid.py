@@ -37,7 +37,7 @@ LAYOUTS = Table("", """
     calls = {measured.calls} / {predicted.calls} | bytes = {measured.bytes:,} / {predicted.bytes:,}
     bubble = {measured.bubble:percent} / {predicted.bubble:percent}
     CPU, ms = {measured.cpu_ms:.1f} / {predicted.cpu_ms:.1f}
-    ms = {measured.ms:.1f} / {predicted.ms:.1f}""")  # fmt: skip
+    ms = {measured.ms:.1f} / {"%.1f" % predicted.ms if predicted.ms else "-"}""")  # fmt: skip
 
 
 def layouts(ranks, model):

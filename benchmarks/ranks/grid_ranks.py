@@ -21,7 +21,8 @@ MICRO_BATCHES, LR = 8, 3e-4
 def train_all(world, configs, model, batch_size, steps, rounds=1):
     """[(Layout, measurements of this rank)] of each ParallelConfig.
 
-    Times are those of all rounds, because the speed of a machine can change for longer than a few steps.
+    "seconds" are the steps of all rounds, because the speed of a machine can change for longer than a few steps; CPU
+    time and bubble are the smallest ones.
     """
     found = [sizes_of(world, each, model, batch_size) for each in configs]
     times = [[times_of(world, each, model, batch_size, steps) for each in configs] for _ in range(rounds)]

@@ -70,7 +70,7 @@ def finished(job):
     with job:
         done = job.done()
     if done.code:
-        raise_user_error("a run without a kill", done.err)
+        raise_user_error("a run without a kill", done.code, done.err)
         raise BenchmarkFailed(f"a run without a kill ended with status {done.code}: {done.err.strip()}")
     return done
 

@@ -54,7 +54,7 @@ def wait_until(job, condition, limit=120):
     while not (result := condition()):
         if job.process.poll() is not None or time.monotonic() > deadline:
             errors = job.texts()[1].strip()
-            raise_user_error("the job", errors)
+            raise_user_error("the job", job.process.poll(), errors)
             message = "the job ended (then use more --steps), or did nothing, between two kills"
             raise BenchmarkFailed(f"{message}: {errors[-2000:]}")
         time.sleep(0.001)

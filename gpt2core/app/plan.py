@@ -55,6 +55,8 @@ def parser():
 def plan(args):
     """Run the command with the parsed flags; returns the exit code."""
     only_calibrates = args.calibrate and args.gpus is args.ranks is None
+    if only_calibrates and vars(args) != vars(parser().parse_args(["--calibrate"])):
+        raise ConfigError("--calibrate without --ranks and --gpus takes no other flag: add --ranks N to plan as well")
     if not only_calibrates:
         check(args)
     if args.calibrate:

@@ -51,7 +51,7 @@ def trace_events(processes):
 def write_trace(path, processes, **details):
     """Write the trace of `processes`, a list of Process, with one event per line. details: entries of `otherData`.
 
-    Raises ConfigError if the file cannot be written; then it is empty.
+    Raises ConfigError if the file cannot be written; a part that was written is removed.
     """
     other = json.dumps({"program": PROGRAM, **details})
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(processes))

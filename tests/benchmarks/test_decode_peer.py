@@ -161,6 +161,8 @@ def test_options_are_a_variant_of_the_case():
     assert found == {"products": "sums", "attention": "sdpa", "cut": 0}
     with pytest.raises(UserError, match="--options cut=0: this case has {'attention': "):
         decode.variant_of(["cut=0"], decode.WINDOW_SEARCH)
+    with pytest.raises(UserError, match="--options cut=0 cut=128: give each option once"):
+        decode.variant_of(["cut=0", "cut=128"], decode.ONE_SEQUENCE_SEARCH)
 
 
 def test_a_variant_that_fails_is_an_answer_and_a_program_that_fails_is_an_error():

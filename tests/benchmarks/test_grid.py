@@ -34,7 +34,7 @@ def test_the_errors_are_relative_except_that_of_the_bubble():
     assert errors([result], "memory") == (0.5, 0.5) and errors([result], "bytes") == (0.0, 0.0)
     assert errors([result], "bubble") == pytest.approx((0.1, 0.1)) and errors([result], "ms") is None
     (cells,) = LAYOUTS.cells([{"results": [result]}])
-    assert (cells["memory, MB"], cells["bubble"], cells["ms"]) == ("2.00 / 1.00", "20.0 % / 10.0 %", "5.0 / ")
+    assert (cells["memory, MB"], cells["bubble"], cells["ms"]) == ("2.00 / 1.00", "20.0 % / 10.0 %", "5.0 / -")
 
 
 def test_ranks_train_each_layout_and_send_what_is_predicted():

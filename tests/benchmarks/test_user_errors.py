@@ -1,4 +1,4 @@
-"""A mistake of the user, or a missing GPU, ends every script of the repository with exit code 2 and one line."""
+"""A mistake of the user, or a missing GPU, ends a script with exit code 2 and one line."""
 
 import os
 import subprocess
@@ -6,13 +6,15 @@ import sys
 
 import pytest
 
-from testing.jobs import ROOT
+from testing.jobs import LIMIT, ROOT
 
 NO_GPU = "no GPU was found"
 MISTAKES = {  # {command: what its line says}
     # the script itself finds the mistake
     "-m benchmarks.torch.attention": "this benchmark needs 1 GPU, 0 found",
     "-m benchmarks.gpu.decode": "this benchmark needs 1 GPU, 0 found",
+    "-m benchmarks.gpu.decode --options cut=0 --peers eager": "--options are those of PyTorch's compiled programs",
+    "-m benchmarks.gpu.decode --options cut=0 --cases one paper": "--options cut=0: this case has {'attention': ",
     "-m benchmarks.torch.ddp_model --ddp MISSING": "there is no MISSING.json in results/torch",
     "-m benchmarks.torch.accumulation --device cpu --only nope": "--only nope: in none of the rows",
     "-m benchmarks.ranks.ranks --ranks 1024": "argument --ranks: 1024 must be positive and below 1024",
@@ -42,6 +44,7 @@ def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(command):
     done = subprocess.run(
         [sys.executable, *command.split()],
         cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=LIMIT,
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if not line.startswith("load average")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
