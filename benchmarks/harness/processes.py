@@ -115,7 +115,7 @@ class BenchmarkProcess:
             return json.loads(line)
         status = self.process.wait()
         self.errors.seek(0)
-        raise_user_error(self.spec.name, status, self.errors.read())
+        raise_user_error(self.spec.name, USER_ERROR, self.errors.read())  # it may have ended itself by a signal
         timed_out = time.monotonic() - started >= self.timeout
         reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
         raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
