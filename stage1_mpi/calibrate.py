@@ -232,7 +232,7 @@ def make_pass(config, sequences, group=None, merged=False, of_embedding=False, r
 
 
 def links(world):
-    """The Links of blocking calls, [alpha, beta], alpha of one round, and of `inside` [..., call]; and `reaction`."""
+    """{name: [alpha, beta]}, the Links of blocking calls, alpha of a round; `inside` has `call` too; and `reaction`."""
     p, part, out = world.size, (world.size - 1) / world.size, np.empty(max(SIZES), np.float32)
     calls = {
         "collective": (lambda x: world.all_reduce(x, out=out[: len(x)]), rounds("all_reduce", p), 2 * part),

@@ -84,8 +84,7 @@ def prepare(module, preset, batch, precision, layers=None, **options):
     token after the first. layers: those of the model (default: all). Further arguments are options of CudaGenerator; if
     they fail, it returns the "error".
     """
-    config = PRESETS[preset]
-    config = replace(config, n_layer=layers or config.n_layer)
+    config = replace(PRESETS[preset], n_layer=layers or PRESETS[preset].n_layer)
     build = functools.cache(lambda **variant: module.CudaGenerator(config, batch, precision, **options, **variant))
     warm = set()  # prompt lengths and variants of earlier rounds
 
@@ -262,7 +261,7 @@ TITLES = "; ".join(f"{name}: {title}" for name, title in PEERS.items())
 )
 def main(args):
     if args.options and (args.variants or set(args.peers) <= {"eager"}):
-        raise UserError("--options are those of PyTorch's compiled programs: use one of them, and not --variants")
+        raise UserError("--options needs a compiled program of PyTorch: add one to --peers, and leave out --variants")
     for case in args.cases:
         variant_of(args.options or (), candidates_of(case))  # raises an error before the first measurement
     check_gpus(1)

@@ -54,15 +54,16 @@ def parser():
 
 def plan(args):
     """Run the command with the parsed flags; returns the exit code."""
-    only_calibrates = args.calibrate and args.gpus is args.ranks is None
-    if only_calibrates and vars(args) != vars(parser().parse_args(["--calibrate"])):
-        raise ConfigError("--calibrate without --ranks and --gpus takes no other flag: add --ranks N to plan as well")
-    if not only_calibrates:
-        check(args)
+    if args.calibrate and args.gpus is args.ranks is None:
+        if vars(args) != vars(parser().parse_args(["--calibrate"])):
+            raise ConfigError(
+                "--calibrate without --ranks and --gpus takes no other flag: add --ranks N to plan as well"
+            )
+        calibrate()
+        return 0
+    check(args)
     if args.calibrate:
         calibrate()
-    if only_calibrates:
-        return 0
     config, devices = PRESETS[args.preset], devices_of(args)
     machine = machine_for(devices)
     batch_size = args.batch_size or default_batch(args.preset, devices)

@@ -131,7 +131,9 @@ def measures_nothing(monkeypatch):
 
 def test_a_calibration_alone_takes_no_other_flag(run, measures_nothing):
     code, out, err = run("--calibrate", "--preset", "tiny", calibrated=False)
-    assert (code, out) == (2, "") and err.startswith("error: --calibrate without --ranks and --gpus takes no other flag")
+    assert (code, out) == (2, "") and err.startswith(
+        "error: --calibrate without --ranks and --gpus takes no other flag"
+    )
 
 
 def test_a_wrong_plan_is_refused_before_the_calibration(run, measures_nothing):

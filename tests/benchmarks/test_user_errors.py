@@ -13,7 +13,7 @@ MISTAKES = {  # {command: what its line says}
     # the script itself finds the mistake
     "-m benchmarks.torch.attention": "this benchmark needs 1 GPU, 0 found",
     "-m benchmarks.gpu.decode": "this benchmark needs 1 GPU, 0 found",
-    "-m benchmarks.gpu.decode --options cut=0 --peers eager": "--options are those of PyTorch's compiled programs",
+    "-m benchmarks.gpu.decode --options cut=0 --peers eager": "--options needs a compiled program of PyTorch",
     "-m benchmarks.gpu.decode --options cut=0 --cases one paper": "--options cut=0: this case has {'attention': ",
     "-m benchmarks.torch.ddp_model --ddp MISSING": "there is no MISSING.json in results/torch",
     "-m benchmarks.torch.accumulation --device cpu --only nope": "--only nope: in none of the rows",
